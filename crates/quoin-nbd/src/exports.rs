@@ -1,19 +1,19 @@
-//! Which volumes a client may open at one listener, and which clients are told of them.
+//! Exports: the volumes that a client may open at one listener, and the clients that may see them.
 
 use quoin_types::block::DeviceInfo;
 use rustls::pki_types::CertificateDer;
 
-/// Why a client gets no export.
+/// Reason for which a client gets no export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// There is none of that name, or none that this client may know of.
+    /// No export has that name, or none that this client may see.
     Unknown,
-    /// The client's certificate is good, but not for this; the text tells the client why.
+    /// The client's certificate is valid, but not for this export; the text tells the client why.
     Forbidden(String),
 }
 
 impl Refused {
-    /// In the client's words.
+    /// The reason as a text for the client.
     #[must_use]
     pub fn reason(&self) -> &str {
         match self {
@@ -23,38 +23,38 @@ impl Refused {
     }
 }
 
-/// The exports behind one connection. Asked anew for each option, so a volume that grew or went
-/// away between two of them is told as it is.
+/// The exports behind one connection. They are looked up for each option again, so that a volume
+/// that grew or was removed meanwhile is reported correctly.
 pub trait Exports: Send {
-    /// Whose certificate chain TLS has just proven; called before anything is asked.
+    /// Receives the certificate chain that TLS has just proven; called before any other method.
     fn identify(&mut self, _certificates: &[CertificateDer<'static>]) {}
 
-    /// A volume grew.
+    /// Called when a volume has grown.
     fn device_changed(&mut self, _device: &DeviceInfo) {}
 
-    /// What clients are told of the export beside its size.
+    /// Description of the export for clients, beside its size.
     fn description(&self) -> String {
         Description::default().to_string()
     }
 
-    /// The names that this client may open.
+    /// Returns the names that this client may open.
     ///
     /// # Errors
     /// [`Refused`] if it may open none.
     fn list(&self) -> Result<Vec<String>, Refused>;
 
-    /// The export of that name; the empty name asks for the default one.
+    /// Returns the export of that name; the empty name selects the default one.
     ///
     /// # Errors
     /// [`Refused`].
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused>;
 }
 
-/// An export's description, in which a server and the attach process agree on which use of the
-/// volume this is. Clients that do not know that show it to people.
+/// An export's description, by which a server and the attach process agree on the use of the
+/// volume. Other clients show it to people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Description {
-    /// The first epoch of the present node's use; 0: not known.
+    /// The first epoch of the present node's use; 0: unknown.
     pub since_epoch: u64,
 }
 
@@ -71,7 +71,7 @@ impl std::fmt::Display for Description {
 }
 
 impl Description {
-    /// What another server says is not known.
+    /// Reads a description; that of another server leaves the use unknown.
     pub(crate) fn parse(text: &[u8]) -> Self {
         let epoch = text.strip_prefix(SINCE.as_bytes());
         let epoch = epoch.and_then(|epoch| std::str::from_utf8(epoch).ok()?.parse().ok());
@@ -79,7 +79,7 @@ impl Description {
     }
 }
 
-/// A socket of one volume, and which use of it this is.
+/// A socket of one volume, and the use of the volume.
 #[derive(Clone, Debug)]
 pub struct Used {
     pub device: DeviceInfo,

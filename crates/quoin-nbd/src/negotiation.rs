@@ -1,8 +1,9 @@
-//! The fixed newstyle negotiation: greeting, client flags, options, until one of them opens the
+//! The fixed newstyle negotiation: greeting, client flags, and options, until one of them opens the
 //! export.
 //!
-//! Hostile clients: an option longer than [`OPTION_BYTES_MAX`] is skipped unread (or the
-//! connection closed when it is absurd), and a client that haggles without end is cut off.
+//! Hostile clients are bounded: an option longer than [`OPTION_BYTES_MAX`] is skipped unread (or
+//! the connection closed if it exceeds [`OPTION_SKIP_MAX`]), and a client that negotiates without
+//! end is disconnected.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use quoin_types::block::{Closed, DeviceInfo};
@@ -14,20 +15,20 @@ use super::protocol::{
     be64, export, info, option, reply,
 };
 
-/// Longest option that is read: a name and a few dozen meta context queries.
+/// Limit of an option that is read: a name and a few dozen meta context queries.
 const OPTION_BYTES_MAX: usize = 16 << 10;
-/// Longest option that is skipped over with an answer instead of closing the connection.
+/// Limit of an option that is skipped with an answer; a longer one closes the connection.
 const OPTION_SKIP_MAX: usize = 1 << 20;
-/// More options than any client needs.
+/// Limit of options; no client needs more.
 const OPTIONS_MAX: usize = 256;
 const OPTION_HEADER_BYTES: usize = 16;
 
-/// What the session does next.
+/// Next step of the session.
 #[derive(Debug)]
 pub(super) enum Outcome {
     /// More bytes are needed.
     Continue,
-    /// The client asked for TLS, and the answer that it may begin is in the output.
+    /// The client requested TLS, and the answer that it may begin is in the output.
     StartTls,
     /// The export is open.
     Transmit { device: DeviceInfo, structured: bool, base_allocation: bool },
@@ -39,7 +40,7 @@ pub(super) struct Negotiation {
     no_zeroes: bool,
     tls: Tls,
     structured: bool,
-    /// The export for which block status was asked: it holds for that one alone.
+    /// The export for which block status was requested: the request holds for that one alone.
     base_allocation: Option<String>,
     options: usize,
     skip: usize,
@@ -183,7 +184,7 @@ impl Negotiation {
                 Tls::Up => refuse(output, code, reply::ERR_INVALID, "TLS is up already"),
                 Tls::Required => {
                     answer(output, code, reply::ACK, &[]);
-                    // Everything negotiated in the clear is forgotten.
+                    // Everything negotiated before TLS is discarded.
                     self.tls = Tls::Up;
                     self.structured = false;
                     self.base_allocation = None;
@@ -309,7 +310,7 @@ impl Negotiation {
     }
 }
 
-/// The export's name and the raw list of wanted information types.
+/// Parses the export's name and the raw list of requested information types.
 fn parse_go(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (name, rest) = parse_string(data)?;
     let (count, list) = rest.split_at_checked(2)?;
@@ -321,7 +322,7 @@ fn parse_meta_context(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     let (count, mut rest) = rest.split_at_checked(4)?;
     let mut queries = Vec::new();
     for _ in 0..be32(count, 0) {
-        // Ends by itself on a lie: each query takes at least four of the option's few bytes.
+        // A wrong count ends by itself: each query takes at least four of the option's few bytes.
         let (query, after) = parse_string(rest)?;
         queries.push(query);
         rest = after;
@@ -352,7 +353,7 @@ fn refuse(output: &mut Vec<Bytes>, code: u32, kind: u32, why: &str) {
     answer(output, code, kind, why.as_bytes());
 }
 
-/// Says why there is no export for this client.
+/// Refuses an export to this client, with the reason.
 fn turn_down(output: &mut Vec<Bytes>, code: u32, refused: &Refused) {
     let kind = match refused {
         Refused::Unknown => reply::ERR_UNKNOWN,

@@ -99,17 +99,17 @@ pub mod error {
 }
 
 pub const BASE_ALLOCATION: &str = "base:allocation";
-/// The id that the session gives to `base:allocation`.
+/// The id that the session uses for `base:allocation`.
 pub const BASE_ALLOCATION_ID: u32 = 1;
 /// State flags of `base:allocation`.
 pub const STATE_HOLE: u32 = 1;
 pub const STATE_ZERO: u32 = 2;
 
-/// Largest payload of one request; also what the protocol lets clients assume.
+/// Limit of the payload of one request; the protocol lets clients assume this value.
 pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
-/// What the session names as the size that performs best.
+/// Block size that the session recommends for best performance.
 pub const PREFERRED_BLOCK_SIZE: u32 = 4096;
-/// Longest name and longest text of the protocol.
+/// Limit of names and texts in the protocol.
 pub const STRING_BYTES_MAX: usize = 4096;
 
 pub const REQUEST_HEADER_BYTES: usize = 28;
@@ -138,7 +138,7 @@ impl RequestHeader {
         bytes
     }
 
-    /// `None`: the magic is wrong, so the stream cannot be understood any further.
+    /// Decodes a header. `None`: the magic is wrong, so the rest of the stream cannot be parsed.
     pub fn decode(bytes: &[u8; REQUEST_HEADER_BYTES]) -> Option<Self> {
         if be32(bytes, 0) != REQUEST_MAGIC {
             return None;
@@ -168,8 +168,8 @@ pub fn be64(bytes: &[u8], at: usize) -> u64 {
     (u64::from(be32(bytes, at)) << 32) | u64::from(be32(bytes, at + 4))
 }
 
-/// The protocol's number for why a request failed; `writes` because a write beyond the end is a
-/// lack of space, everything else beyond it an invalid request.
+/// Returns the protocol's number for the reason of a failure. `writes`: a write beyond the end is a
+/// lack of space; any other request beyond it is invalid.
 pub fn error_number(error: BlockError, writes: bool) -> u32 {
     match error {
         BlockError::OutOfRange if writes => error::NOSPC,

@@ -1,4 +1,4 @@
-//! TLS below a session: socket bytes to clear bytes and back, without I/O.
+//! TLS below a session: converts socket bytes to clear bytes and back, without I/O.
 
 use std::io::{ErrorKind, Read, Write};
 
@@ -9,7 +9,7 @@ use rustls::pki_types::CertificateDer;
 
 use super::session::TlsPolicy;
 
-/// One TLS connection and the clear bytes that its session has not taken yet.
+/// One TLS connection and the clear bytes that its session has not consumed yet.
 pub(super) struct Secure {
     connection: ServerConnection,
     pub(super) clear: BytesMut,
@@ -23,7 +23,7 @@ impl Secure {
         };
         let mut connection = ServerConnection::new(config.clone())
             .map_err(|error| Closed(format!("TLS cannot start: {error}")))?;
-        // What is written is drained at once, so the buffer is bounded by one batch of replies.
+        // Written bytes are drained at once, so the buffer is bounded by one batch of replies.
         connection.set_buffer_limit(None);
         Ok(Self { connection, clear: BytesMut::new(), identified: false })
     }
@@ -53,7 +53,7 @@ impl Secure {
         Ok(())
     }
 
-    /// The client's certificates, once: when the handshake has just proven them.
+    /// Returns the client's certificates, once: when the handshake has just proven them.
     pub(super) fn newly_proven(&mut self) -> Option<&[CertificateDer<'static>]> {
         if self.identified || self.connection.is_handshaking() {
             return None;
@@ -62,7 +62,7 @@ impl Secure {
         Some(self.connection.peer_certificates().unwrap_or_default())
     }
 
-    /// Encrypts `clear`, and adds what TLS itself has to say.
+    /// Encrypts `clear`, and adds the messages of TLS itself.
     pub(super) fn seal(
         &mut self,
         clear: Vec<Bytes>,
@@ -83,7 +83,7 @@ impl Secure {
         Ok(())
     }
 
-    /// Says goodbye.
+    /// Sends the closing alert.
     pub(super) fn end(&mut self, output: &mut Vec<Bytes>) {
         self.connection.send_close_notify();
         // The connection is over either way.

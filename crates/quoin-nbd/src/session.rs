@@ -1,5 +1,5 @@
-//! The server's side of one connection: negotiation, then transmission, with TLS below when the
-//! policy asks for it.
+//! The server's side of one connection: negotiation, then transmission, with TLS below if the
+//! policy requires it.
 
 use std::sync::Arc;
 
@@ -11,23 +11,24 @@ use super::negotiation::{Negotiation, Outcome};
 use super::secure::Secure;
 use super::transmission::Transmission;
 
-/// Who may speak to the session.
+/// Clients that may use the session.
 #[derive(Clone)]
 pub enum TlsPolicy {
-    /// No TLS: for unix sockets, whose directory's mode says who may connect, and for loopback
-    /// TCP where an operator asked for it by an explicit flag.
+    /// No TLS: for unix sockets, where the mode of the directory controls access, and for loopback
+    /// TCP where an operator requested it by an explicit flag.
     Plain,
-    /// Nothing but `STARTTLS` and `ABORT` is answered before TLS is up; the configuration decides
-    /// which client certificates are good.
+    /// Only `STARTTLS` and `ABORT` are answered before TLS is up; the configuration decides which
+    /// client certificates are valid.
     Required(Arc<rustls::ServerConfig>),
 }
 
-/// Bounds of one session's memory.
+/// Limits of one session's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Requests taken and not yet replied to.
+    /// Limit of requests accepted and not yet replied to.
     pub requests_in_flight_max: usize,
-    /// Bytes of payload (written, or to be read) of those; one more request is taken below it.
+    /// Limit of payload bytes (written, or to be read) of those; one more request is accepted while
+    /// they are below it.
     pub bytes_in_flight_max: usize,
 }
 
@@ -54,14 +55,14 @@ enum Phase {
     Ended,
 }
 
-/// Whether the bytes that follow are still of the same kind.
+/// Result of a step: it decides whether the next bytes are still of the same kind.
 enum Step {
     Taken,
     StartTls,
 }
 
 impl Session {
-    /// A session of a socket that serves one volume.
+    /// Creates a session of a socket that serves one volume.
     pub fn new(info: DeviceInfo, policy: TlsPolicy) -> Self {
         Self::with_limits(info, policy, Limits::default())
     }
@@ -70,19 +71,19 @@ impl Session {
         Self::over(Box::new(info), policy, limits)
     }
 
-    /// A session whose client chooses among several volumes.
+    /// Creates a session whose client chooses among several volumes.
     pub fn over(exports: Box<dyn Exports>, policy: TlsPolicy, limits: Limits) -> Self {
         let required = matches!(policy, TlsPolicy::Required(_));
         let phase = Phase::Negotiation(Negotiation::new(required));
         Self { exports, device: None, limits, policy, phase, secure: None }
     }
 
-    /// The volume that the client has opened; `None` while it negotiates.
+    /// Returns the volume that the client has opened; `None` while it negotiates.
     pub fn device(&self) -> Option<&DeviceInfo> {
         self.device.as_ref()
     }
 
-    /// Takes clear bytes and gives clear bytes.
+    /// Consumes clear bytes and produces clear bytes.
     fn step(
         &mut self,
         input: &mut BytesMut,
@@ -110,8 +111,8 @@ impl Session {
         Ok(Step::Taken)
     }
 
-    /// Decrypts and takes one piece after the other, so that no more clear bytes wait here than
-    /// one request has.
+    /// Decrypts and consumes one piece after the other, so that no more clear bytes are buffered
+    /// here than one request has.
     fn receive_secure(
         &mut self,
         secure: &mut Secure,
@@ -188,7 +189,7 @@ impl Frontend for Session {
         match &self.phase {
             Phase::Negotiation(_) => true,
             Phase::Transmission(transmission) => transmission.wants_input(),
-            // So that the driver calls once more and hears that the session has ended.
+            // The driver calls once more, and learns that the session has ended.
             Phase::Ended => true,
         }
     }

@@ -1,8 +1,8 @@
 //! The transmission phase: requests in, replies out.
 //!
 //! A write's payload is split off the receive buffer and frozen: no byte of it is copied here.
-//! Requests are refused here when they can be judged without the target (range, alignment, size,
-//! mode), so that a hostile client costs the volume nothing.
+//! Requests that can be refused without the target (by range, alignment, size or mode) are refused
+//! here, so that a hostile client costs the volume nothing.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use quoin_types::block::{
@@ -16,12 +16,12 @@ use super::protocol::{
 };
 use super::session::Limits;
 
-/// More extents than this are cut off the end of a block status answer, as the protocol allows.
+/// Limit of extents in a block status answer; further ones are dropped, as the protocol allows.
 const STATUS_EXTENTS_MAX: usize = 64 << 10;
-/// The receive buffer grows to a whole write at once up to this size, and by doubling above it,
-/// so that a header alone never makes the session reserve 32 MiB.
+/// Limit up to which the receive buffer grows to a whole write at once. Above it the buffer grows
+/// by doubling, so that a header alone never makes the session reserve 32 MiB.
 const RESERVE_AHEAD_MAX: usize = 1 << 20;
-/// Reply headers are cut from allocations of this size.
+/// Size of the allocations for reply headers.
 const HEADER_SLAB_BYTES: usize = 4096;
 
 pub(super) struct Transmission {
@@ -35,7 +35,7 @@ pub(super) struct Transmission {
     in_flight: Vec<Option<InFlight>>,
     free: Vec<usize>,
     bytes_in_flight: usize,
-    /// Where the headers of replies are written before they are cut off and sent.
+    /// Buffer in which headers of replies are written before they are split off and sent.
     headers: BytesMut,
 }
 
@@ -44,7 +44,7 @@ struct InFlight {
     cookie: u64,
     kind: Kind,
     offset: u64,
-    /// Counted against the limits: bytes written or to be read.
+    /// Bytes counted against the limits: written or to be read.
     payload: usize,
     length: u64,
 }
@@ -52,7 +52,7 @@ struct InFlight {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Read,
-    /// A read whose data stays here: it warms the replicas' caches.
+    /// A read whose data is not sent to the client: it warms the replicas' caches.
     Cache,
     /// Write, trim, write-zeroes.
     Change,
@@ -133,7 +133,8 @@ impl Transmission {
         Ok(())
     }
 
-    /// What the request asks of the volume, or the protocol's number for why it cannot be.
+    /// Returns the operation that the request asks for, or the protocol's number for why it is
+    /// refused.
     fn judge(&self, header: &RequestHeader, data: Bytes) -> Result<(Kind, Operation), u32> {
         let fua = header.flags & command::FLAG_FUA != 0;
         let allowed = command::FLAG_FUA
@@ -172,7 +173,7 @@ impl Transmission {
                 self.check(header, true)?;
                 let no_hole = header.flags & command::FLAG_NO_HOLE != 0;
                 // A hole is one small entry, but keeping the blocks allocated may cost as much as
-                // writing them, which is what FAST_ZERO asks to be refused.
+                // writing them; FAST_ZERO asks to refuse that.
                 if no_hole && header.flags & command::FLAG_FAST_ZERO != 0 {
                     return Err(error::NOTSUP);
                 }
@@ -231,8 +232,8 @@ impl Transmission {
     }
 
     pub(super) fn complete(&mut self, reply: Reply, output: &mut Vec<Bytes>) {
-        // A token of no request in flight would be the driver's mistake; answering nothing is the
-        // only harmless reaction in a session that may not panic.
+        // A token of no request in flight would be an error of the driver. The session must not
+        // panic, and no answer does no harm.
         let Some(slot) = usize::try_from(reply.token).ok().filter(|s| *s < self.in_flight.len())
         else {
             return;
@@ -315,7 +316,7 @@ impl Transmission {
     }
 
     /// Writes the header of the only, and so last, chunk of a reply: `body` bytes follow it, and
-    /// the caller puts the first `more` of them behind it in the same allocation.
+    /// the caller appends the first `more` of them in the same allocation.
     fn chunk(&mut self, cookie: u64, kind: u16, body: usize, more: usize) {
         self.room(CHUNK_HEADER_BYTES + more);
         self.headers.put_u32(STRUCTURED_REPLY_MAGIC);
@@ -332,11 +333,10 @@ impl Transmission {
     }
 }
 
-/// A header that was begun and must be pushed.
-/// The descriptors of a block status answer; `None` if there is nothing to say.
+/// Returns the descriptors of a block status answer; `None` if there are none.
 ///
-/// Neighbours of one kind are merged, lengths beyond 32 bits split, and nothing is said beyond
-/// the requested range.
+/// Neighbours of one kind are merged, lengths beyond 32 bits are split, and no extent reaches
+/// beyond the requested range.
 fn descriptors(extents: &[StatusExtent], requested: u64, one: bool) -> Option<Bytes> {
     let mut merged: Vec<StatusExtent> = Vec::new();
     let mut left = requested;

@@ -1,4 +1,4 @@
-//! The client against the session: pipelining, and IO that outlives its server.
+//! The client against the session: pipelining, and IO that survives restarts of its server.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -66,7 +66,7 @@ fn status_tells_data_from_holes_and_errors_have_their_numbers() {
     assert_eq!(client.read(BLOCK, 4096).unwrap(), block(7));
 }
 
-/// Longer than the few bytes that a chunk may have beside what was asked.
+/// The answer is longer than the few bytes that a chunk may have beside the requested data.
 #[test]
 fn a_status_of_many_extents_is_taken_whole() {
     let directory = tempfile::tempdir().unwrap();
@@ -103,8 +103,8 @@ fn an_export_of_another_name_is_refused() {
     assert!(error.to_string().contains("no export of this name"), "{error}");
 }
 
-/// Writers with many requests in flight while the server is killed and started again, and cuts
-/// connections by itself with answers swallowed.
+/// Writers have many requests in flight while the server is killed and restarted, and closes
+/// connections by itself with answers lost.
 #[test]
 fn nothing_is_lost_and_nothing_fails_while_the_server_dies_again_and_again() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The client against a server whose answers are made by hand, byte by byte.
+//! The client against a server whose answers the test writes byte by byte.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,10 +16,10 @@ use quoin_nbd::protocol::{
 use quoin_types::block::{Operation, Payload};
 
 const SIZE: u64 = 1 << 20;
-/// Far more than any of it takes.
+/// Timeout, far above the time that any step takes.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A connection that the negotiation is over for.
+/// A connection after its negotiation.
 struct Served(UnixStream);
 
 impl Served {
@@ -49,7 +49,7 @@ impl Served {
         }
     }
 
-    /// A client that has heard enough is gone.
+    /// Sends bytes; a client that has read enough may be gone.
     fn say(&mut self, bytes: &[u8]) {
         let _ = self.0.write_all(bytes);
     }
@@ -98,7 +98,7 @@ fn options(path: &Path, reconnect: bool) -> ClientOptions {
     ClientOptions { reconnect, ..ClientOptions::new(Address::Unix(path.to_owned())) }
 }
 
-/// What a read of 8192 bytes at 4096 comes to, where `answer` is what the server says to it.
+/// Result of a read of 8192 bytes at 4096, for which the server sends `answer`.
 fn read(
     structured: bool,
     answer: impl FnOnce(&mut Served, u64) + Send + 'static,
@@ -111,7 +111,7 @@ fn read(
         let header = served.request();
         assert_eq!((header.offset, header.length), (4096, 8192));
         answer(&mut served, header.cookie);
-        // Until the client has what it wants.
+        // The connection stays open until the client is done.
         let _ = served.0.read(&mut [0; 64]);
     });
     let client = Client::connect(options(&path, false)).unwrap();
@@ -220,7 +220,7 @@ fn until(link: &mut Link, done: &mut Vec<Done>, is_so: impl Fn(&Link) -> bool) {
     }
 }
 
-/// Gives the connection back, which stays open.
+/// Returns the connection, which stays open.
 fn refuses_because_it_stops(listener: UnixListener) -> JoinHandle<Served> {
     std::thread::spawn(move || {
         let mut served = Served::accept(&listener, false);
@@ -271,7 +271,7 @@ fn a_server_that_is_told_of_no_reconnection_fails_what_it_refused_as_it_stops() 
     server.join().unwrap();
 }
 
-/// A target of a former version says nothing of it, and one of today may follow.
+/// A target of a former version does not report the use, and one of today may follow.
 #[test]
 fn which_use_of_a_volume_it_was_is_known_beyond_a_server_that_does_not_say() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! The NBD session and client, byte by byte and over sockets. One program, so that it is linked once.
+//! Tests of the NBD session and client, byte by byte and over sockets. They are one program, so
+//! that it is linked once.
 
 mod client;
 mod client_bytes;

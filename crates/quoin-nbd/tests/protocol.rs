@@ -1,4 +1,4 @@
-//! The server session byte by byte: what the specification says, and what hostile clients try.
+//! The server session byte by byte: the specification, and attempts of hostile clients.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -19,7 +19,7 @@ fn device() -> DeviceInfo {
     DeviceInfo { name: "vol".into(), size_bytes: SIZE, block_size: 4096, read_only: false }
 }
 
-/// A session and what it said and asked.
+/// A session, its output, and its requests.
 struct Peer {
     session: Session,
     input: BytesMut,
@@ -71,7 +71,7 @@ impl Peer {
         self.option_reply(code)
     }
 
-    /// Through the negotiation, with nothing left to read.
+    /// A session after the negotiation, with nothing left to read.
     fn ready(device: DeviceInfo, structured: bool) -> Self {
         let mut peer = Self::new(device);
         peer.greet();
@@ -403,7 +403,7 @@ fn a_session_counts_what_it_holds_for_its_clients_until_the_reply() {
     assert_eq!(peer.session.held_bytes(), 8192);
     peer.request(command::FLUSH, 0, 0, 0).unwrap();
     assert_eq!(peer.session.held_bytes(), 8192);
-    // The token of the first request of a session.
+    // The first request of a session has this token.
     peer.reply(0, Err(BlockError::Damaged));
     assert_eq!(peer.session.held_bytes(), 0);
 }
@@ -434,7 +434,7 @@ fn absurd_lengths_close_the_connection_instead_of_taking_memory() {
     assert!(peer.said.len() < 1 << 20);
 }
 
-/// A whole well-formed conversation of a client.
+/// A whole well-formed session of a client.
 fn conversation(structured: bool) -> Vec<u8> {
     let mut bytes = 3u32.to_be_bytes().to_vec();
     if structured {
@@ -462,8 +462,8 @@ fn conversation(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// Drives a session with these pieces over a volume in memory; gives what it asked of the volume
-/// and how much it said (refusals overtake other replies, so the order may differ).
+/// Drives a session with these pieces over a volume in memory. Returns its requests to the volume
+/// and the length of its output (refusals overtake other replies, so the order may differ).
 fn converse<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Operation>, usize) {
     let mut asked = Vec::new();
     let mut peer = Peer::new(device());
@@ -543,7 +543,7 @@ proptest! {
         converse(cut(&bytes, &lengths));
     }
 
-    /// The bytes that matter are few and early: change those more often.
+    /// The important bytes are few and early: those are changed more often.
     #[test]
     fn no_changed_negotiation_makes_it_panic(
         structured: bool,

@@ -16,7 +16,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, StreamOwned};
 
-/// An authority of its own.
+/// A certificate authority.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: CertificateDer<'static>,
@@ -62,7 +62,7 @@ impl Authority {
         Arc::new(config)
     }
 
-    /// A client that trusts this authority, with the certificate of `of`.
+    /// A client that trusts this authority, with a certificate from `of`.
     fn client(&self, of: Option<&Authority>) -> Arc<ClientConfig> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let builder = ClientConfig::builder_with_provider(provider)
@@ -79,7 +79,7 @@ impl Authority {
     }
 }
 
-/// Serves one connection and gives the client's end of it.
+/// Serves one connection and returns the client's end of it.
 fn connection(authority: &Authority, volume: &Volume) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -130,7 +130,7 @@ fn a_client_with_a_good_certificate_writes_and_reads_through_tls() {
     let mut stream = secure(clear, authority.client(Some(&authority)));
     assert_eq!(ask(&mut stream, option::STARTTLS, &[]).unwrap(), reply::ERR_INVALID);
     assert_eq!(ask(&mut stream, option::GO, b"\0\0\0\x03vol\0\0").unwrap(), reply::ACK);
-    // Longer than any buffer of TLS: the write is put together from many records.
+    // Longer than any buffer of TLS: the write is assembled from many records.
     let length = 9 << 20;
     let data: Vec<u8> = (0..length).map(|at| (at % 253) as u8).collect();
     let header = RequestHeader {

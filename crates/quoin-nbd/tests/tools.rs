@@ -1,4 +1,4 @@
-//! The session against clients that others wrote, over real sockets.
+//! The session against third-party clients, over real sockets.
 
 use std::path::Path;
 use std::process::{Command, Output};

@@ -13,12 +13,12 @@ use crate::protocol::{
     PAYLOAD_BYTES_MAX, be16, be32, be64, export, info, option, reply,
 };
 
-/// Longest option reply that any server needs to send.
+/// Limit of an option reply; no server needs a longer one.
 const REPLY_BYTES_MAX: usize = 16 << 10;
-/// More replies to one option than any server needs to send.
+/// Limit of replies to one option; no server needs more.
 const REPLIES_MAX: usize = 64;
 
-/// What the server told about its export.
+/// The export, as the server described it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
     pub size_bytes: u64,
@@ -26,17 +26,17 @@ pub struct ExportInfo {
     pub flags: u16,
     pub block_size_min: u32,
     pub block_size_preferred: u32,
-    /// Largest read or write that the server takes.
+    /// Largest read or write that the server accepts.
     pub payload_bytes_max: u32,
     pub structured: bool,
-    /// The id under which the server answers about allocation.
+    /// The id that the server uses for allocation.
     pub base_allocation: Option<u32>,
-    /// Which use of the volume this is: the first epoch of it. 0: the server did not say.
+    /// The present use of the volume, named by its first epoch. 0: the server did not report it.
     pub since_epoch: u64,
 }
 
 impl ExportInfo {
-    /// What is known of an export before anybody asked: its size.
+    /// An export of which only the size is known.
     pub fn of_size(size_bytes: u64) -> Self {
         Self {
             size_bytes,
@@ -60,7 +60,7 @@ enum Stream {
     Tcp(TcpStream),
 }
 
-/// A negotiated connection, non-blocking from here on.
+/// Negotiates a connection, which is non-blocking from here on.
 pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), ClientError> {
     let address = &options.address;
     let failed = |source| ClientError::Connect { address: address.clone(), source };
@@ -135,7 +135,7 @@ impl Haggling<'_> {
             query.extend(1u32.to_be_bytes());
             query.extend((BASE_ALLOCATION.len() as u32).to_be_bytes());
             query.extend(BASE_ALLOCATION.as_bytes());
-            // A server that knows no contexts says so, and status is not asked of it.
+            // A server without contexts refuses this, and is not asked for status.
             let _ = self.ask(option::SET_META_CONTEXT, &query, |kind, body| {
                 if kind == reply::META_CONTEXT && body.len() >= 4 {
                     base_allocation = Some(be32(body, 0));
@@ -189,7 +189,7 @@ impl Haggling<'_> {
         bytes
     }
 
-    /// Sends one option and hands its replies to `each` until the last; inner `Err`: refused.
+    /// Sends one option and passes its replies to `each` until the last; inner `Err`: refused.
     fn ask(
         &mut self,
         code: u32,

@@ -1,4 +1,5 @@
-//! A connection that is made anew whenever it breaks, with its unanswered requests sent again.
+//! A connection that is established again whenever it breaks, with its unanswered requests sent
+//! again.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -11,24 +12,24 @@ use super::{ClientError, ClientOptions, ExportInfo, RequestError};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(5);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
-/// How long a server that was told goodbye may take to close the connection.
+/// Time for the server to close a connection after the client's disconnect.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bounded by its owner: everything submitted is kept until it is answered.
+/// A link. Its owner bounds it: everything submitted is kept until it is answered.
 pub struct Link {
     options: ClientOptions,
     state: State,
-    /// Waits for the next connection, oldest first.
+    /// Requests for the next connection, oldest first.
     held: VecDeque<(u64, Operation)>,
     info: ExportInfo,
     reconnects: u64,
-    /// Why nothing of what was submitted may be sent any more.
+    /// Reason for which submitted requests may not be sent any more.
     overtaken: Option<String>,
 }
 
 enum State {
     Up(Pipe),
-    /// Told to stop, or broken on our side: only its end is awaited.
+    /// The server stops, or this side ended the connection: the link waits for its end.
     Closing {
         pipe: Pipe,
         until: Instant,
@@ -41,7 +42,7 @@ enum State {
 }
 
 impl Link {
-    /// Connects once, so that the caller learns at once of a wrong address.
+    /// Connects once, so that the caller gets an error at once for a wrong address.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
         let pipe = Pipe::connect(&options)?.hold_on_shutdown(options.reconnect);
         let info = pipe.info();
@@ -55,8 +56,8 @@ impl Link {
         })
     }
 
-    /// Goes on where an earlier process had a connection to an export like `info`: it need not
-    /// be there at this moment.
+    /// Resumes for an earlier process that had a connection to an export like `info`. The server
+    /// need not be reachable now.
     pub fn resume(options: ClientOptions, info: ExportInfo) -> Self {
         let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
         Self { options, state, held: VecDeque::new(), info, reconnects: 0, overtaken: None }
@@ -67,13 +68,13 @@ impl Link {
         self.info
     }
 
-    /// Why the server's volume is not the one that this link was made for: another node used it
-    /// meanwhile, so what is held here must never be sent. The owner stops the link.
+    /// Returns why the server's volume is not the one that this link was made for: another node
+    /// used it meanwhile, so requests held here must never be sent. The owner stops the link.
     pub fn overtaken(&self) -> Option<&str> {
         self.overtaken.as_deref()
     }
 
-    /// How often the connection was made again.
+    /// Number of reconnections.
     pub fn reconnects(&self) -> u64 {
         self.reconnects
     }
@@ -82,7 +83,7 @@ impl Link {
         matches!(self.state, State::Up(_))
     }
 
-    /// What to wait on, if there is a connection.
+    /// Returns the descriptor to wait for, if there is a connection.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.state {
             State::Up(pipe) | State::Closing { pipe, .. } => Some(pipe.fd()),
@@ -94,7 +95,7 @@ impl Link {
         matches!(&self.state, State::Up(pipe) if pipe.wants_write())
     }
 
-    /// When [`Link::drive`] is due though the descriptor is silent.
+    /// Time at which [`Link::drive`] is due without any event on the descriptor.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Closing { until, .. } => Some(*until),
@@ -111,7 +112,7 @@ impl Link {
             }
     }
 
-    /// Takes a request; the next [`Link::drive`] sends it.
+    /// Queues a request; the next [`Link::drive`] sends it.
     pub fn submit(&mut self, token: u64, operation: Operation) {
         match &mut self.state {
             State::Up(pipe) => pipe.submit(token, operation),
@@ -119,7 +120,7 @@ impl Link {
         }
     }
 
-    /// Sends, receives and reconnects as far as is possible without waiting (but for the
+    /// Sends, receives and reconnects as far as is possible without blocking (except for the
     /// negotiation of a new connection).
     pub fn drive(&mut self, now: Instant, done: &mut Vec<Done>) {
         match &mut self.state {
@@ -133,7 +134,7 @@ impl Link {
             }
             State::Closing { pipe, until } => {
                 let expired = now >= *until;
-                // Any error says that the connection has ended, which is what is awaited.
+                // Any error means that the connection has ended, which is what is awaited.
                 if pipe.receive(done).is_err() {
                     self.down(now);
                 } else if expired {
@@ -153,16 +154,16 @@ impl Link {
         }
     }
 
-    /// Sends what was submitted without looking for answers; a broken connection is noticed by
-    /// the next [`Link::drive`], for which its descriptor is ready then.
+    /// Sends queued requests without reading answers. A broken connection is detected by the next
+    /// [`Link::drive`], for which its descriptor is ready then.
     pub fn send(&mut self) {
         if let State::Up(pipe) = &mut self.state {
-            // The error stays on the socket and comes up again in `drive`.
+            // The error stays on the socket, and `drive` gets it.
             let _ = pipe.send();
         }
     }
 
-    /// Ends the link; what was not answered fails.
+    /// Ends the link; unanswered requests fail.
     pub fn stop(mut self) -> Vec<Done> {
         let mut tokens: Vec<u64> = self.held.drain(..).map(|(token, _)| token).collect();
         match self.state {
@@ -180,7 +181,7 @@ impl Link {
         tracing::info!(address = %self.options.address, in_flight = self.in_flight(), %error,
             "the NBD connection broke");
         if error.kind() == std::io::ErrorKind::InvalidData {
-            // Our decision, not the server's: it may still hold unread requests.
+            // This side ended the connection, not the server: it may still hold unread requests.
             self.close(now);
         } else {
             self.down(now);

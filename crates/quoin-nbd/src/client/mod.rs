@@ -1,15 +1,16 @@
 //! The client's side of NBD, over unix sockets and plain TCP on loopback.
 //!
 //! * [`Pipe`] is one connection with many requests in flight.
-//! * [`Link`] is a pipe that is made anew whenever it breaks: it holds what was not answered and
-//!   sends it again, for ever, until told to stop. Both are driven by their owner's event loop.
+//! * [`Link`] is a pipe that is established again whenever it breaks: it holds unanswered requests
+//!   and sends them again, without a time limit, until it is stopped. Both are driven by their
+//!   owner's event loop.
 //! * [`Client`] is a link with a thread of its own, for callers without a loop.
 //!
-//! Sending again is safe because whoever submitted a request has not seen an answer to it, so
+//! Sending again is safe because the submitter of a request has not seen an answer to it, so
 //! nothing could be ordered after it. The one danger is an old copy of a write that still lies
-//! unread in the server's socket while its new copy has been answered: so a link that ends a
-//! connection of its own accord waits for the server to close it too, which says that the server
-//! will read nothing more from it.
+//! unread in the server's socket while its new copy has been answered. So a link that ends a
+//! connection by itself waits until the server closes it too; then the server reads nothing more
+//! from it.
 
 mod handshake;
 mod link;
@@ -28,7 +29,7 @@ pub use thread::{Client, Completion};
 
 use super::protocol::error;
 
-/// Where the server listens.
+/// Address of the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     Unix(PathBuf),
@@ -49,9 +50,10 @@ pub struct ClientOptions {
     pub address: Address,
     /// The export's name; empty asks for the server's default.
     pub export: String,
-    /// Hold IO and connect again for ever, instead of failing it when the connection breaks.
+    /// Set to hold IO and reconnect without a time limit, instead of failing it when the connection
+    /// breaks.
     pub reconnect: bool,
-    /// How long the server may take for the negotiation.
+    /// Time for the server to complete the negotiation.
     pub handshake_timeout: Duration,
 }
 
@@ -62,7 +64,7 @@ impl ClientOptions {
     }
 }
 
-/// Why there is no connection.
+/// Reason for which there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error(
@@ -83,7 +85,7 @@ pub enum ClientError {
     Thread(std::io::Error),
 }
 
-/// Why one request failed.
+/// Reason for which one request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// The server's answer, one of [`super::protocol::error`] (the values of Linux's errno).
@@ -96,7 +98,7 @@ pub enum RequestError {
 }
 
 impl RequestError {
-    /// The same as a positive Linux errno, for kernels.
+    /// Returns the error as a positive Linux errno, for kernels.
     pub fn errno(self) -> i32 {
         match self {
             Self::Refused(number @ (error::PERM | error::INVAL | error::NOSPC | error::NOTSUP)) => {

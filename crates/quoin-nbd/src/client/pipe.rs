@@ -14,12 +14,12 @@ use crate::protocol::{
     STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
 };
 
-/// One `read` takes at most this much.
+/// Limit of one `read`.
 const RECEIVE_BYTES: usize = 256 << 10;
-/// Slices of one vectored write.
+/// Limit of slices in one vectored write.
 const SLICES_MAX: usize = 256;
 
-/// A finished request: the token it was submitted with and what became of it.
+/// A finished request: the token it was submitted with, and its result.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Done {
     pub token: u64,
@@ -32,7 +32,7 @@ pub struct Pipe {
     info: ExportInfo,
     output: VecDeque<Bytes>,
     input: BytesMut,
-    /// Where request headers are written before they are cut off and sent.
+    /// Buffer in which request headers are written before they are split off and sent.
     headers: BytesMut,
     /// Indexed by cookie.
     in_flight: Vec<Option<InFlight>>,
@@ -47,7 +47,7 @@ struct InFlight {
     /// Order of submission.
     number: u64,
     operation: Operation,
-    /// Parts of a structured answer: where and what.
+    /// Parts of a structured answer: offset and data.
     parts: Vec<(u64, Bytes)>,
     status: Vec<StatusExtent>,
     failed: Option<u32>,
@@ -71,14 +71,15 @@ impl Pipe {
         })
     }
 
-    /// Whether a request that the server refused because it stops counts as not answered: it has
-    /// not been done, and the next server will do it.
+    /// Sets whether a request that the server refused because it stops counts as unanswered: it was
+    /// not executed, and the next server will execute it.
     pub fn hold_on_shutdown(mut self, hold: bool) -> Self {
         self.hold_on_shutdown = hold;
         self
     }
 
-    /// Nothing more is sent: asked by [`Pipe::stop_sending`], or because the server stops.
+    /// Returns true if nothing more is sent: by [`Pipe::stop_sending`], or because the server
+    /// stops.
     pub fn stopping(&self) -> bool {
         self.stopping
     }
@@ -91,17 +92,17 @@ impl Pipe {
         self.fd.as_fd()
     }
 
-    /// Requests without an answer.
+    /// Number of requests without an answer.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len() - self.free.len()
     }
 
-    /// Bytes wait for the socket to take them.
+    /// Returns true while bytes wait for the socket.
     pub fn wants_write(&self) -> bool {
         !self.output.is_empty() && !self.stopping
     }
 
-    /// Queues a request; [`Pipe::send`] sends what is queued.
+    /// Queues a request; [`Pipe::send`] sends it.
     pub fn submit(&mut self, token: u64, operation: Operation) {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.in_flight.push(None);
@@ -127,7 +128,7 @@ impl Pipe {
         });
     }
 
-    /// Sends what the socket takes now.
+    /// Sends as much as the socket accepts now.
     pub fn send(&mut self) -> io::Result<()> {
         while self.wants_write() {
             let slices: Vec<IoSlice<'_>> =
@@ -150,7 +151,7 @@ impl Pipe {
         Ok(())
     }
 
-    /// Takes what the socket holds now. An error means that the connection has ended.
+    /// Reads everything that the socket has now. An error means that the connection has ended.
     pub fn receive(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
         loop {
             if self.input.capacity() - self.input.len() < RECEIVE_BYTES / 4 {
@@ -176,16 +177,16 @@ impl Pipe {
         }
     }
 
-    /// Ends the sending half: the server closes the connection when it has read what was sent.
+    /// Ends the sending half: the server closes the connection once it has read everything sent.
     pub fn stop_sending(&mut self) {
         if !self.stopping {
             self.stopping = true;
-            // Failing means that the connection is gone already, which the next read tells.
+            // A failure means that the connection is gone already, which the next read reports.
             let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
         }
     }
 
-    /// Says goodbye as the protocol asks; for a pipe with nothing in flight.
+    /// Sends the protocol's disconnect; for a pipe with nothing in flight.
     pub fn disconnect(&mut self) {
         let header = RequestHeader {
             flags: 0,
@@ -195,12 +196,12 @@ impl Pipe {
             length: 0,
         };
         self.output.push_back(Bytes::copy_from_slice(&header.encode()));
-        // A server that is gone needs no goodbye.
+        // A server that is gone needs no disconnect.
         let _ = self.send();
         self.stop_sending();
     }
 
-    /// What was submitted and not answered, oldest first.
+    /// Returns the unanswered requests, oldest first.
     pub fn into_unanswered(self) -> Vec<(u64, Operation)> {
         let mut left: Vec<InFlight> = self.in_flight.into_iter().flatten().collect();
         left.sort_by_key(|request| request.number);
@@ -258,7 +259,7 @@ impl Pipe {
         let (cookie, length) = (be64(&self.input, 8), be32(&self.input, 16) as usize);
         let base_allocation = self.info.base_allocation;
         let request = self.request(cookie)?;
-        // Bounded by what was asked, plus the few bytes of a chunk's own fields or error text.
+        // Bounded by the request, plus the few bytes of a chunk's own fields or error text.
         let longest = match &request.operation {
             Operation::Read { length, .. } => *length as usize + 8,
             Operation::Status { .. } => 1 << 20,
@@ -340,7 +341,7 @@ impl Pipe {
 }
 
 impl InFlight {
-    /// The answer from the parts that came.
+    /// Assembles the answer from the parts that arrived.
     fn assemble(&mut self) -> io::Result<Result<Payload, RequestError>> {
         if let Some(number) = self.failed {
             return Ok(Err(RequestError::Refused(number)));

@@ -17,7 +17,7 @@ use super::{ClientError, ClientOptions, ExportInfo, RequestError};
 /// Called on the client's thread: it must not block.
 pub type Completion = Box<dyn FnOnce(Result<Payload, RequestError>) + Send>;
 
-/// A connection that many threads may use. Callers bound what they have in flight.
+/// A connection for use by many threads. Callers bound their requests in flight.
 pub struct Client {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -33,7 +33,7 @@ struct Shared {
 struct Queue {
     waiting: Vec<(Operation, Completion)>,
     stopped: bool,
-    /// The thread has not yet taken what it was woken for.
+    /// Set until the thread takes the requests that it was woken for.
     woken: bool,
 }
 
@@ -71,7 +71,7 @@ impl Client {
         }
     }
 
-    /// Submits and waits.
+    /// Submits an operation and waits for its result.
     pub fn call(&self, operation: Operation) -> Result<Payload, RequestError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(
@@ -102,7 +102,7 @@ impl Client {
         self.call(Operation::Flush).map(|_| ())
     }
 
-    /// Ends the connection; what was not answered fails with [`RequestError::Stopped`].
+    /// Ends the connection; unanswered requests fail with [`RequestError::Stopped`].
     pub fn stop(mut self) {
         self.halt();
     }
@@ -111,7 +111,7 @@ impl Client {
         self.shared.lock().stopped = true;
         self.shared.wake();
         if let Some(thread) = self.thread.take() {
-            // A completion that panicked has already said so.
+            // A completion that panicked has already been reported.
             let _ = thread.join();
         }
     }
