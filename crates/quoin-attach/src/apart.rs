@@ -1,10 +1,10 @@
-//! System calls on files that this very process serves, made in a process of their own.
+//! System calls on files that this process serves itself, made in a child process.
 //!
-//! Who asks his own file system something waits for himself. If he is killed before he answers,
-//! the kernel lets his thread wait on, and so neither his descriptors nor his lock go: nobody can
-//! take over, and nothing ends it but an abort of the connection. If he is killed a moment earlier,
-//! the loop driver takes the interrupted question for a size of 0. A child has no part in either:
-//! it waits for whoever serves next.
+//! A process that makes such a call waits for itself. If it is killed before it answers, the kernel
+//! keeps its thread waiting, so neither its descriptors nor its lock are released: no other process
+//! can take over, and only an abort of the connection ends the wait. If it is killed a moment
+//! earlier, the loop driver takes the interrupted call for a size of 0. A child has neither
+//! problem: it waits for the process that serves next.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -12,11 +12,11 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Runs `act` in a child and waits for it; its error comes back as an errno.
+/// Runs `act` in a child and waits for it; an error of the child is returned as an errno.
 ///
 /// # Safety
 /// Other threads may hold any lock at the moment of the fork: `act` must only make system calls,
-/// neither allocate nor panic. No descriptor but the standard ones is open in the child.
+/// and neither allocate nor panic. No descriptor but the standard ones is open in the child.
 pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     let mut every = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
@@ -29,8 +29,8 @@ pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<(
     // SAFETY: the child makes system calls only, by this function's own condition.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: nothing in the child uses a descriptor of this process, and it ends here. Kept,
-        // they would keep the dead daemon's lock.
+        // SAFETY: nothing in the child uses a descriptor of this process, and it ends here. If they
+        // stayed open, they would hold the dead daemon's lock.
         unsafe {
             libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, 0);
             let errno = match act() {
@@ -45,7 +45,7 @@ pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<(
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     forked?;
     let mut status = 0;
-    // SAFETY: the child is ours, and nobody else waits for it.
+    // SAFETY: the child belongs to this process, and no other code waits for it.
     while unsafe { libc::waitpid(child, &mut status, 0) } < 0 {
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -59,7 +59,7 @@ pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<(
     }
 }
 
-/// Makes the kernel look at a file's size; `ERANGE` if it is another.
+/// Makes the kernel query a file's size; `ERANGE` if the size differs.
 pub(crate) fn look(path: &Path, size_bytes: u64) -> io::Result<()> {
     let path = c_string(path)?;
     let act = || {
@@ -78,7 +78,7 @@ pub(crate) fn look(path: &Path, size_bytes: u64) -> io::Result<()> {
     unsafe { apart(act) }
 }
 
-/// Opens a path in the child; never closed there.
+/// Opens a path in the child, where it is never closed.
 pub(crate) fn open(path: &CStr, flags: libc::c_int) -> io::Result<libc::c_int> {
     // SAFETY: the string is valid for the call.
     check(unsafe { libc::open(path.as_ptr(), flags) })

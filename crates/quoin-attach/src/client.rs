@@ -1,4 +1,4 @@
-//! What `quoin node` and the CLI use to ask the attach daemon.
+//! Client of the attach daemon, for `quoin node` and the CLI.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use super::protocol::{
     AttachVolume, Attached, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
 };
 
-/// A connection a call: the daemon may be restarted between any two.
+/// A client. Each call uses a connection of its own: the daemon may be restarted between any two.
 #[derive(Clone, Debug)]
 pub struct AttachClient {
     socket: PathBuf,
@@ -21,7 +21,7 @@ impl AttachClient {
         Self { socket: socket.into() }
     }
 
-    /// Attaches, or returns what is attached already.
+    /// Attaches, or returns the existing attachment.
     pub async fn attach(&self, volume: AttachVolume) -> Result<Attached, Error> {
         match self.call(&Request::Attach(volume)).await? {
             Response::Ok(attached) => Ok(attached),
@@ -29,7 +29,7 @@ impl AttachClient {
         }
     }
 
-    /// Detaches; fine if it was not attached.
+    /// Detaches; succeeds if the volume was not attached.
     pub async fn detach(&self, volume: &str) -> Result<(), Error> {
         match self.call(&Request::Detach { volume: volume.to_owned() }).await? {
             Response::Detached {} => Ok(()),
@@ -61,7 +61,7 @@ impl AttachClient {
         }
     }
 
-    /// Ends a volume's device whoever uses it; what was done, in words.
+    /// Ends a volume's device, even in use; returns the actions taken, as text.
     pub async fn end(&self, volume: &str) -> Result<Vec<String>, Error> {
         match self.call(&Request::End { volume: volume.to_owned() }).await? {
             Response::Ended { did } => Ok(did),
@@ -69,7 +69,7 @@ impl AttachClient {
         }
     }
 
-    /// Lets all IO of a device fail that is of an earlier use than another node's.
+    /// Fails all IO of a device that was made for an earlier use than another node's.
     pub async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<(), Error> {
         match self.call(&Request::ServedElsewhere(served)).await? {
             Response::Ended { .. } => Ok(()),

@@ -1,4 +1,4 @@
-//! The daemon itself: the control socket, the table of attachments, start and shutdown.
+//! The daemon: the control socket, the table of attachments, start and shutdown.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,11 +24,10 @@ use crate::fuse::mount;
 
 const DRAIN_POLL: Duration = Duration::from_millis(100);
 const CLIENTS_MAX: usize = 64;
-/// A volume's name at its longest.
+/// Limit of a volume's name.
 const LINK_NAME_BYTES_MAX: usize = 128;
 
-/// One slot a volume, locked while something is done to it, so that volumes do not wait for each
-/// other.
+/// One slot for each volume, locked during work on it, so that volumes do not wait for each other.
 type Slot = Arc<Mutex<Option<Device>>>;
 
 #[derive(Clone)]
@@ -37,7 +36,7 @@ struct Daemon {
     slots: Arc<std::sync::Mutex<BTreeMap<String, Slot>>>,
 }
 
-/// Serves until `shutdown` becomes true. Errors at the end name devices that were in use.
+/// Serves until `shutdown` becomes true. An error at the end names devices that were in use.
 pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Result<(), Error> {
     let io = |doing, path: &Path| {
         let path = path.to_owned();
@@ -66,7 +65,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         _ => {}
     }
     let listener = UnixListener::bind(&options.socket).map_err(io("bind", &options.socket))?;
-    // Who may speak to it may read and write every attached volume.
+    // Access to the socket gives read and write access to every attached volume.
     std::fs::set_permissions(&options.socket, std::fs::Permissions::from_mode(0o600))
         .map_err(io("protect", &options.socket))?;
     tracing::info!(socket = %options.socket.display(), "attach is ready");
@@ -78,7 +77,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
                 Ok((stream, _)) => {
                     let (daemon, clients) = (daemon.clone(), clients.clone());
                     tokio::spawn(async move {
-                        // Never closed, so it fails only if this daemon is gone.
+                        // The semaphore is never closed, so this fails only if the daemon is gone.
                         let Ok(_permit) = clients.acquire().await else { return };
                         if let Err(error) = daemon.serve(stream).await {
                             tracing::debug!(%error, "a client of the control socket went away");
@@ -91,7 +90,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
                 }
             },
             changed = shutdown.changed() => {
-                // A dropped sender means the same: nobody is left to stop it later.
+                // A dropped sender has the same effect: nothing could stop the daemon later.
                 if changed.is_err() || *shutdown.borrow() {
                     break;
                 }
@@ -106,7 +105,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
 }
 
 impl Daemon {
-    /// Goes on with what the last daemon left at the holder, before anything else is done.
+    /// Takes over what the last daemon left at the holder, before any other work.
     async fn take_over(&self) {
         let this = self.clone();
         let taken = tokio::task::spawn_blocking(move || {
@@ -133,9 +132,9 @@ impl Daemon {
         }
     }
 
-    /// Removes the loop devices, links and mounts that a daemon which died made here and nobody
-    /// held. Their IO has failed when it died; a loop device that is still in use goes with its last
-    /// user. What it did not make is left alone, whatever its path.
+    /// Removes the loop devices, links and mounts that a daemon made here before it died, and that
+    /// no holder kept. Their IO failed when it died; a loop device that is still in use is removed
+    /// with its last user. Devices that it did not make are left alone, whatever their path.
     fn clean_up(&self) -> Result<(), Error> {
         let Host { mounts, made, .. } = &self.host;
         let failed = |source| Error::Io { doing: "clean up", path: mounts.clone(), source };
@@ -215,7 +214,7 @@ impl Daemon {
         check(&asked)?;
         let this = self.clone();
         self.on(asked.volume.clone(), move |slot| {
-            // A dead one that nobody uses is no use to anybody.
+            // A dead device without users serves no purpose.
             if let Some(why) = slot.as_ref().and_then(Device::dead)
                 && let Some(dead) = slot.take()
                 && let Err((dead, _)) = dead.detach()
@@ -268,7 +267,7 @@ impl Daemon {
         let mut list = Vec::new();
         for slot in self.slots() {
             let slot = slot.lock().await;
-            // A device that somebody else has by now is none of this volume.
+            // A device that was taken by another program is not of this volume.
             list.extend(slot.as_ref().filter(|device| device.is_whole()).map(Device::show));
         }
         list
@@ -291,8 +290,8 @@ impl Daemon {
         .await
     }
 
-    /// Ends a device whoever uses it. Its IO fails first, so that nothing waits for it that this
-    /// would wait for.
+    /// Ends a device, even in use. Its IO fails first, so that no user waits for IO while this call
+    /// waits for that user.
     async fn end(&self, volume: String) -> Result<Vec<String>, Error> {
         check_name(&volume)?;
         self.host.fates.end(&volume, "it was ended by `quoin volume detach --force`");
@@ -303,7 +302,7 @@ impl Daemon {
         check_name(&served.volume)?;
         let ServedElsewhere { volume, name, node, since_epoch } = served;
         let why = fate::served_elsewhere(&node, since_epoch);
-        // One of a later use was made when this word was on its way.
+        // A device of a later use was made while this message was on its way.
         if self.host.fates.end_before(&volume, since_epoch, &why) {
             tracing::error!(volume = name, id = volume, why, "its IO fails from now on");
             self.host.metrics.call(&volume, &name);
@@ -311,7 +310,7 @@ impl Daemon {
         Ok(Response::Ended { did: Vec::new() })
     }
 
-    /// What is attached and whether it is used; waits for nobody.
+    /// Returns the attached volumes and whether they are used; does not block.
     async fn usage(&self) -> Vec<Usage> {
         let slots: Vec<(String, Slot)> = {
             let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -320,7 +319,7 @@ impl Daemon {
         let look = move || {
             let usage = |(volume, slot): (String, Slot)| match slot.try_lock() {
                 Ok(slot) => slot.as_ref().map(Device::usage),
-                // Something is being done to it, which may wait for its IO.
+                // Work on the device is under way, which may wait for its IO.
                 Err(_) => Some(Usage {
                     volume,
                     device: PathBuf::new(),
@@ -334,7 +333,8 @@ impl Daemon {
         tokio::task::spawn_blocking(look).await.unwrap_or_default()
     }
 
-    /// Ends everything as [`AtShutdown`] says; what is to be idle first gets `drain_timeout`.
+    /// Ends everything as [`AtShutdown`] requires; devices that must become idle first get
+    /// `drain_timeout`.
     async fn shut_down(&self, how: AtShutdown, drain_timeout: Duration) -> Result<(), Error> {
         let until = Instant::now() + drain_timeout;
         let mut busy = Vec::new();
@@ -355,7 +355,7 @@ impl Daemon {
         if busy.is_empty() { Ok(()) } else { Err(Error::BusyAtShutdown(busy)) }
     }
 
-    /// Does something that may block to one volume, alone.
+    /// Runs a function that may block on one volume, exclusively.
     async fn on<T: Send + 'static>(
         &self,
         volume: String,
@@ -370,7 +370,8 @@ impl Daemon {
             .await
             .unwrap_or_else(|error| Err(Error::Invalid(format!("the request failed: {error}"))));
         let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Two: the table's and ours, so nobody waits for it; an empty one is not kept.
+        // Two references, the table's and this one, mean that no other call waits for the slot; an
+        // empty slot is removed.
         if Arc::strong_count(&slot) == 2 && slot.try_lock().is_ok_and(|slot| slot.is_none()) {
             slots.remove(&volume);
         }
@@ -383,7 +384,7 @@ impl Daemon {
     }
 }
 
-/// Ends one device at a shutdown; gives its name if its IO fails now.
+/// Ends one device at a shutdown; returns its name if its IO fails now.
 fn end(device: Device, how: AtShutdown) -> Option<String> {
     let name = device.show().device.display().to_string();
     let mut device = Box::new(device);

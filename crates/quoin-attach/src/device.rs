@@ -1,4 +1,4 @@
-//! One attached volume: link, FUSE file, loop device. Everything here may block.
+//! One attached volume: link, FUSE file, loop device. All functions here may block.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -16,15 +16,15 @@ use crate::fuse::server::Shape;
 use crate::loopdev::{LoopDevice, LoopError};
 use quoin_nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 
-/// How long a device may take to go before its IO is failed, and again after that.
+/// Time for a device to be released before its IO is failed, and again after that.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long ago the last IO may be of what is said to be used.
+/// Time after the last IO for which a device counts as used.
 const RECENT: Duration = Duration::from_secs(2);
 
-/// What all devices of a daemon share.
+/// State that all devices of a daemon share.
 #[derive(Clone)]
 pub(super) struct Host {
-    /// Where the files lie.
+    /// Directory of the files.
     pub mounts: PathBuf,
     pub holder: Arc<Holder>,
     pub metrics: Metrics,
@@ -35,17 +35,17 @@ pub(super) struct Host {
 pub(super) struct Device {
     asked: AttachVolume,
     server: Server,
-    /// `None`: only the file.
+    /// `None`: the attachment is the file alone.
     device: Option<LoopDevice>,
-    /// What people call the volume; empty: nobody said.
+    /// Name of the volume for people; empty: unknown.
     name: String,
-    /// What the kernel had asked for when somebody looked last, and when that was less.
+    /// Activity of the kernel at the last check, and the time at which it last grew.
     active: Mutex<(u64, Option<Instant>)>,
     host: Host,
 }
 
 impl Device {
-    /// Makes the whole stack, or nothing.
+    /// Creates the whole stack, or nothing.
     pub(super) fn attach(host: &Host, asked: AttachVolume) -> Result<Self, Error> {
         let link = Link::connect(client_options(&asked))?;
         let info = link.info();
@@ -82,9 +82,11 @@ impl Device {
             device.stop();
             return Err(error);
         }
-        // The kernel has told by now whether it can send again: it was asked for the file's size.
+        // The kernel has reported by now whether it can send again: it was asked for the file's
+        // size.
         let _ = crate::apart::look(&path, device.asked.size);
-        // Before anybody is told of it: from then on its IO must not depend on this process.
+        // The device is held before it is reported: from then on its IO must not depend on this
+        // process.
         if device.server.connection().is_none() {
             tracing::warn!(
                 volume = %device.asked.volume,
@@ -101,9 +103,9 @@ impl Device {
         Ok(device)
     }
 
-    /// Serves again what an earlier daemon left; its IO goes on.
+    /// Serves again what an earlier daemon left; its IO continues.
     ///
-    /// The mount and the loop device must be as they were left: a half of them is of no use.
+    /// The mount and the loop device must be as they were left: half of them is useless.
     pub(super) fn take_over(host: &Host, held: Held, connection: OwnedFd) -> Result<Self, Error> {
         let Held { asked, device, sequence, name, since_epoch } = held;
         check(&asked)?;
@@ -139,7 +141,7 @@ impl Device {
             tracing::warn!(volume = %device.asked.volume, %error, "cannot be written down as made here");
         }
         device.hold();
-        // The last daemon may have died when the file had grown and the loop device not yet.
+        // The last daemon may have died after the file had grown and before the loop device had.
         if let Some(loop_device) = &device.device
             && loop_device.size() != Some(device.asked.size)
             && let Err(error) = loop_device.update_size()
@@ -149,7 +151,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Makes the block device, and writes it down as made here before anybody is told of it.
+    /// Creates the block device, and records it as made here before it is reported.
     fn put_on_loop(&mut self) -> Result<(), Error> {
         let path = self.server.path().to_owned();
         let written = |source| Error::Io {
@@ -167,8 +169,8 @@ impl Device {
         Ok(())
     }
 
-    /// Sees to it that the block device is this attachment's. Somebody may have freed it behind its
-    /// back, and another may have it since: that one is none of ours.
+    /// Ensures that the block device belongs to this attachment. Another program may have freed it,
+    /// and a third may have it since: that one is not touched.
     pub(super) fn mend(&mut self) -> Result<(), Error> {
         if self.is_whole() {
             return Ok(());
@@ -186,12 +188,12 @@ impl Device {
         Ok(())
     }
 
-    /// Whether the device that was made here is still there.
+    /// Returns true if the device that was made here still exists.
     pub(super) fn is_whole(&self) -> bool {
         self.device.as_ref().is_none_or(|device| device.is_on(self.server.path()))
     }
 
-    /// Links the device under the volume's name, where nothing is in the way.
+    /// Links the device under the volume's name, unless the name is taken.
     pub(super) fn link(&mut self, name: &str) {
         self.name = name.to_owned();
         self.host.metrics.call(&self.asked.volume, name);
@@ -203,12 +205,12 @@ impl Device {
         self.hold();
     }
 
-    /// Why all its IO fails, where it does.
+    /// Reason for which all its IO fails, if it does.
     pub(super) fn dead(&self) -> Option<String> {
         self.server.dead()
     }
 
-    /// The first epoch of the use of the volume that this was made for; 0: not known.
+    /// The first epoch of the use of the volume that this was made for; 0: unknown.
     pub(super) fn since_epoch(&self) -> u64 {
         self.server.since_epoch()
     }
@@ -223,8 +225,8 @@ impl Device {
         }
     }
 
-    /// Whether a mount or the like holds the device, or IO was done within the last moments. Waits for
-    /// nothing and touches nothing.
+    /// Returns true if a mount or the like holds the device, or IO was done recently. Neither
+    /// blocks nor touches the device.
     fn is_busy(&self) -> bool {
         if self.server.in_flight() > 0 {
             return true;
@@ -242,7 +244,8 @@ impl Device {
         self.device.as_ref().is_some_and(LoopDevice::is_held)
     }
 
-    /// Gives the kernel's side to the holder, so that it outlives this process. Whether it does.
+    /// Gives the kernel's side to the holder, so that it outlives this process; returns whether it
+    /// does.
     fn hold(&self) -> bool {
         match self.server.connection() {
             Some(Ok(connection)) => {
@@ -264,10 +267,11 @@ impl Device {
         }
     }
 
-    /// Ends this process's part and leaves the rest to the next daemon; gives the device back
-    /// where nobody could take it over.
+    /// Ends this process's part and leaves the rest to the next daemon; returns the device if no
+    /// daemon could take it over.
     pub(super) fn leave(self) -> Result<(), Box<Self>> {
-        // Given once more, and taken: a holder that has just died is not one to leave it to.
+        // The descriptor is given once more, and must be accepted: a holder that has just died
+        // cannot keep it.
         if !self.hold() {
             return Err(Box::new(self));
         }
@@ -276,7 +280,7 @@ impl Device {
         Ok(())
     }
 
-    /// Whether `asked` is what is attached, but for its size.
+    /// Checks that `asked` equals the attachment, except for its size.
     pub(super) fn check_same(&self, asked: &AttachVolume) -> Result<(), Error> {
         let same = AttachVolume { size: self.asked.size, ..asked.clone() };
         if same == self.asked {
@@ -321,7 +325,7 @@ impl Device {
             )));
         }
         check_size(size, self.asked.block_size)?;
-        // A connection of its own, because only a negotiation tells the size.
+        // A separate connection, because only a negotiation reports the size.
         let mut pipe = Pipe::connect(&client_options(&self.asked))?;
         let is = pipe.info().size_bytes;
         pipe.disconnect();
@@ -345,7 +349,7 @@ impl Device {
         self.device.as_ref().is_some_and(|device| device.in_use().unwrap_or(true))
     }
 
-    /// Takes the stack apart, or gives it back with the reason: it is in use.
+    /// Removes the stack, or returns it with the reason: it is in use.
     pub(super) fn detach(self) -> Result<(), (Box<Self>, Error)> {
         if let Some(device) = &self.device {
             let busy = |this: &Self| Error::Busy {
@@ -355,7 +359,8 @@ impl Device {
             match device.detach(DETACH_TIMEOUT) {
                 Ok(true) => {}
                 Ok(false) if self.server.in_flight() > 0 => {
-                    // Nobody has it open any more, and IO of a target that is away holds it.
+                    // No program has it open any more, and IO that waits for an absent target keeps
+                    // it.
                     tracing::warn!(volume = %self.asked.volume, in_flight = self.server.in_flight(),
                         "detaching with IO that waits for the target: it fails");
                     self.server.abort("it was detached while its target was away");
@@ -378,8 +383,8 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the stack whoever uses it: IO fails, the loop device goes with its last user. What was
-    /// done, in words.
+    /// Ends the stack, even in use: IO fails, and the loop device is removed with its last user.
+    /// Returns the actions taken, as text.
     pub(super) fn force(self) -> Vec<String> {
         let mut did = vec!["its IO fails from now on".to_owned()];
         if let Some(device) = &self.device {
@@ -420,7 +425,7 @@ impl Device {
     }
 }
 
-/// What can be said about a request without the target.
+/// Checks the parts of a request that need no target.
 pub(super) fn check(asked: &AttachVolume) -> Result<(), Error> {
     check_name(&asked.volume)?;
     if !matches!(asked.block_size, 512 | 4096) {

@@ -1,17 +1,16 @@
 //! The holder: keeps the kernel's side of attached volumes while the attach daemon is away.
 //!
-//! A FUSE connection lives as long as somebody has its descriptor. The daemon gives each one to a
-//! process that does nothing else, with what is needed to serve it again; a daemon that starts
-//! asks for them back. What the kernel had sent and was not answered stays with the descriptor,
-//! and the kernel sends it again when the new daemon asks for that, so a daemon that is killed or
-//! replaced only pauses IO.
+//! A FUSE connection exists as long as a process has its descriptor. The daemon gives each one to a
+//! process that does nothing else, with the data needed to serve it again; a new daemon requests
+//! them back. Unanswered requests of the kernel stay with the descriptor, and the kernel sends them
+//! again when the new daemon asks for that. So a daemon that is killed or replaced only pauses IO.
 //!
-//! The conversation is over a unix socket of sequenced packets: one JSON object a packet, the
-//! descriptor beside it ([`Ask`], [`Told`]). [`serve`] is the holder, [`Holder`] the daemon's
-//! side of it. A holder that died is told everything anew by the daemon.
+//! The protocol uses a unix socket of sequenced packets: one JSON object for each packet, with the
+//! descriptor beside it ([`Ask`], [`Told`]). [`serve`] is the holder, [`Holder`] the daemon's side.
+//! The daemon sends everything again to a holder that was restarted.
 //!
-//! Whoever asks for a device must be able to rely on it at once: a daemon that has no connection
-//! looks for the holder before it answers ([`Holder::hold`]), not only now and then.
+//! A caller that attaches a device must be able to rely on it at once: a daemon without a
+//! connection connects to the holder before it answers ([`Holder::hold`]), not only periodically.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -35,40 +34,40 @@ use super::metrics::Metrics;
 use super::protocol::AttachVolume;
 
 const PACKET_BYTES_MAX: usize = 64 << 10;
-/// Between attempts to reach a holder that is away: until it is reached, the daemon's death fails
+/// Pause between attempts to reach an absent holder: until it is reached, the daemon's death fails
 /// the IO of its devices.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// After a connection could not be accepted, for want of descriptors or memory.
+/// Pause after a connection could not be accepted, for lack of descriptors or memory.
 const ACCEPT_RETRY: Duration = Duration::from_millis(500);
 
-/// One attached volume, as a daemon needs it to serve it again.
+/// One attached volume, with the data that a daemon needs to serve it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Held {
     pub asked: AttachVolume,
     /// The loop device on its file.
     pub device: Option<PathBuf>,
-    /// Which life of it; absent: not known.
+    /// Sequence number of its binding; absent: unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence: Option<u64>,
-    /// What people call the volume; empty: nobody said.
+    /// Name of the volume for people; empty: unknown.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
-    /// The first epoch of the node's use of the volume that it was made for; 0: not known.
+    /// The first epoch of the node's use of the volume that it was made for; 0: unknown.
     #[serde(default)]
     pub since_epoch: u64,
 }
 
-/// What a daemon says.
+/// Message of a daemon.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Ask {
-    /// Keep this descriptor; replaces what was held for the volume.
+    /// Keep this descriptor; it replaces the one held for the volume.
     Hold(Box<Held>),
     Drop {
         volume: String,
     },
-    /// Give everything: one [`Told::Held`] each, then [`Told::Done`].
+    /// Send everything: one [`Told::Held`] for each volume, then [`Told::Done`].
     Take {},
 }
 
@@ -81,10 +80,10 @@ enum Told {
 
 type Table = BTreeMap<String, (Held, OwnedFd)>;
 
-/// Serves at `path` until the process ends; what it holds goes with it.
+/// Serves at `path` until the process ends; held descriptors end with it.
 ///
 /// # Errors
-/// [`Error`] if the socket cannot be made, or another holder serves it.
+/// [`Error`] if the socket cannot be created, or another holder serves it.
 pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
     let failed = |doing| {
         let path = path.to_owned();
@@ -103,7 +102,7 @@ pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
     let _ = std::fs::remove_file(path);
     let listener = packet_socket().map_err(failed("make a socket for"))?;
     let address = SocketAddrUnix::new(path).map_err(failed("name"))?;
-    // Before anybody can connect: the descriptors are the volumes.
+    // The mode is set before any process can connect: the descriptors give access to the volumes.
     let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o177));
     let bound = bind(&listener, &address);
     rustix::process::umask(before);
@@ -157,13 +156,13 @@ fn answer(client: &OwnedFd, table: &Mutex<Table>) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a holder serves `path`.
+/// Returns true if a holder serves `path`.
 #[must_use]
 pub fn is_at(path: &Path) -> bool {
     dial(path).is_ok()
 }
 
-/// The volumes that a holder at `path` keeps; none where there is no holder.
+/// Returns the volumes that a holder at `path` keeps; none if there is no holder.
 #[must_use]
 pub fn held_at(path: &Path) -> Vec<String> {
     let Ok(connection) = dial(path) else { return Vec::new() };
@@ -171,7 +170,7 @@ pub fn held_at(path: &Path) -> Vec<String> {
     held.into_iter().map(|(held, _)| held.asked.volume).collect()
 }
 
-/// Asks for all that is held, and what went wrong before the end of it.
+/// Requests everything held. Returns it with the error that ended the transfer early, if any.
 fn everything(connection: &OwnedFd) -> (Vec<(Held, OwnedFd)>, io::Result<()>) {
     let mut found = Vec::new();
     let outcome = send(connection, &Ask::Take {}, None).and_then(|()| {
@@ -186,8 +185,7 @@ fn everything(connection: &OwnedFd) -> (Vec<(Held, OwnedFd)>, io::Result<()>) {
     (found, outcome)
 }
 
-/// The daemon's side: everything that it serves is kept here, and at the holder while there is
-/// one.
+/// The daemon's side: everything that it serves is kept here, and at the holder while there is one.
 pub(super) struct Holder {
     path: PathBuf,
     inner: Mutex<Inner>,
@@ -201,8 +199,8 @@ struct Inner {
 }
 
 impl Holder {
-    /// Looks for a holder at `path`, and keeps looking on a thread of its own for one that comes
-    /// later or comes back.
+    /// Connects to a holder at `path`, and keeps trying on a thread of its own, for one that starts
+    /// later or is restarted.
     pub(super) fn find(path: &Path, metrics: &Metrics) -> io::Result<Arc<Self>> {
         let holder = Arc::new(Self {
             path: path.to_owned(),
@@ -225,7 +223,7 @@ impl Holder {
                     continue;
                 };
                 let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::RDHUP)];
-                // An interrupted wait is only one more look.
+                // An interrupted wait only repeats the check.
                 let _ = poll(&mut fds, None);
                 if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
                     && let Some(holder) = watched.upgrade()
@@ -241,7 +239,7 @@ impl Holder {
         lock(&self.inner).connection.is_some()
     }
 
-    /// What an earlier daemon left, to be served again.
+    /// Returns what an earlier daemon left, to be served again.
     pub(super) fn take(&self) -> Vec<(Held, OwnedFd)> {
         let inner = lock(&self.inner);
         let Some(connection) = inner.connection.as_ref() else { return Vec::new() };
@@ -252,15 +250,16 @@ impl Holder {
         found
     }
 
-    /// From now on, and at the holder while there is one; replaces what was held for the volume.
-    /// Whether the holder has it now.
+    /// Holds a volume from now on, also at the holder while there is one; replaces the one held
+    /// before. Returns true if the holder has it now.
     pub(super) fn hold(&self, held: Held, descriptor: OwnedFd) -> bool {
         let mut inner = lock(&self.inner);
         let ask = Ask::Hold(Box::new(held.clone()));
         let volume = held.asked.volume.clone();
         inner.tell(&ask, Some(descriptor.as_fd()));
         inner.table.insert(volume, (held, descriptor));
-        // Not there, or one that died a moment ago: its successor, which is told everything.
+        // With no holder, or one that died a moment ago, this connects to its successor and sends
+        // everything.
         self.connect(&mut inner);
         inner.connection.is_some()
     }
@@ -271,7 +270,7 @@ impl Holder {
         inner.tell(&Ask::Drop { volume: volume.to_owned() }, None);
     }
 
-    /// Finds the holder if there is no connection, and gives it everything.
+    /// Connects to the holder if there is no connection, and sends it everything.
     fn connect(&self, inner: &mut Inner) {
         if inner.connection.is_some() {
             return;
@@ -285,7 +284,7 @@ impl Holder {
         for (held, descriptor) in table.values() {
             inner.tell(&Ask::Hold(Box::new(held.clone())), Some(descriptor.as_fd()));
         }
-        // One that was just dying may have taken the connection and nothing else.
+        // A dying holder may have accepted the connection and nothing else.
         if inner.connection.is_some() {
             self.up.set(1);
             let volumes = table.len();
@@ -306,7 +305,8 @@ impl Holder {
 }
 
 impl Inner {
-    /// A holder that does not take it is as good as none; [`Holder::connect`] finds the next.
+    /// Sends a message. A holder that does not accept it counts as absent; [`Holder::connect`]
+    /// finds the next.
     fn tell(&mut self, ask: &Ask, descriptor: Option<BorrowedFd<'_>>) {
         let Some(connection) = self.connection.as_ref() else { return };
         let outcome =
@@ -351,7 +351,7 @@ fn send(
     Ok(())
 }
 
-/// `None`: the other side is gone.
+/// Receives a packet. `None`: the other side is gone.
 fn receive<T: serde::de::DeserializeOwned>(
     socket: &OwnedFd,
 ) -> io::Result<Option<(T, Option<OwnedFd>)>> {
@@ -470,7 +470,7 @@ mod tests {
         assert!(daemon.hold(held("b"), pair()));
         assert_eq!(held_at(&path), ["a", "b"]);
 
-        // As one that died looks to the daemon, which has not noticed.
+        // A dead holder whose end the daemon has not detected yet.
         let (dead, other) = rustix::net::socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,

@@ -1,29 +1,29 @@
 //! The attach daemon: turns volumes into block devices of this host, and keeps them while targets,
 //! nodes and controllers come and go.
 //!
-//! For each volume: an NBD link to the target's unix socket, a FUSE file on top of it, and a loop
-//! device on that. IO waits while the target is away and is never failed for it. The daemon is
-//! asked over a unix control socket ([`protocol`]; [`AttachClient`] speaks it).
+//! Each volume has an NBD link to the target's unix socket, a FUSE file on top of it, and a loop
+//! device on that. IO waits while the target is away and never fails for that reason. The daemon is
+//! controlled by a unix socket ([`protocol`]; [`AttachClient`] is its client).
 //!
-//! * Attach, detach and resize are idempotent; there is one attachment a volume.
-//! * A volume that another node used after this device was made is not the one that the host's
-//!   caches know: the device is dead for good, and all its IO fails ([`fate`]). A volume whose
-//!   target is only away is waited for.
-//! * A device is this daemon's where it wrote down that it made it (`made.json`); what it did not
-//!   make it neither shows nor takes away.
-//! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`) and
-//!   then left to the next daemon ([`AtShutdown`] has the other ways).
-//! * A daemon that dies or leaves its devices only pauses IO where a [`holder`] keeps the kernel's
-//!   side and the kernel can send requests again (Linux 6.9): the next one takes over. Otherwise
-//!   the daemon says, when it attaches them, that its death fails the IO of its devices; the next
-//!   start removes what is left in the directory, and a shutdown fails the IO of what is in use:
-//!   the loop device goes with its last user, and the shutdown's error names it. No loop device or
-//!   mount that nobody holds outlives its users.
+//! * Attach, detach and resize are idempotent; there is one attachment for each volume.
+//! * After another node used a volume, it is not the one that the host's caches know: the device is
+//!   dead permanently, and all its IO fails ([`fate`]). A device waits for a target that is only
+//!   away.
+//! * A device belongs to this daemon if the daemon recorded that it made it (`made.json`); it
+//!   neither shows nor removes other devices.
+//! * A clean shutdown detaches idle devices. It waits for those in use (`drain_timeout`) and then
+//!   leaves them to the next daemon ([`AtShutdown`] has the other ways).
+//! * A daemon that dies or leaves its devices only pauses IO if a [`holder`] keeps the kernel's
+//!   side and the kernel can send requests again (Linux 6.9): the next daemon takes over. Otherwise
+//!   the daemon reports, when it attaches them, that its death fails the IO of its devices. Then
+//!   the next start removes what is left in the directory, and a shutdown fails the IO of devices
+//!   in use: the loop device is removed with its last user, and the shutdown's error names it. A
+//!   loop device or mount that no holder keeps does not outlive its users.
 //!
-//! The daemon lies below file systems that the kernel writes back to when memory is short, so it
-//! must not wait for memory that only it can free: its threads are marked as IO flushers, whose
-//! allocations do not start writeback, and its memory is locked, so that no page of it must come
-//! back from a disk. Both need privileges and are skipped where they are refused.
+//! File systems on the daemon's devices write back to it when memory is short, so it must not wait
+//! for memory that only it can free. Its threads are marked as IO flushers, whose allocations do
+//! not start writeback, and its memory is locked, so that no page of it must be read from a disk.
+//! Both need privileges and are skipped where they are refused.
 
 mod apart;
 mod client;
@@ -49,40 +49,40 @@ use crate::fuse::MountError;
 use crate::loopdev::LoopError;
 use quoin_nbd::client::ClientError;
 
-/// How the daemon runs.
+/// Options of the daemon.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Its own directory: lock, mount points. Made if missing.
+    /// The daemon's own directory: lock, mount points. Created if missing.
     pub directory: PathBuf,
-    /// Where it is asked; a file that a dead daemon left there is replaced.
+    /// The control socket; a file that a dead daemon left there is replaced.
     pub socket: PathBuf,
-    /// How long a shutdown waits for devices in use.
+    /// Time that a shutdown waits for devices in use.
     pub drain_timeout: Duration,
-    /// Where the holder listens, if there is one.
+    /// Socket of the holder, if there is one.
     pub holder: PathBuf,
     pub at_shutdown: AtShutdown,
-    /// Where devices are linked under their volumes' names.
+    /// Directory of the links to devices under their volumes' names.
     pub links: PathBuf,
-    /// Made by the caller, who shows it.
+    /// Created by the caller, who renders them.
     pub metrics: Metrics,
 }
 
-/// What a shutdown does with the devices, once `drain_timeout` has passed.
+/// Action of a shutdown on the devices, once `drain_timeout` has passed.
 ///
-/// What is to be left and cannot be (no holder, an older kernel) is detached.
+/// Devices that are to be left and cannot be (no holder, an older kernel) are detached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtShutdown {
-    /// What is idle is detached, what is in use is left to the next daemon.
+    /// Idle devices are detached; those in use are left to the next daemon.
     #[default]
     LeaveInUse,
     /// Everything is left to the next daemon.
     LeaveAll,
-    /// Everything is detached; the IO of what is in use fails.
+    /// Everything is detached; the IO of devices in use fails.
     DetachAll,
 }
 
 impl Options {
-    /// `directory`/attach.sock as the control socket, no wait at shutdown.
+    /// Default options: `directory`/attach.sock as the control socket, no wait at shutdown.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         let directory = directory.into();
         let socket = directory.join("attach.sock");
@@ -99,7 +99,7 @@ impl Options {
     }
 }
 
-/// What fails in the daemon, or what it answers.
+/// Failures of the daemon, and its answers.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("another attach daemon runs in {directory}: stop it, or use another directory")]
@@ -136,7 +136,7 @@ pub enum Error {
     Daemon { socket: PathBuf, source: std::io::Error },
     #[error("the attach daemon answered {0:?}")]
     Answer(String),
-    /// What the daemon answered to a request of [`AttachClient`].
+    /// The daemon's answer to a request of [`AttachClient`].
     #[error("{message}")]
     Refused { kind: protocol::Kind, message: String },
 }

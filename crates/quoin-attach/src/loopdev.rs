@@ -1,8 +1,8 @@
 //! Loop devices: a block device of the kernel on top of a file.
 //!
-//! Direct I/O, so that nothing is cached twice and a write is answered when the target has
-//! answered it; block size as the volume's; discards become holes punched in the file. Where the
-//! kernel asks the file, which this process may serve, it is done [`apart`].
+//! They use direct I/O, so that nothing is cached twice and a write is answered once the target has
+//! answered it. The block size is the volume's; discards become holes punched in the file. Where
+//! the kernel queries the file, which this process may serve, the call is made [`apart`].
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -24,7 +24,7 @@ const FLAG_READ_ONLY: u32 = 1;
 const FLAG_AUTOCLEAR: u32 = 4;
 const FLAG_DIRECT_IO: u32 = 16;
 const MAJOR: u32 = 7;
-/// Others may take the free device between the question and the use.
+/// Limit of attempts: other programs may take the free device before it is used.
 const ATTEMPTS: usize = 32;
 const POLL: Duration = Duration::from_millis(5);
 
@@ -78,18 +78,18 @@ struct Config {
 
 /// A loop device that stays until [`LoopDevice::detach`]; dropping the value leaves it.
 ///
-/// The kernel gives a device another sequence number each time it is put on a file. A value that
-/// knows its number is that one life of the device: once the device has another life, every call finds
-/// its own one gone and touches nothing.
+/// The kernel gives a device another sequence number each time it is bound to a file. A value with
+/// a number refers to that one binding of the device: after another binding, every call reports the
+/// device as gone and changes nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoopDevice {
     path: PathBuf,
-    /// `None`: not known (before Linux 5.15), or whatever is there.
+    /// `None`: unknown (before Linux 5.15), or any binding.
     sequence: Option<u64>,
 }
 
 impl LoopDevice {
-    /// Puts a free loop device on `file`.
+    /// Binds a free loop device to `file`.
     pub fn attach(file: &Path, block_size: u32, read_only: bool) -> Result<Self, LoopError> {
         let control =
             OpenOptions::new().read(true).write(true).open(CONTROL).map_err(|error| match error
@@ -102,7 +102,7 @@ impl LoopDevice {
             let number = ioctl(control.as_raw_fd(), CTL_GET_FREE, 0)
                 .map_err(|error| failed("ask for a free device of", Path::new(CONTROL), error))?;
             let path = PathBuf::from(format!("/dev/loop{number}"));
-            // While it is open here, nobody can end the life that begins now.
+            // While it is open here, no program can end the binding that begins now.
             let held = open_device(&path, number as u32)?;
             match configure(&path, file, block_size, read_only) {
                 Ok(()) => {
@@ -117,12 +117,12 @@ impl LoopDevice {
         Err(LoopError::NoneFree)
     }
 
-    /// The device under this path, whatever it is on.
+    /// The device under this path, with any binding.
     pub fn at(path: PathBuf) -> Self {
         Self { path, sequence: None }
     }
 
-    /// The life of the device under this path that has this number.
+    /// The binding of the device under this path that has this number.
     pub fn of(path: PathBuf, sequence: Option<u64>) -> Self {
         Self { path, sequence }
     }
@@ -131,7 +131,7 @@ impl LoopDevice {
         self.sequence
     }
 
-    /// Whether this life of the device goes on, on `file`.
+    /// Returns true if this binding of the device still exists, on `file`.
     pub fn is_on(&self, file: &Path) -> bool {
         self.lives() && self.backing_file().as_deref() == Some(file)
     }
@@ -140,7 +140,7 @@ impl LoopDevice {
         self.sequence.is_none() || self.sequence == sequence_of(&self.path)
     }
 
-    /// Opens the device; `None`: this life of it is over. While it is open, no other can begin.
+    /// Opens the device; `None`: this binding has ended. While it is open, no other can begin.
     fn open(&self, options: &OpenOptions) -> io::Result<Option<File>> {
         match options.open(&self.path) {
             Ok(file) => Ok(self.lives().then_some(file)),
@@ -153,7 +153,7 @@ impl LoopDevice {
         &self.path
     }
 
-    /// Whether somebody holds it: a mount, a device mapper, a swap.
+    /// Returns true if the device is held: by a mount, a device mapper, a swap.
     pub fn in_use(&self) -> Result<bool, LoopError> {
         match self.open(OpenOptions::new().read(true).custom_flags(libc::O_EXCL)) {
             Ok(_) => Ok(false),
@@ -162,9 +162,9 @@ impl LoopDevice {
         }
     }
 
-    /// Whether a mount, a device mapper or a swap holds it, by what the kernel shows without the device
-    /// being opened: an opening, however short, would keep others from opening it for themselves. A
-    /// program that has it open is not seen.
+    /// Returns true if a mount, a device mapper or a swap holds the device. The check reads what
+    /// the kernel shows without opening the device: an open, however short, would prevent others
+    /// from opening it exclusively. A program that has the device open is not detected.
     pub fn is_held(&self) -> bool {
         let Some(name) = self.path.file_name().filter(|_| self.lives()) else { return false };
         let sysfs = Path::new("/sys/block").join(name);
@@ -172,7 +172,7 @@ impl LoopDevice {
         if holders.is_ok_and(|mut holders| holders.next().is_some()) {
             return true;
         }
-        // File systems that are mounted anywhere, also in another table of mounts.
+        // File systems that are mounted anywhere, also in another mount namespace.
         let kinds = std::fs::read_dir("/sys/fs").into_iter().flatten().flatten();
         if kinds.map(|kind| kind.path().join(name)).any(|mounted| mounted.exists()) {
             return true;
@@ -188,7 +188,7 @@ impl LoopDevice {
             || lines("/proc/swaps").lines().any(|line| line.split(' ').next() == Some(&*path))
     }
 
-    /// Takes over the backing file's new size.
+    /// Adopts the backing file's new size.
     pub fn update_size(&self) -> Result<(), LoopError> {
         let held = self.open(OpenOptions::new().read(true));
         let Some(_held) = held.map_err(|error| failed("open", &self.path, error))? else {
@@ -204,14 +204,14 @@ impl LoopDevice {
         unsafe { apart::apart(act) }.map_err(failed)
     }
 
-    /// Its size in bytes, as the kernel tells it without touching the device.
+    /// Returns its size in bytes, as the kernel reports it without touching the device.
     pub fn size(&self) -> Option<u64> {
         let attribute = Path::new("/sys/block").join(self.path.file_name()?).join("size");
         let sectors: u64 = std::fs::read_to_string(attribute).ok()?.trim().parse().ok()?;
         sectors.checked_mul(512)
     }
 
-    /// Detaches now, or, where somebody still has it open, as soon as the last one closes it.
+    /// Detaches now, or, if a program still has it open, as soon as the last one closes it.
     pub fn release(&self) -> Result<(), LoopError> {
         let device = self.open(OpenOptions::new().read(true));
         let Some(device) = device.map_err(|error| failed("open", &self.path, error))? else {
@@ -223,11 +223,11 @@ impl LoopDevice {
         }
     }
 
-    /// Detaches and waits until it is. `false`: nobody has it open any more, and IO that is not
-    /// answered after `timeout` keeps it.
+    /// Detaches and waits until it is done. `false`: no program has it open any more, and IO that
+    /// is not answered after `timeout` keeps it.
     ///
     /// # Errors
-    /// [`LoopError::Busy`] if somebody has it, and it stays as it was.
+    /// [`LoopError::Busy`] if the device is in use; it stays as it was.
     pub fn detach(&self, timeout: Duration) -> Result<bool, LoopError> {
         if self.in_use()? {
             return Err(LoopError::Busy { device: self.path.clone() });
@@ -249,8 +249,8 @@ impl LoopDevice {
         Ok(true)
     }
 
-    /// Takes back a [`LoopDevice::release`] that waits for the last one to close the device; it
-    /// is "gone" if there is none.
+    /// Cancels a [`LoopDevice::release`] that waits for the last program to close the device. The
+    /// error is "gone" if there is none.
     fn stay(&self) -> io::Result<()> {
         let device = self.open(OpenOptions::new().read(true))?;
         let device = device.ok_or_else(|| io::Error::from_raw_os_error(libc::ENXIO))?;
@@ -260,7 +260,7 @@ impl LoopDevice {
         ioctl(device.as_raw_fd(), SET_STATUS64, std::ptr::from_ref(&info) as usize).map(drop)
     }
 
-    /// The file that it is on, as the kernel tells it without touching the device.
+    /// Returns the file that it is bound to, as the kernel reports it without touching the device.
     pub fn backing_file(&self) -> Option<PathBuf> {
         let name = self.path.file_name()?;
         let attribute = Path::new("/sys/block").join(name).join("loop/backing_file");
@@ -269,8 +269,9 @@ impl LoopDevice {
         Some(PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(text)))
     }
 
-    /// All loop devices whose files lie under `directory` by their names. Names are of one table
-    /// of mounts: a device that is found may be that of another table, and is shown, not touched.
+    /// Returns all loop devices whose files are under `directory` by their names. Names belong to
+    /// one mount namespace: a device that is found may belong to another one, and is shown, not
+    /// touched.
     pub fn all_under(directory: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/sys/block")? {
@@ -304,7 +305,8 @@ const EMPTY: Info = Info {
     init: [0; 2],
 };
 
-/// Both are opened in the child: the file asks its server as well.
+/// Binds the device. Both files are opened in the child: the backing file queries its server as
+/// well.
 fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io::Result<()> {
     let (device, backing) = (c_string(device)?, c_string(file)?);
     let mut info = EMPTY;
@@ -323,7 +325,7 @@ fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io
     unsafe { apart::apart(act) }
 }
 
-/// Opens the device, making its node first where no devtmpfs does.
+/// Opens the device; creates its node first if no devtmpfs does.
 fn open_device(path: &Path, number: u32) -> Result<File, LoopError> {
     let open = || OpenOptions::new().read(true).write(true).open(path);
     let result = match open() {
@@ -347,7 +349,8 @@ fn ioctl(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<i32> 
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Which life of the device goes on, as the kernel tells it without touching the device.
+/// Returns the sequence number of the present binding, as the kernel reports it without touching
+/// the device.
 fn sequence_of(path: &Path) -> Option<u64> {
     let attribute = Path::new("/sys/block").join(path.file_name()?).join("diskseq");
     std::fs::read_to_string(attribute).ok()?.trim().parse().ok()

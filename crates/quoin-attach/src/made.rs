@@ -1,13 +1,13 @@
-//! What the attach process has made on its host: loop devices, and links to them under their
-//! volumes' names.
+//! Record of what the attach process has made on its host: loop devices, and links to them under
+//! their volumes' names.
 //!
-//! Paths prove nothing. Two attach processes may live on one kernel in different tables of mounts,
-//! with the same paths in each, and a loop device may be freed and taken for something else by any
-//! program. So each device is written down with the number of its life before its path is given out,
-//! in a file of this process's own directory. Only what is written there is taken away again.
+//! Paths prove nothing. Two attach processes may run on one kernel in different mount namespaces,
+//! with the same paths in each, and any program may free a loop device and use it for something
+//! else. So each device is recorded with its sequence number before its path is reported, in a file
+//! of this process's own directory. Only recorded devices are removed again.
 //!
-//! Links lie in one directory (`/dev/quoin`) that such processes may share. A link is made, replaced
-//! and removed only where it is this process's own, or leads to a loop device that is free.
+//! Links are in one directory (`/dev/quoin`) that such processes may share. A link is created,
+//! replaced and removed only if it belongs to this process, or leads to a loop device that is free.
 
 use std::fs;
 use std::io;
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::loopdev::LoopDevice;
 
-/// The longest name of a file.
+/// Limit of a file name.
 const NAME_BYTES_MAX: usize = 255;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,30 +35,30 @@ struct MadeLink {
     device: PathBuf,
 }
 
-/// The file's content. Devices end with the kernel that has them.
+/// Content of the file. Devices end with the kernel that has them.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Content {
     #[serde(default)]
     boot: String,
     #[serde(default)]
     devices: Vec<MadeDevice>,
-    /// Volumes whose device is just being made, and has no number yet.
+    /// Volumes whose device is being made, and has no number yet.
     #[serde(default)]
     intended: Vec<String>,
     #[serde(default)]
     links: Vec<MadeLink>,
 }
 
-/// The list of what was made, on disk with every change.
+/// The record, written to disk with every change.
 pub(super) struct Made {
     file: PathBuf,
-    /// Where links are made.
+    /// Directory of the links.
     directory: PathBuf,
     content: Mutex<Content>,
 }
 
 impl Made {
-    /// What the file in `own` says of this boot. One that cannot be read names nothing.
+    /// Reads the file in `own`, as far as it is of this boot. An unreadable file names nothing.
     pub(super) fn open(own: &Path, links: &Path) -> Self {
         let file = own.join("made.json");
         let boot = boot();
@@ -68,13 +68,13 @@ impl Made {
         Self { file, directory: links.to_owned(), content }
     }
 
-    /// The devices that this process, or one before it, has made and not taken away; `mounts` is
-    /// where their files lie.
+    /// Returns the devices that this process, or one before it, has made and not removed; `mounts`
+    /// is the directory of their files.
     pub(super) fn devices(&self, mounts: &Path) -> io::Result<Vec<LoopDevice>> {
         let content = self.lock();
         let known = |made: &MadeDevice| LoopDevice::of(made.path.clone(), Some(made.sequence));
         let mut devices: Vec<_> = content.devices.iter().map(known).collect();
-        // Of a process that was killed while it made one, only the path is known.
+        // If a process was killed while it made a device, only the path is known.
         if !content.intended.is_empty() {
             let files: Vec<_> = content.intended.iter().map(|volume| mounts.join(volume)).collect();
             let found = LoopDevice::all_under(mounts)?;
@@ -85,16 +85,16 @@ impl Made {
         Ok(devices)
     }
 
-    /// Writes down that a device is about to be made.
+    /// Records that a device is about to be made.
     pub(super) fn intend(&self, volume: &str) -> io::Result<()> {
         let mut content = self.lock();
         content.intended.push(volume.to_owned());
         self.write(&content)
     }
 
-    /// Writes a device down as made here.
+    /// Records a device as made here.
     pub(super) fn add(&self, volume: &str, device: &LoopDevice) -> io::Result<()> {
-        // A kernel that does not count lives (before Linux 5.15) leaves the path as all there is.
+        // A kernel without sequence numbers (before Linux 5.15) leaves only the path.
         let Some(sequence) = device.sequence() else { return Ok(()) };
         let made =
             MadeDevice { volume: volume.to_owned(), path: device.path().to_owned(), sequence };
@@ -120,7 +120,7 @@ impl Made {
         }
     }
 
-    /// Removes links that no device has any more, of volumes that are not among `attached`.
+    /// Removes links without a device, of volumes that are not among `attached`.
     pub(super) fn keep_only(&self, attached: &[String]) {
         let gone: Vec<String> = {
             let content = self.lock();
@@ -132,10 +132,10 @@ impl Made {
         gone.iter().for_each(|volume| self.remove(volume));
     }
 
-    /// Makes a link of the volume's name lead to its device.
+    /// Links the volume's name to its device.
     ///
     /// # Errors
-    /// What is in the way, in words.
+    /// The obstacle, as text.
     pub(super) fn link(&self, volume: &str, name: &str, device: &Path) -> Result<PathBuf, String> {
         let file_name = file_name(name).ok_or_else(|| {
             format!("the name of volume {volume} is too long for a file's: it has no link")
@@ -162,7 +162,7 @@ impl Made {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(_) => return Err(format!("{} is no link: it stays", link.display())),
         }
-        // Under another name first, so that the link is there at every moment.
+        // The link is created under another name first, so that it exists at every moment.
         let beside = self.directory.join(format!(".{volume}.{}", std::process::id()));
         let _ = fs::remove_file(&beside);
         std::os::unix::fs::symlink(device, &beside)
@@ -181,7 +181,7 @@ impl Made {
         Ok(link)
     }
 
-    /// The link of a volume to this device, if it is there.
+    /// Returns the link of a volume to this device, if it exists.
     pub(super) fn link_of(&self, volume: &str, device: &Path) -> Option<PathBuf> {
         let content = self.lock();
         let made = content.links.iter().find(|made| made.volume == volume)?;
@@ -215,8 +215,8 @@ fn remove_link(made: &MadeLink) {
     }
 }
 
-/// Whether `device` is a loop device that is on no file, or on one whose mount is gone: what once led
-/// to it is stale.
+/// Returns true if `device` is a loop device that is bound to no file, or to one whose mount is
+/// gone: a link to it is stale.
 fn is_free(device: &Path) -> bool {
     let name = device.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let is_loop = name
@@ -229,8 +229,8 @@ fn is_free(device: &Path) -> bool {
             .is_none_or(|file| file == Path::new("/"))
 }
 
-/// A volume's name as that of a file. What could be mistaken for a path, or needs quoting in a
-/// shell, is written as `%` and two hex digits; `None` where that is too long.
+/// Converts a volume's name to a file name. Characters that could make it a path, or that need
+/// quoting in a shell, are written as `%` and two hex digits; `None` if the result is too long.
 pub fn file_name(name: &str) -> Option<String> {
     let mut plain = String::with_capacity(name.len());
     for (at, byte) in name.bytes().enumerate() {
@@ -271,34 +271,34 @@ mod tests {
         assert_eq!(link, links.join("db"));
         assert_eq!(made.link_of("1", free), Some(link.clone()));
 
-        // The next process knows it for its own, with another device.
+        // The next process recognizes it as its own, with another device.
         let made = Made::open(directory.path(), &links);
         let next = Path::new("/dev/loop4000002");
         assert_eq!(made.link("1", "db", next), Ok(link.clone()));
         assert_eq!(fs::read_link(&link).unwrap(), next);
-        // Under another name the former link goes.
+        // The former link is removed when the name changes.
         let renamed = made.link("1", "db2", next).unwrap();
         assert!(!link.exists() && fs::symlink_metadata(&link).is_err());
         made.remove("1");
         assert!(fs::symlink_metadata(&renamed).is_err());
 
-        // What is no link, and a link to something that is there, stay.
+        // A file that is no link, and a link to something that exists, stay.
         fs::write(links.join("file"), "kept").unwrap();
         assert!(made.link("2", "file", free).unwrap_err().contains("no link"));
         std::os::unix::fs::symlink("/dev/null", links.join("null")).unwrap();
         assert!(made.link("2", "null", free).unwrap_err().contains("stays"));
         assert_eq!(fs::read_link(links.join("null")).unwrap(), Path::new("/dev/null"));
-        // One that leads to a free loop device was left by an earlier life.
+        // A link to a free loop device was left by an earlier process.
         std::os::unix::fs::symlink(next, links.join("stale")).unwrap();
         made.link("2", "stale", free).unwrap();
-        // One that was changed by somebody else meanwhile is not removed.
+        // A link that another program changed meanwhile is not removed.
         fs::remove_file(links.join("stale")).unwrap();
         std::os::unix::fs::symlink("/dev/null", links.join("stale")).unwrap();
         made.remove("2");
         assert!(fs::symlink_metadata(links.join("stale")).is_ok());
     }
 
-    /// It may be killed between a device and its number.
+    /// The process may be killed between making a device and recording its number.
     #[test]
     fn a_device_that_is_about_to_be_made_is_written_down_until_it_is_made_or_given_up() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What the attach daemon counts, for `/metrics`, and whether its devices are well.
+//! Metrics of the attach daemon, for `/metrics`, and the health of its devices.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,24 +16,24 @@ struct Kind {
     operation: &'static str,
 }
 
-/// From 16 µs to half a minute.
+/// Buckets from 16 µs to half a minute.
 fn duration() -> Histogram {
     Histogram::new(exponential_buckets(16e-6, 2.0, 21))
 }
 
-/// What one volume says of itself when asked.
+/// State of one volume, as it reports it.
 pub(crate) struct Standing {
-    /// Whether its target answers.
+    /// Set while its target answers.
     pub connected: bool,
-    /// Requests of the kernel that wait for it.
+    /// Number of kernel requests that wait for it.
     pub in_flight: u64,
-    /// Why all its IO fails, where it does.
+    /// Reason for which all its IO fails, if it does.
     pub dead: Option<String>,
 }
 
 type Ask = Arc<dyn Fn() -> Standing + Send + Sync>;
 
-/// Cheap to clone; all clones count together.
+/// Metrics. Cheap to clone; all clones count together.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -48,7 +48,7 @@ pub struct Metrics {
     pub(crate) taken_over: Counter,
     pub(crate) holder_up: Gauge,
     standing: Arc<Mutex<BTreeMap<String, Ask>>>,
-    /// What people call the volumes.
+    /// Names of the volumes for people.
     names: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
@@ -58,7 +58,7 @@ impl std::fmt::Debug for Metrics {
     }
 }
 
-/// What the kernel asked for.
+/// Request of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     Read { bytes: u64 },
@@ -110,7 +110,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The text that Prometheus scrapes.
+    /// Renders the text that Prometheus scrapes.
     #[must_use]
     pub fn render(&self) -> String {
         let (mut volumes, mut connected, mut in_flight) = (0, 0, 0);
@@ -129,7 +129,7 @@ impl Metrics {
         text
     }
 
-    /// Whether every device's target answers.
+    /// Checks that every device's target answers.
     ///
     /// # Errors
     /// The volumes whose IO waits.
@@ -159,7 +159,7 @@ impl Metrics {
         self.names().remove(volume);
     }
 
-    /// What people call a volume that is served.
+    /// Sets the name for people of a volume that is served.
     pub(crate) fn call(&self, volume: &str, name: &str) {
         if self.standing().contains_key(volume) {
             self.names().insert(volume.to_owned(), name.to_owned());

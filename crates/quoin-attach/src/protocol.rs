@@ -1,4 +1,5 @@
-//! The control socket's language: one JSON object a line, each request answered by one line.
+//! Messages of the control socket: one JSON object on each line; each request is answered by one
+//! line.
 //!
 //! ```text
 //! {"attach":{"volume":"db","nbd_socket":"/run/quoin/nbd/1.sock","size":1073741824,"block_size":4096,"read_only":false}}
@@ -11,7 +12,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest line that is read.
+/// Limit of a line.
 pub const LINE_BYTES_MAX: u64 = 64 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,22 +33,22 @@ pub enum Request {
         volume: String,
         name: String,
     },
-    /// Ends the device whatever uses it: its IO fails.
+    /// Ends the device, even in use: its IO fails.
     End {
         volume: String,
     },
-    /// The volume was written by another node: what is attached here of an earlier use is dead.
+    /// Another node wrote to the volume: a device here of an earlier use is dead.
     ServedElsewhere(ServedElsewhere),
-    /// What is attached, and whether it is used.
+    /// Requests the attached volumes, and whether they are used.
     Usage {},
 }
 
-/// That another node has a volume, and since when.
+/// Statement that another node has a volume, and since when.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServedElsewhere {
     pub volume: String,
-    /// As people call it.
+    /// Name for people.
     pub name: String,
     pub node: String,
     /// The first epoch of that node's use. A device of a later use is left alone.
@@ -59,13 +60,13 @@ pub struct ServedElsewhere {
 pub struct AttachVolume {
     pub volume: String,
     pub nbd_socket: PathBuf,
-    /// Bytes, a multiple of the block size.
+    /// Size in bytes, a multiple of the block size.
     pub size: u64,
-    /// 512 or 4096.
+    /// Block size in bytes: 512 or 4096.
     pub block_size: u32,
     #[serde(default)]
     pub read_only: bool,
-    /// Only the FUSE file, no loop device on it: `device` in the answer is the file.
+    /// Set to get the FUSE file alone, without a loop device: `device` in the answer is the file.
     #[serde(default)]
     pub file_only: bool,
 }
@@ -73,14 +74,14 @@ pub struct AttachVolume {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Response {
-    /// Of attach and resize.
+    /// Answer to attach and resize.
     Ok(Attached),
-    /// Of list.
+    /// Answer to list.
     List(Vec<Attached>),
-    /// Of detach, whether or not it was attached.
+    /// Answer to detach, for attached and other volumes alike.
     Detached {},
-    /// Of end: what was done, in words; empty where nothing was attached. Of word that the volume is
-    /// served elsewhere: empty.
+    /// Answer to end: the actions taken, as text; empty if the volume was not attached. Answer to
+    /// the statement that the volume is served elsewhere: empty.
     Ended {
         did: Vec<String>,
     },
@@ -103,34 +104,34 @@ pub struct Attached {
     pub read_only: bool,
     #[serde(default)]
     pub file_only: bool,
-    /// Whether the target answers; IO waits otherwise.
+    /// Set while the target answers; IO waits otherwise.
     pub connected: bool,
-    /// Requests of the kernel that wait for the target.
+    /// Number of kernel requests that wait for the target.
     pub in_flight: u64,
     /// The link to the device under the volume's name, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<PathBuf>,
-    /// Why all IO fails for good; empty: it does not.
+    /// Reason for which all IO fails permanently; empty: it does not.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub dead: String,
 }
 
-/// An attached volume, as far as others must know of it.
+/// An attached volume, in the form that other roles need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub volume: String,
     pub device: PathBuf,
-    /// A mount, a device mapper or a swap holds it, or IO was done within the last moments.
+    /// Set if a mount, a device mapper or a swap holds it, or IO was done recently.
     pub in_use: bool,
-    /// The first epoch of the node's use that it was made for; 0: the target did not say.
+    /// The first epoch of the node's use that it was made for; 0: the target did not report it.
     #[serde(default)]
     pub since_epoch: u64,
-    /// As in [`Attached::dead`].
+    /// Same as [`Attached::dead`].
     #[serde(default)]
     pub dead: String,
 }
 
-/// What a caller does about a failure.
+/// Kind of a failure, by the action that it requires of the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -138,9 +139,9 @@ pub enum Kind {
     Invalid,
     /// Attached already with other parameters.
     Conflict,
-    /// Somebody uses the device.
+    /// The device is in use.
     Busy,
-    /// The target is not there, or not as asked: try again.
+    /// The target is absent, or differs from the request: the caller tries again.
     Unavailable,
     /// This host cannot do it: FUSE, loop devices or privileges are missing.
     Host,

@@ -1,5 +1,6 @@
-//! Devices whose volume another node has used since, devices that somebody else has by now, and
-//! devices that are ended by force. Needs root, FUSE and loop devices; says so where they are missing.
+//! Devices whose volume another node has used since, devices that another program has taken, and
+//! devices that are ended by force. These tests need root, FUSE and loop devices, and report it if
+//! they are missing.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -41,7 +42,7 @@ async fn until_it_waits(daemon: &Daemon) {
     }
 }
 
-/// A file system on the device, and a program that waits for a write to it.
+/// Mounts a file system on the device, and starts a program that waits for a write to it.
 fn mounted(device: &Path, at: &Path) {
     std::fs::create_dir_all(at).unwrap();
     let (device, at) = (device.display(), at.display());
@@ -74,7 +75,7 @@ async fn users_of_a_device_whose_volume_another_node_has_see_errors_and_let_go()
     let mut program = waiting_program(&at);
     until_it_waits(&daemon).await;
 
-    // A use that is no later than the device's own is not what it was overtaken by.
+    // A use that is no later than the device's own did not overtake it.
     daemon.client.served_elsewhere(elsewhere("17", 5)).await.unwrap();
     assert_eq!(daemon.client.list().await.unwrap()[0].dead, "");
     assert!(program.try_wait().unwrap().is_none(), "it waits for a target that is away");
@@ -122,7 +123,7 @@ async fn what_waits_is_sent_to_the_same_use_of_a_volume_and_never_to_another_one
     assert_eq!(theirs.lock().unwrap().writes, 0, "a write of the use before reached the volume");
     assert!(daemon.client.list().await.unwrap()[0].dead.contains("another node"));
 
-    // Nobody uses the dead device, so the volume's present use gets another one.
+    // The dead device has no users, so the volume's present use gets another one.
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
     let fine = write(&device, 3);
     blocking(move || fine.join().unwrap()).await.unwrap();
@@ -143,8 +144,8 @@ async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     assert_eq!(daemon.client.end("17").await.unwrap(), Vec::<String>::new());
     daemon.client.attach(asked("17", &socket)).await.unwrap();
-    // A process that another test of this program starts holds copies of all its descriptors until it
-    // runs its own program: for that moment it is a user of the device.
+    // A process that another test of this program starts has copies of all its descriptors until it
+    // executes its own program: for that moment it is a user of the device.
     let mut did = String::new();
     for _ in 0..100 {
         did = daemon.client.end("17").await.unwrap().join("; ");
@@ -174,8 +175,8 @@ async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
     daemon.stop().await.unwrap();
 }
 
-/// Frees a loop device and binds it to another file. False: a test beside this one was given the
-/// number in between.
+/// Frees a loop device and binds it to another file. Returns false if a concurrent test was given
+/// the number in between.
 async fn is_taken_for(device: &Path, file: &Path) -> bool {
     let take = format!("losetup -d {0} && losetup {0} {1}", device.display(), file.display());
     blocking(move || Command::new("sh").args(["-ec", &take]).status().unwrap().success()).await
@@ -215,7 +216,7 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
     daemon.client.detach("17").await.unwrap();
     assert!(std::fs::symlink_metadata(&link).is_err(), "the link went with the device");
 
-    // Also where the daemon itself still knows the number of the first one.
+    // The same holds if the daemon itself still knows the number of the first one.
     let third = loop {
         let third = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
         if is_taken_for(&third, &foreign).await {
@@ -234,7 +235,7 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
 
 const DAEMON_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY_APART";
 
-/// Not a test of its own: the process that the test below runs in other tables of mounts.
+/// Not a test of its own: the process that the test below runs in another mount namespace.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_apart() {
     let Some(directory) = std::env::var_os(DAEMON_DIRECTORY) else { return };
@@ -244,7 +245,7 @@ async fn a_daemon_apart() {
     run(options, watched).await.unwrap();
 }
 
-/// A daemon on a file system of its own at `run`, which nobody else sees.
+/// A daemon on a file system of its own at `run`, which no other process sees.
 struct Apart(Child, AttachClient);
 
 impl Apart {
@@ -282,7 +283,7 @@ async fn two_daemons_with_one_path_in_two_tables_of_mounts_leave_each_others_dev
     if !possible() || !have("unshare") {
         return;
     }
-    // Short, for it stands behind `/proc/PID/root` in the path of a socket.
+    // The path is short, because it follows `/proc/PID/root` in the path of a socket.
     let directory = tempfile::tempdir_in("/tmp").unwrap();
     let socket = directory.path().join("nbd.sock");
     let memory = volume(SIZE as usize);
@@ -298,7 +299,7 @@ async fn two_daemons_with_one_path_in_two_tables_of_mounts_leave_each_others_dev
     assert_eq!(backing.as_deref(), Some(&*run_directory.join("volumes/17")));
     let other = second.1.attach(asked("17", &socket)).await.unwrap().device;
     assert_ne!(other, device);
-    // The next daemon of the second takes away what the second left, and nothing else.
+    // The next daemon of the second namespace removes what the second left, and nothing else.
     drop(second);
     let fine = write(&device, 4);
     blocking(move || fine.join().unwrap()).await.unwrap();
@@ -312,7 +313,7 @@ async fn two_daemons_with_one_path_in_two_tables_of_mounts_leave_each_others_dev
     assert_eq!(block, [4; 4096]);
     first.1.detach("17").await.unwrap();
     assert!(LoopDevice::at(device).backing_file().is_none());
-    // What the killed one had ended with its connection; the device goes by hand.
+    // The killed daemon's devices ended with its connection; this device is removed by hand.
     let left = LoopDevice::at(other);
     left.release().unwrap();
     while left.backing_file().is_some() {

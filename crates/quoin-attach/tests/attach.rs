@@ -1,5 +1,5 @@
-//! The attach daemon on this kernel: FUSE, loop, a real file system, and a server that dies under
-//! it. Needs root and both devices; says so where they are missing.
+//! The attach daemon on this kernel: FUSE, loop, a real file system, and a server that dies during
+//! IO. These tests need root and both devices, and report it if they are missing.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -142,7 +142,7 @@ async fn a_file_system_lives_through_deaths_of_its_server_and_its_trims_free_spa
     drop(server);
 }
 
-/// Looks at a device that nobody holds until its last IO is over for long enough.
+/// Checks a device without users until its last IO is long enough ago.
 async fn until_it_rests(daemon: &Daemon) {
     let start = Instant::now();
     while daemon.client.usage().await.unwrap()[0].in_use {
@@ -293,7 +293,7 @@ async fn what_is_asked_wrongly_is_refused_with_its_reason_and_leaves_nothing() {
     stream.write_all(&vec![b'x'; 80 << 10]).unwrap();
     let answers = blocking(move || {
         let mut text = String::new();
-        // The daemon closes with our bytes unread, which resets the connection.
+        // The daemon closes while sent bytes are unread, which resets the connection.
         let _ = stream.read_to_string(&mut text);
         text
     })

@@ -33,7 +33,7 @@ pub struct Daemon {
 impl Daemon {
     pub async fn start(directory: &Path) -> Self {
         let mut options = Options::new(directory);
-        // Those of this host are for what it really has.
+        // The host's own directory of links is for its real devices.
         options.links = directory.join("links");
         let client = AttachClient::new(&options.socket);
         let (shutdown, watched) = watch::channel(false);

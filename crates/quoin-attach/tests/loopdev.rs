@@ -1,5 +1,5 @@
-//! Loop devices on plain files of this kernel. Needs root and /dev/loop-control; says so where they
-//! are missing.
+//! Loop devices on plain files of this kernel. These tests need root and /dev/loop-control, and
+//! report it if they are missing.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -10,7 +10,7 @@ use crate::daemon::possible;
 use quoin_attach::loopdev::{LoopDevice, LoopError};
 
 const BYTES: u64 = 1 << 20;
-/// Long enough that whoever waits for it is seen to.
+/// Long enough to detect a call that waits for it.
 const WAIT: Duration = Duration::from_secs(20);
 
 struct Scratch {
@@ -35,8 +35,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether nothing uses the device. A process that another test starts has a copy of each descriptor
-/// until it runs its program: that is waited for.
+/// Returns true if nothing uses the device. A process that another test starts has a copy of each
+/// descriptor until it executes its program: this waits for that.
 fn is_free(device: &LoopDevice) -> bool {
     let start = Instant::now();
     while device.in_use().unwrap() {
@@ -65,7 +65,7 @@ fn a_device_that_somebody_holds_is_in_use_and_is_kept_at_once_and_whole() {
     assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
     assert!(start.elapsed() < WAIT, "who holds it would hold it for as long as it likes");
     drop(held);
-    // It was not released: it does not go with its last user.
+    // The device was not released: it stays after its last user.
     assert!(device.is_on(&scratch.file) && is_free(device));
     assert!(device.detach(WAIT).unwrap());
     assert_eq!(device.backing_file(), None);
@@ -100,6 +100,6 @@ fn a_device_that_is_free_already_is_released_and_detached_without_a_word() {
     }
     scratch.device.release().unwrap();
     assert!(scratch.device.detach(WAIT).unwrap());
-    // Whatever is under the path, as of a kernel that does not count lives.
+    // Any binding under the path, as for a kernel without sequence numbers.
     LoopDevice::at(scratch.device.path().to_owned()).release().unwrap();
 }

@@ -1,4 +1,5 @@
-//! The attach daemon on real FUSE mounts and loop devices. One program, so that it is linked once.
+//! Tests of the attach daemon on real FUSE mounts and loop devices. They are one program, so that
+//! it is linked once.
 
 mod daemon;
 

@@ -1,9 +1,9 @@
-//! Memory that the kernel writes its messages to.
+//! Memory for the messages of the kernel.
 //!
-//! A message is given only once. If the process is killed while the kernel must first find memory
-//! for one, the kernel fails the request instead of sending it to the next process. So all of the
-//! memory is there from the beginning, is no huge page that is put together later, and is not
-//! shared with a child, after which the first write of each page would copy it.
+//! A message is sent only once. If the process is killed while the kernel must first allocate
+//! memory for one, the kernel fails the request instead of sending it to the next process. So all
+//! of the memory is allocated from the beginning. It is no huge page that is assembled later, and
+//! it is not shared with a child, after which the first write of each page would copy it.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -26,12 +26,12 @@ impl Buffer {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the mapping was just made with this length and belongs to nobody else.
+        // SAFETY: the mapping was just made with this length and has no other owner.
         unsafe {
-            // Advice: without it the same is only less likely.
+            // Advice only: without it the failure is merely less likely.
             libc::madvise(start, length, libc::MADV_DONTFORK);
             libc::madvise(start, length, libc::MADV_NOHUGEPAGE);
-            // Written, which is what makes the kernel find a page.
+            // Writing makes the kernel allocate the pages.
             std::ptr::write_bytes(start.cast::<u8>(), 0xff, length);
         }
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;

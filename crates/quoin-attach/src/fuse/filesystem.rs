@@ -1,5 +1,5 @@
-//! What the kernel's messages about one file mean: a state machine from messages to block
-//! operations and from their results to answers, without I/O.
+//! The kernel's messages about one file: a state machine from messages to block operations and from
+//! their results to answers, without I/O.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -18,18 +18,20 @@ use quoin_nbd::client::RequestError;
 
 /// Largest read or write that the kernel may send.
 pub const IO_BYTES_MAX: usize = 1 << 20;
-/// Requests that the kernel keeps in flight in the background (all direct IO of a loop device).
+/// Limit of requests that the kernel keeps in flight in the background (all direct IO of a loop
+/// device).
 const BACKGROUND_MAX: u16 = 512;
 /// Largest piece of a zeroing: NBD lengths have 32 bits.
 const ZERO_BYTES_MAX: u64 = 1 << 30;
 const PAGE_BYTES: usize = 4096;
 
-/// What a message asks for.
+/// Result of a message.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Write this to the kernel.
+    /// An answer to be written to the kernel.
     Answer(Answer),
-    /// Submit this, then give the result to [`Filesystem::complete`] under the same token.
+    /// An operation to submit; its result is passed to [`Filesystem::complete`] with the same
+    /// token.
     Submit {
         token: u64,
         operation: Operation,
@@ -52,7 +54,7 @@ pub struct Filesystem {
     next_token: u64,
     pending: HashMap<u64, Pending>,
     metrics: Metrics,
-    /// When this turn began.
+    /// Start of this turn.
     now: Instant,
     resends: bool,
 }
@@ -72,7 +74,7 @@ enum Kind {
         length: u32,
     },
     Sync,
-    /// Zeroing goes on with the next piece when one is done.
+    /// Zeroing continues with the next piece once one is done.
     Zero {
         offset: u64,
         left: u64,
@@ -94,19 +96,20 @@ impl Filesystem {
         }
     }
 
-    /// Counts in `metrics` from now on.
+    /// Sets the metrics that count from now on.
     #[must_use]
     pub fn counted_by(mut self, metrics: Metrics) -> Self {
         self.metrics = metrics;
         self
     }
 
-    /// A turn begins: what comes and what is answered in it is timed by this.
+    /// Begins a turn: messages and answers in it are timed by this.
     pub fn turn(&mut self, now: Instant) {
         self.now = now;
     }
 
-    /// Whether the kernel, which says so when it begins, can send again what was not answered.
+    /// Returns true if the kernel, which reports it in its first message, can send unanswered
+    /// requests again.
     pub fn resends(&self) -> bool {
         self.resends
     }
@@ -115,17 +118,17 @@ impl Filesystem {
         self.size_bytes
     }
 
-    /// How many operations were asked for so far.
+    /// Number of operations requested so far.
     pub fn submitted(&self) -> u64 {
         self.next_token
     }
 
-    /// The kernel learns of it at its next look at the attributes, which it never caches.
+    /// Sets the size. The kernel gets it when it next reads the attributes, which it never caches.
     pub fn resize(&mut self, size_bytes: u64) {
         self.size_bytes = size_bytes;
     }
 
-    /// Takes one whole message of the kernel.
+    /// Handles one whole message of the kernel.
     pub fn message(&mut self, bytes: &[u8]) -> Outcome {
         let Some(header) = InHeader::decode(bytes) else { return Outcome::Nothing };
         let unique = header.unique;
@@ -136,7 +139,7 @@ impl Filesystem {
         }
     }
 
-    /// The result of an operation that [`Outcome::Submit`] asked for.
+    /// Handles the result of an operation that [`Outcome::Submit`] requested.
     pub fn complete(&mut self, token: u64, result: Result<Payload, RequestError>) -> Outcome {
         let Some(pending) = self.pending.remove(&token) else { return Outcome::Nothing };
         let unique = pending.unique;
@@ -163,7 +166,7 @@ impl Filesystem {
         })
     }
 
-    /// `None`: the message is too short for what it claims to be.
+    /// Decides on a message. `None`: it is too short for its own fields.
     fn judge(&mut self, header: InHeader, bytes: &[u8]) -> Option<Result<Outcome, i32>> {
         let unique = header.unique;
         let body = &bytes[IN_HEADER_BYTES..];
@@ -175,7 +178,8 @@ impl Filesystem {
                 Outcome::Answer(init(unique, u32_at(body, 0)?, flags))
             }
             opcode::GETATTR | opcode::SETATTR => {
-                // Nothing about a volume is set through its file; the kernel is told what is.
+                // Attributes cannot be set through the file of a volume; the answer has the present
+                // ones.
                 let attributes = Body::default().u64(0).u32(0).u32(0);
                 Outcome::Answer(answer(unique, self.attributes(attributes)))
             }
@@ -204,8 +208,8 @@ impl Filesystem {
                 if end > self.size_bytes {
                     return Some(Err(libc::ENOSPC));
                 }
-                // The message's buffer is used for the next one, and a write must be kept until
-                // it is answered (it may have to be sent again): the one copy on this path.
+                // The message's buffer is used for the next one, and a write must be kept until it
+                // is answered (it may have to be sent again): this is the one copy on this path.
                 let data = Bytes::copy_from_slice(data);
                 let write = Operation::Write { offset, data, fua: false };
                 self.submit(unique, Kind::Write { length }, write)
@@ -222,14 +226,14 @@ impl Filesystem {
                 Outcome::Answer(answer(unique, sizes.zeroes(4 + 24)))
             }
             opcode::RELEASE | opcode::DESTROY => Outcome::Answer(answer(unique, Body::default())),
-            // None of these wants an answer; a request is not cut short once it is on its way.
+            // None of these wants an answer. A request that is on its way is not cancelled.
             opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Outcome::Nothing,
             _ => return Some(Err(libc::ENOSYS)),
         }))
     }
 
-    /// Punching a hole is a trim that promises zeroes (the loop driver asks for both in this
-    /// way); zeroing a range keeps it allocated.
+    /// Punching a hole is a trim that promises zeroes (the loop driver requests both in this way);
+    /// zeroing a range keeps it allocated.
     fn fallocate(
         &mut self,
         unique: u64,
@@ -286,7 +290,7 @@ impl Filesystem {
 
 fn init(unique: u64, major: u32, flags: u32) -> Answer {
     if major != MAJOR {
-        // A newer kernel asks again in the version that it is told here.
+        // A newer kernel asks again in the version of this answer.
         return answer(unique, Body::default().u32(MAJOR).u32(MINOR).zeroes(56));
     }
     let wanted = INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES;
@@ -389,7 +393,7 @@ mod tests {
             }
         };
         let head = answer(MAJOR);
-        // Behind the header of 16 bytes.
+        // Offsets after the header of 16 bytes.
         let words = |at: usize| u32_at(&head, 16 + at).unwrap();
         assert_eq!((words(0), words(4), words(8)), (MAJOR, MINOR, 0));
         assert_eq!(words(12), INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES);

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "/dev/fuse";
-/// As it stands in the table of mounts; clean-up finds its own by it.
+/// Type in the table of mounts; the daemon finds its own mounts by it when it cleans up.
 pub const FILE_SYSTEM_TYPE: &str = "fuse.quoin";
 
 #[derive(Debug, thiserror::Error)]
@@ -40,7 +40,7 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// Makes the file `path` (its directory exists) and mounts a file system on it whose messages
+    /// Creates the file `path` (its directory exists) and mounts a file system on it whose messages
     /// come from the returned, non-blocking descriptor.
     pub fn new(path: &Path, source: &str) -> Result<(Self, OwnedFd), MountError> {
         let failed = |source| match source {
@@ -56,7 +56,7 @@ impl Mount {
                 Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => MountError::NoFuse,
                 _ => failed(error),
             })?;
-        // Mounting with anything else is refused as well, but with no word about what is wrong.
+        // Mounting with another device is refused as well, but without a useful error.
         if !is_fuse(&device.metadata().map_err(failed)?) {
             return Err(MountError::NotFuse);
         }
@@ -68,7 +68,7 @@ impl Mount {
         );
         let result = mount(source, path, &options);
         if let Err(error) = result {
-            // Nothing half-made stays.
+            // A failed attempt leaves nothing behind.
             let _ = std::fs::remove_file(path);
             return Err(failed(error));
         }
@@ -80,7 +80,7 @@ impl Mount {
         Self { path: path.to_owned(), mounted: true }
     }
 
-    /// Leaves it as it is, for the next process.
+    /// Leaves the mount as it is, for the next process.
     pub fn leave(mut self) {
         self.mounted = false;
     }
@@ -89,7 +89,7 @@ impl Mount {
         &self.path
     }
 
-    /// Takes the mount out of the tree (whoever still has the file open keeps it) and removes the
+    /// Removes the mount from the tree (programs that have the file open keep it) and removes the
     /// file under it.
     pub fn unmount(mut self) -> io::Result<()> {
         self.mounted = false;
@@ -107,7 +107,7 @@ impl Drop for Mount {
     }
 }
 
-/// Containers are given other files of that name, or empty ones.
+/// Returns true for the real device: containers are given other files of that name, or empty ones.
 fn is_fuse(found: &Metadata) -> bool {
     found.file_type().is_char_device() && found.rdev() == libc::makedev(10, 229)
 }
@@ -119,7 +119,7 @@ pub fn unmount(path: &Path) -> io::Result<()> {
     let result = unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
     if result != 0 {
         let error = io::Error::last_os_error();
-        // Not a mount (any more).
+        // The path is not a mount (any more).
         if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) {
             return Err(error);
         }
@@ -130,7 +130,7 @@ pub fn unmount(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The mount points of our type directly or deeper under `directory`.
+/// Returns the mount points of type [`FILE_SYSTEM_TYPE`] directly or deeper under `directory`.
 pub fn mounts_under(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let table = std::fs::read_to_string("/proc/self/mountinfo")?;
     Ok(parse_mounts(&table).into_iter().filter(|path| path.starts_with(directory)).collect())
@@ -147,7 +147,7 @@ fn parse_mounts(table: &str) -> Vec<PathBuf> {
     table.lines().filter_map(point).collect()
 }
 
-/// The kernel writes blanks and backslashes in paths as three octal digits.
+/// Decodes a path: the kernel writes blanks and backslashes as three octal digits.
 fn unescape(text: &str) -> std::ffi::OsString {
     use std::os::unix::ffi::OsStringExt;
     let bytes = text.as_bytes();

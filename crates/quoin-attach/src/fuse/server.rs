@@ -1,4 +1,4 @@
-//! The thread of one mounted volume: kernel on one side, target on the other.
+//! The thread of one mounted volume, between the kernel and the target.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,14 +21,14 @@ use crate::apart;
 use crate::metrics::Standing;
 use quoin_nbd::client::{Done, Link};
 
-/// Messages taken from the kernel before the target is looked at again.
+/// Limit of messages read from the kernel before the target has its turn.
 const MESSAGES_PER_TURN: usize = 64;
-/// The kernel refuses buffers that could not hold its largest message.
+/// Size of the buffer; the kernel refuses buffers that could not hold its largest message.
 const BUFFER_BYTES: usize = IO_BYTES_MAX + 4096 + WRITE_HEADER_BYTES;
 /// Slices of one vectored write.
 const SLICES_MAX: usize = 512;
 
-/// What the file of a volume is to show.
+/// Properties that the file of a volume shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub size_bytes: u64,
@@ -39,7 +39,8 @@ pub struct Shape {
 /// A mounted volume and its thread; unmounted when stopped or dropped.
 pub struct Server {
     mount: Option<Mount>,
-    /// The kernel's side, beside the thread's own descriptor of it: what outlives this process.
+    /// The kernel's side, beside the thread's own descriptor of it: the part that outlives this
+    /// process.
     connection: OwnedFd,
     volume: String,
     metrics: Metrics,
@@ -48,12 +49,12 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What ends a volume's IO, for good.
+/// Handle that ends a volume's IO permanently.
 #[derive(Clone)]
 pub(crate) struct Ending(Weak<Shared>);
 
 impl Ending {
-    /// Fails what waits and all that comes. Whether that is news.
+    /// Fails waiting and later IO. Returns true the first time.
     pub(crate) fn end(&self, why: &str) -> bool {
         self.0.upgrade().is_some_and(|shared| shared.abort(why))
     }
@@ -69,21 +70,21 @@ struct Shared {
     connected: AtomicBool,
     in_flight: AtomicU64,
     resends: AtomicBool,
-    /// The first epoch of the use of the volume that this is; 0: not known.
+    /// The first epoch of this use of the volume; 0: unknown.
     since_epoch: AtomicU64,
-    /// Turns on which the kernel asked for IO.
+    /// Number of turns in which the kernel requested IO.
     active: AtomicU64,
-    /// Why all IO fails; unset: it does not.
+    /// Reason for which all IO fails; unset: it does not.
     dead: OnceLock<String>,
 }
 
 #[derive(Default)]
 struct Commands {
     resize: Option<u64>,
-    /// Fails what waits and all that comes.
+    /// Fails waiting and later IO.
     abort: bool,
     stop: bool,
-    /// Ends the thread with nothing answered.
+    /// Ends the thread without answering.
     leave: bool,
 }
 
@@ -100,8 +101,8 @@ impl Server {
         Self::serve(mount, device, volume, shape, link, metrics)
     }
 
-    /// Goes on serving what another process mounted on the file `path`: `device` is its
-    /// connection to the kernel, which sends again what was not answered.
+    /// Continues to serve what another process mounted on the file `path`: `device` is its
+    /// connection to the kernel, which sends unanswered requests again.
     pub fn take_over(
         path: &Path,
         device: OwnedFd,
@@ -168,16 +169,16 @@ impl Server {
         })
     }
 
-    /// The kernel's side, for somebody who keeps it while this process is away; `None` where the
-    /// kernel could not send again what was not answered (before Linux 6.9). Known once the file
-    /// was looked at.
+    /// Returns the kernel's side, for a process that keeps it while this one is away; `None` if the
+    /// kernel could not send unanswered requests again (before Linux 6.9). Known once the file's
+    /// attributes were read.
     pub fn connection(&self) -> Option<io::Result<OwnedFd>> {
         let resends = self.shared.resends.load(Ordering::Relaxed);
         resends.then(|| self.connection.try_clone())
     }
 
-    /// Ends the thread and leaves everything else as it is: what the kernel waits for is
-    /// answered by whoever takes over.
+    /// Ends the thread and leaves everything else as it is: the next process answers the requests
+    /// that the kernel waits for.
     pub fn leave(mut self) {
         self.shared.command(|commands| commands.leave = true);
         self.join();
@@ -190,20 +191,20 @@ impl Server {
         &self.path
     }
 
-    /// Whether the target answers; IO waits otherwise.
+    /// Returns true while the target answers; IO waits otherwise.
     pub fn connected(&self) -> bool {
         self.shared.connected.load(Ordering::Relaxed)
     }
 
-    /// Requests of the kernel that wait for the target.
+    /// Number of kernel requests that wait for the target.
     pub fn in_flight(&self) -> u64 {
         self.shared.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Changes the file's size and makes the kernel look at it.
+    /// Changes the file's size and makes the kernel read it.
     pub fn resize(&self, size_bytes: u64) -> io::Result<()> {
         self.shared.command(|commands| commands.resize = Some(size_bytes));
-        // The kernel never caches the attributes, so it asks the thread, which takes commands
+        // The kernel never caches the attributes, so it asks the thread, which handles commands
         // before messages.
         apart::look(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {
             Some(libc::ERANGE) => io::Error::other("the file still shows its old size"),
@@ -211,28 +212,29 @@ impl Server {
         })
     }
 
-    /// Fails what waits and all that comes: the only way to get rid of a device whose target will
-    /// not come back. `why` is for people.
+    /// Fails waiting and later IO: the only way to remove a device whose target will not come back.
+    /// `why` is for people.
     pub fn abort(&self, why: &str) {
         self.shared.abort(why);
     }
 
-    /// [`Server::abort`] for those who may not wait for the owner of this.
+    /// Returns a handle for [`Server::abort`], for callers that may not wait for the owner of this
+    /// value.
     pub(crate) fn ending(&self) -> Ending {
         Ending(Arc::downgrade(&self.shared))
     }
 
-    /// Why all IO fails, where it does.
+    /// Reason for which all IO fails, if it does.
     pub fn dead(&self) -> Option<String> {
         self.shared.dead.get().cloned()
     }
 
-    /// The first epoch of the use of the volume that this is; 0: not known.
+    /// The first epoch of this use of the volume; 0: unknown.
     pub fn since_epoch(&self) -> u64 {
         self.shared.since_epoch.load(Ordering::Relaxed)
     }
 
-    /// Grows while the kernel asks for IO.
+    /// Counter that grows while the kernel requests IO.
     pub fn activity(&self) -> u64 {
         self.shared.active.load(Ordering::Relaxed)
     }
@@ -269,9 +271,9 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// Whether that is news.
+    /// Fails all IO; returns true the first time.
     fn abort(&self, why: &str) -> bool {
-        // The first reason is the one that people look for.
+        // The first reason is kept, since it names the cause.
         let is_news = self.dead.set(why.to_owned()).is_ok();
         self.command(|commands| commands.abort = true);
         is_news
@@ -345,10 +347,10 @@ impl Turn {
         }
     }
 
-    /// False: the thread ends.
+    /// Runs queued commands. Returns false if the thread is to end.
     fn commands(&mut self, done: &mut Vec<Done>) -> bool {
         let mut count = [0; 8];
-        // Empty on the first turn.
+        // The counter is empty on the first turn.
         let _ = rustix::io::read(&self.shared.wake, &mut count);
         let commands = std::mem::take(
             &mut *self.shared.commands.lock().unwrap_or_else(PoisonError::into_inner),
@@ -368,7 +370,7 @@ impl Turn {
         !commands.stop
     }
 
-    /// Fails what waits and all that comes.
+    /// Fails waiting and later IO.
     fn fail(&mut self, why: String, done: &mut Vec<Done>) {
         tracing::error!(volume = %self.volume, why, "mounts here are dead: their IO fails now");
         let _ = self.shared.dead.set(why);
@@ -390,14 +392,15 @@ impl Turn {
             match rustix::io::read(&self.device, &mut *self.buffer) {
                 Ok(read) => {
                     let outcome = self.filesystem.message(&self.buffer[..read]);
-                    // Before the answer goes out: whoever waits for one may ask for this next.
+                    // Set before the answer is written: the reader of the answer may check this
+                    // next.
                     if self.filesystem.resends() {
                         self.shared.resends.store(true, Ordering::Relaxed);
                     }
                     self.follow(outcome);
                 }
                 Err(Errno::AGAIN) => return Ok(()),
-                // ENOENT: the request was interrupted before it was taken.
+                // ENOENT: the request was interrupted before it was read.
                 Err(Errno::INTR | Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
@@ -440,7 +443,8 @@ impl Turn {
         slices.push(IoSlice::new(&answer.head));
         slices.extend(data.iter().map(|bytes| IoSlice::new(bytes)));
         match rustix::io::writev(&self.device, &slices) {
-            // ENOENT: nobody waits for it any more. ENODEV: unmounted, which the next read tells.
+            // ENOENT: the request has no waiter any more. ENODEV: unmounted, which the next read
+            // reports.
             Ok(_) | Err(Errno::NOENT | Errno::NODEV) => {}
             Err(error) => {
                 tracing::error!(volume = %self.volume, %error, "the kernel refused an answer");
@@ -471,9 +475,9 @@ impl Turn {
             fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN | write));
         }
         match poll(&mut fds, timeout.as_ref()) {
-            // Interrupted: one turn for nothing.
+            // An interrupted wait costs one turn without work.
             Err(_) => Ready { commands: true, kernel: true, target: true },
-            // Nothing but the time-out: the link wants to be driven.
+            // Only the time-out passed: the link must be driven.
             Ok(0) => Ready { commands: false, kernel: false, target: true },
             Ok(_) => Ready {
                 commands: !fds[0].revents().is_empty(),

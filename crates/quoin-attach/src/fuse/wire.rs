@@ -25,12 +25,12 @@ pub const INIT_ASYNC_READ: u32 = 1;
 pub const INIT_BIG_WRITES: u32 = 1 << 5;
 pub const INIT_ASYNC_DIO: u32 = 1 << 15;
 pub const INIT_MAX_PAGES: u32 = 1 << 22;
-/// There is a second word of flags.
+/// The message has a second word of flags.
 pub const INIT_EXT: u32 = 1 << 30;
-/// In the second word (Linux 6.9): what was sent and not answered can be sent again.
+/// In the second word (Linux 6.9): unanswered requests can be sent again.
 pub const INIT2_HAS_RESEND: u32 = 1 << 7;
 
-/// Told to the kernel unasked: send everything again that is not answered.
+/// Notification to the kernel: it sends all unanswered requests again.
 pub const NOTIFY_RESEND: i32 = 7;
 
 pub const OPEN_DIRECT_IO: u32 = 1;
@@ -84,7 +84,7 @@ pub fn notification(code: i32) -> [u8; OUT_HEADER_BYTES] {
     out_header(0, -code, 0)
 }
 
-/// Puts integers one after the other, as C lays out structs without holes.
+/// Writes integers one after the other, as C lays out structs without padding.
 #[derive(Default)]
 pub struct Body(pub Vec<u8>);
 
