@@ -74,7 +74,7 @@ impl Made {
         let content = self.lock();
         let known = |made: &MadeDevice| LoopDevice::of(made.path.clone(), Some(made.sequence));
         let mut devices: Vec<_> = content.devices.iter().map(known).collect();
-        // If a process was killed while it made a device, only the path is known.
+        // Only the path is known for a device whose process was killed while it made the device.
         if !content.intended.is_empty() {
             let files: Vec<_> = content.intended.iter().map(|volume| mounts.join(volume)).collect();
             let found = LoopDevice::all_under(mounts)?;

@@ -127,7 +127,7 @@ fn a_replica_that_was_fenced_before_anybody_opened_it_lacks_nothing() {
     one.restart();
     let ack = one.opened(key(7, 1, 1));
     assert!(ack.continuous);
-    // It knew of no membership, and learns it in its first session.
+    // The replica knew of no membership, and learns it in its first session.
     let known = one.pool.replica(OWN.guid).unwrap().meta().membership.clone();
     assert_eq!(known, membership());
 }

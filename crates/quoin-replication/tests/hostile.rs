@@ -44,7 +44,7 @@ fn an_answer_that_no_replica_can_give_is_turned_away_and_harms_nobody() {
 #[test]
 fn a_replica_of_another_history_is_shut_out_and_the_others_open() {
     let mut hand = Hand::new(config());
-    // It is first in the list, so that others follow it in every loop over replicas.
+    // The replica is first in the list, so that others follow it in every loop over replicas.
     hand.answer(1, ack(vec![row(5, 1, 10, 66)], 5));
     hand.answer(2, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));
     hand.answer(3, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));

@@ -424,7 +424,7 @@ fn a_newcomer_gets_every_write_and_has_no_say_before_it_is_known() {
     c.hosts[2].cut = true;
     c.disconnect(2);
     c.run(Duration::from_secs(5));
-    // It is fed, and not made known yet: another newcomer is desired beside it.
+    // The newcomer is fed, and not made known yet: another newcomer is desired beside it.
     c.want(|desired| desired.drf = 5);
     let newcomer = c.add_newcomer(member(4, 204), false);
     c.write(0, 1);

@@ -153,7 +153,7 @@ fn a_known_replica_that_claims_a_membership_of_nobody_s_making_is_shut_out_by_na
     let refused =
         PrimaryNote::InvariantRefused { member: member(3), invariant: "MembershipMonotone" };
     assert!(hand.notes.contains(&refused), "{:?}", hand.notes);
-    // It accepted the epoch, so the record is an old copy: the operator must know.
+    // The replica accepted the epoch, so the record is an old copy: the operator must know.
     let behind = PrimaryNote::ControlPlaneBehind { durable_version: 2 };
     assert!(hand.notes.contains(&behind), "{:?}", hand.notes);
     assert!(hand.session(3).is_none());

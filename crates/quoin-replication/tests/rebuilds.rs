@@ -21,7 +21,7 @@ fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
     c.start_replica(1);
     c.wait_in_sync(3);
     assert!(c.notes.iter().any(|n| matches!(n, PrimaryNote::Rebuilt { .. })), "{:?}", c.notes);
-    // It must now hold the volume's content together with one other replica.
+    // The rebuilt replica and one other must now hold the volume's content.
     c.crash_replica(0);
     assert_eq!(c.read(299 * 4096, 4096), vec![4; 4096]);
     assert_eq!(c.read(500 * 4096, 4096), vec![0; 4096]);

@@ -62,7 +62,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
         c.event(PrimaryEvent::Abandon(tokens));
         c.settle();
     };
-    // It waits for room, with a trim of the next client in between.
+    // A write waits for room, with a trim of the next client in between.
     let mut c = Cluster::new(2, config());
     c.write(5, 1);
     c.wait_in_sync(2);
@@ -76,7 +76,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     c.say_short(0..2, false);
     assert!(c.answer(stays).expect("there is room").result.is_ok());
     assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
-    // It waits for an open.
+    // A write waits for an open.
     let mut c = Cluster::new(2, config());
     c.hosts[1].cut = true;
     let gone = token(&mut c, 5, 2);
@@ -86,7 +86,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     c.hosts[1].cut = false;
     assert!(c.answer(stays).expect("it is open").result.is_ok());
     assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
-    // It waits for the content of the blocks at its edges, with another request behind it.
+    // A write waits for the content of the blocks at its edges, with another request behind it.
     let mut c = Cluster::new(2, config());
     c.write(5, 1);
     c.wait_in_sync(2);
@@ -117,7 +117,7 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     let identity =
         ReplicaIdentity { volume, replica: own.id, guid: own.guid, volume_spec: "".into() };
     let meta = ReplicaMeta { membership: membership.clone(), ..ReplicaMeta::default() };
-    // It lost its cache while it was used.
+    // The replica lost its cache while it was used.
     let meta = ReplicaMeta { session_open: true, cookie: BootCookie(99), ..meta };
     let mut pool = quoin_store::model::ModelPool::new();
     pool.create(identity, meta, 64).unwrap();

@@ -420,7 +420,7 @@ fn a_damaged_member_that_nothing_can_do_without_is_rebuilt_in_place() {
     assert!(c.notes.iter().any(|n| matches!(n, PrimaryNote::Rebuilt { .. })), "{:?}", c.notes);
     c.run(Duration::from_secs(5));
     assert!(!c.hosts[1].meta().damaged);
-    // It votes again: a new target needs both.
+    // The member votes again: a new target needs both.
     c.replace_target(config());
     assert_eq!(c.read(0, 4096), vec![2; 4096]);
     assert_eq!(c.read(99 * 4096, 4096), vec![1; 4096]);

@@ -1,5 +1,5 @@
-//! Cost of an `Append` of 4 KiB and of 128 KiB in each protection mode, without sockets: `cargo run
-//! --release -p quoin-wire --example frame_cost`.
+//! Cost of an `Append` of 4 KiB and of 128 KiB in each protection mode, without sockets:
+//! `cargo run --release -p quoin-wire --example frame_cost`.
 
 use std::sync::Arc;
 use std::time::Instant;

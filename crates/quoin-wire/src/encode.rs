@@ -269,7 +269,7 @@ pub fn to_replica(
         ToReplica::IncrementCommit { rebuild, to, fed } => {
             out.put_u64_le(*rebuild);
             increment_end(out, to);
-            // As above.
+            // Versions without bulk connections end the frame here too.
             if let Some(fed) = fed {
                 out.put_u64_le(fed.slots);
                 out.put_u32_le(fed.checksum);

@@ -181,7 +181,7 @@ impl Link {
         tracing::info!(address = %self.options.address, in_flight = self.in_flight(), %error,
             "the NBD connection broke");
         if error.kind() == std::io::ErrorKind::InvalidData {
-            // This side ended the connection, not the server: it may still hold unread requests.
+            // The client ended the connection, so the server may still hold unread requests.
             self.close(now);
         } else {
             self.down(now);

@@ -40,7 +40,7 @@ pub(super) struct Bulk {
     retry: Duration,
     /// Set if a rebuild needs the connection.
     needed: bool,
-    /// Number of outstanding answers.
+    /// Number of outstanding answers, and the time since which none has arrived.
     owed: u32,
     heard: Time,
 }

@@ -347,7 +347,7 @@ impl Primary {
             // The change is not desired (any more), or a late request of this target took another
             // epoch.
             None => self.ask_record(now, wanted, now, actions),
-            // This may be the answer to an earlier request.
+            // Possibly the answer to an earlier request.
             Some(since) if now < since + LATE_AFTER => {}
             // The record has advanced to another epoch: no older swap succeeds under a new one.
             Some(_) => {

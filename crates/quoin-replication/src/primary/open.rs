@@ -142,7 +142,7 @@ impl Primary {
         actions: &mut Vec<PrimaryAction>,
     ) {
         if promised > EPOCH_MAX {
-            // If it were accepted, the record would have no epoch left to grant.
+            // Accepting it would leave the record no epoch to grant.
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
         if failure == Failure::Fenced && promised >= self.epoch {

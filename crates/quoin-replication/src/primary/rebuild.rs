@@ -1,11 +1,11 @@
 //! Increments: they bring a replica that lacks more than the window to a boundary.
 //!
 //! The boundary B is a hidden snapshot that is appended now; the rebuild waits until it is stable.
-//! Where stable cannot move (recovery below CF), B is the source's own base. All slots with `from <
-//! version ≤ B`, holes included, go view by view (every retained snapshot in order, then B) from
-//! the sources, several at once ([`super::lanes`]), through the target to the receiver's shadow,
-//! which flips at the end. Until then the state of the receiver does not change. A base is its
-//! source's own: it comes from that source alone, or begins anew.
+//! Where stable cannot move (recovery below CF), B is the source's own base. All slots with
+//! `from < version ≤ B`, holes included, go view by view (every retained snapshot in order, then
+//! B) from the sources, several at once ([`super::lanes`]), through the target to the receiver's
+//! shadow, which flips at the end. Until then the state of the receiver does not change. A base is
+//! its source's own: it comes from that source alone, or begins anew.
 
 mod parked;
 

@@ -1,10 +1,10 @@
 //! Replicas that report a promise for a newer epoch, checked against the record.
 //!
 //! A promise comes from a grant, so the target asks the record before it believes the replica: the
-//! next epoch that the record grants is above every promise that it ever granted. It is not only if
-//! the record is an old copy of itself, or if the replica lies. The target follows such a report a
-//! few times: it asks the record for an epoch above the promise. A replica that continues is not
-//! followed any more, since a single member would keep the volume closed permanently. It is shut
+//! next epoch that the record grants is above every promise that it ever granted. There are two
+//! exceptions: the record is an old copy of itself, or the replica lies. The target follows such a
+//! report a few times: it asks the record for an epoch above the promise. After that it ignores the
+//! replica, since a single member would keep the volume closed permanently. The replica is shut
 //! out, and the open continues with the others. A promise of a later term is not passed to the
 //! record, since no former controller grants that.
 

@@ -127,7 +127,7 @@ pub trait ReplicaStore {
     /// acknowledge any of them as applied before. Snapshot, DeleteSnapshot (of an unknown id:
     /// nothing to do), Revert and Resize take effect here.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
-    /// Entries of epochs before this one belong to the history that an open found; they are no new
+    /// Sets the epoch before which entries belong to the history that an open found, and are no new
     /// writes of a client. In a full pool they may use a part of its reserve: IO can wait for them,
     /// and space is freed only by what becomes stable, which waits for IO to start.
     fn owe_before(&mut self, epoch: Epoch);
