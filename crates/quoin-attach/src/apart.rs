@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_looked_at_and_an_error_comes_back() {
+    fn the_size_of_a_file_is_checked_and_an_error_is_returned() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         assert_eq!(look(&path, 5).unwrap_err().raw_os_error(), Some(libc::ENOENT));

@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_daemon_held_is_there_for_the_next_and_works() {
+    fn descriptors_that_a_daemon_held_are_usable_by_the_next_one() {
         let (_directory, path) = served();
         let (ours, mut other) = UnixStream::pair().unwrap();
         let first = find(&path).unwrap();
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_attached_is_held_at_once_by_a_holder_that_has_just_come_or_come_back() {
+    fn an_attached_volume_is_held_at_once_by_a_holder_that_was_just_started_or_restarted() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
         let daemon = find(&path).unwrap();

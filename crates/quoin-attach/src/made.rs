@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_boot_made_is_not_there_any_more() {
+    fn records_of_another_boot_are_ignored() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("made.json");
         let mounts = directory.path();

@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_daemon_is_well_while_every_target_answers_and_counts_what_it_answered() {
+    fn a_daemon_is_healthy_while_every_target_answers_and_counts_its_answers() {
         let metrics = Metrics::default();
         assert_eq!(metrics.health(), Ok(()));
         let waits = || Standing { connected: false, in_flight: 3, dead: None };

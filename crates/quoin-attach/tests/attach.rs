@@ -62,7 +62,7 @@ async fn attach_is_idempotent_and_everything_is_gone_after_detach() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_file_system_lives_through_deaths_of_its_server_and_its_trims_free_space() {
+async fn a_file_system_survives_crashes_of_its_server_and_its_trims_free_space() {
     if !possible() || !have("fstrim") {
         return;
     }

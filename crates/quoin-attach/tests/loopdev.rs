@@ -72,7 +72,7 @@ fn a_device_that_somebody_holds_is_in_use_and_is_kept_at_once_and_whole() {
 }
 
 #[test]
-fn a_device_that_a_program_has_open_stays_after_the_time_and_one_that_is_free_is_detached() {
+fn a_device_that_a_program_has_open_stays_after_the_timeout_and_a_free_one_is_detached() {
     if !possible() {
         return;
     }

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_use_is_read_from_its_description_and_nothing_else_is_taken_for_one() {
+    fn a_use_is_read_from_its_description_and_from_no_other_text() {
         for since_epoch in [0, 1, 31, u64::MAX] {
             let description = Description { since_epoch };
             assert_eq!(Description::parse(description.to_string().as_bytes()), description);

@@ -46,7 +46,7 @@ fn many_requests_in_flight_come_back_each_with_its_own_data() {
 }
 
 #[test]
-fn status_tells_data_from_holes_and_errors_have_their_numbers() {
+fn status_distinguishes_data_from_holes_and_errors_have_their_numbers() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let _server = Server::start(&path, volume(1 << 20), ServerOptions::default());

@@ -254,7 +254,7 @@ fn a_server_that_stops_and_keeps_its_connection_is_left_with_the_request_held() 
 }
 
 #[test]
-fn a_server_that_is_told_of_no_reconnection_fails_what_it_refused_as_it_stops() {
+fn without_reconnection_a_request_that_a_stopping_server_refused_fails() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let server = refuses_because_it_stops(UnixListener::bind(&path).unwrap());

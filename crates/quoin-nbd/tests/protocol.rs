@@ -132,7 +132,7 @@ fn meta_query(name: &str, queries: &[&str]) -> Vec<u8> {
 }
 
 #[test]
-fn go_tells_size_flags_and_block_sizes_and_what_else_was_asked() {
+fn go_answers_size_flags_block_sizes_and_other_requested_information() {
     let mut peer = Peer::new(device());
     peer.greet();
     peer.give(&an_option(option::GO, &go("vol", &[info::NAME, info::DESCRIPTION]))).unwrap();
@@ -370,7 +370,7 @@ fn a_grown_volume_takes_requests_beyond_its_old_end_at_once() {
 }
 
 #[test]
-fn a_session_at_its_limits_takes_no_more_and_goes_on_when_replies_have_gone_out() {
+fn a_session_at_its_limits_accepts_no_more_until_replies_were_sent() {
     let limits = Limits { requests_in_flight_max: 4, bytes_in_flight_max: 64 << 10 };
     let read = |length| {
         RequestHeader { flags: 0, command: command::READ, cookie: 77, offset: 0, length }.encode()
@@ -506,7 +506,7 @@ fn cut<'a>(mut bytes: &'a [u8], lengths: &[usize]) -> Vec<&'a [u8]> {
 
 proptest! {
     #[test]
-    fn how_the_bytes_are_cut_changes_nothing(
+    fn the_split_of_the_input_into_pieces_has_no_effect(
         structured: bool,
         lengths in proptest::collection::vec(1usize..5000, 1..20),
     ) {

@@ -157,7 +157,7 @@ fn a_client_with_a_good_certificate_writes_and_reads_through_tls() {
 }
 
 #[test]
-fn before_tls_nothing_is_told() {
+fn no_export_is_reported_before_tls() {
     let authority = Authority::new();
     let mut clear = connection(&authority, &volume(1 << 20));
     for code in [option::LIST, option::GO, option::INFO, option::STRUCTURED_REPLY] {
@@ -168,7 +168,7 @@ fn before_tls_nothing_is_told() {
 }
 
 #[test]
-fn without_a_certificate_of_this_cluster_nobody_gets_in() {
+fn a_client_without_a_certificate_of_this_cluster_is_refused() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     for certificate in [None, Some(&stranger)] {
         let mut clear = connection(&authority, &volume(1 << 20));

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_want_of_descriptors_or_memory_lets_a_listener_rest_and_it_is_told_once() {
+    fn only_a_lack_of_descriptors_or_memory_pauses_a_listener_and_it_is_reported_once() {
         let mut shortage = Shortage::default();
         for (errno, rests) in [
             (Errno::MFILE, true),

@@ -117,25 +117,25 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_whose_waits_were_short_looks_for_a_moment_and_then_sleeps() {
+    fn a_thread_whose_waits_were_short_polls_for_a_moment_and_then_sleeps() {
         assert!(looks_in_vain(&mut after([5; 16])) > 0);
     }
 
     #[test]
-    fn waits_that_become_long_end_the_looking() {
+    fn waits_that_become_long_end_the_polling() {
         let mut busy = after([5; 1000]);
         let in_vain = (0..100).filter(|_| looks_in_vain(&mut busy) > 0).count();
         assert!(in_vain < 16, "looked in {in_vain} of 100 waits in vain");
     }
 
     #[test]
-    fn a_wait_that_may_take_no_time_is_not_looked_in() {
+    fn a_wait_with_a_limit_of_zero_does_not_poll() {
         let mut busy = after([5; 16]);
         assert!(!busy.begin(Some(Duration::ZERO)).looks());
     }
 
     #[test]
-    fn a_core_that_others_have_use_for_ends_the_looking() {
+    fn a_core_that_other_threads_use_ends_the_polling() {
         let mut busy = after([5; 1000]);
         for _ in 0..16 {
             let mut wait = busy.begin(None);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn on_one_core_nobody_looks() {
+    fn no_thread_polls_on_one_core() {
         let mut alone = Spin { alone: true, ..after([5; 16]) };
         assert_eq!(looks_in_vain(&mut alone), 0);
     }

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_state_is_told_by_its_starts_its_nonce_or_its_mark() {
+    fn an_older_state_is_recognized_by_its_starts_its_nonce_or_its_mark() {
         let known = counts(5, 50, 9);
         for same_or_newer in
             [(5, 50, 9), (5, 50, 10), (5, 50, 8), (6, 60, 9), (6, 0, 12), (5, 0, 9)]
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_is_raised_once_the_present_one_was_heard_and_something_changed() {
+    fn a_mark_is_raised_once_the_present_one_was_received_and_something_changed() {
         let now = Time::default() + Duration::from_secs(100);
         let mut schedule = MarkSchedule::default();
         assert!(!schedule.is_due(now, 0, true), "no controller has heard any mark");

@@ -173,7 +173,7 @@ fn an_entry_meets_the_blocks_that_it_covers_and_no_others() {
 }
 
 #[test]
-fn only_those_that_the_records_name_are_newcomers() {
+fn only_replicas_that_the_records_name_are_newcomers() {
     let named = Member { id: ReplicaId(4), guid: ReplicaGuid(40) };
     let newcomers = vec![Newcomer { member: named, beside: true }];
     let desired = Desired { newcomers, ..Desired::default() };

@@ -86,7 +86,7 @@ fn bulk_connections_that_are_lost_end_no_session_and_nothing_is_copied_twice() {
 }
 
 #[test]
-fn while_no_bulk_connection_can_be_made_clients_go_on_and_nothing_goes_by_the_sessions_own() {
+fn without_a_bulk_connection_clients_continue_and_no_copy_uses_the_sessions_own() {
     let mut c = rebuilding();
     c.bulk_cut = true;
     let pulls: u64 = c.hosts.iter().map(|h| h.pulls).sum();

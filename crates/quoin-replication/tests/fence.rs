@@ -69,7 +69,7 @@ fn a_session_that_was_fenced_may_close_in_its_time_and_keeps_its_data() {
 }
 
 #[test]
-fn a_session_that_was_fenced_ends_when_its_time_is_over_and_at_once_where_that_is_the_word() {
+fn a_fenced_session_ends_when_its_time_is_over_or_at_once_if_the_fence_requires_it() {
     for at_once in [false, true] {
         let mut one = One::new();
         let session = key(5, 1, 1);
@@ -110,7 +110,7 @@ fn an_open_that_waits_when_its_grant_is_taken_back_is_refused() {
 }
 
 #[test]
-fn a_replica_that_was_fenced_before_anybody_opened_it_lacks_nothing() {
+fn a_replica_that_was_fenced_before_its_first_open_lacks_nothing() {
     let mut one = One::new();
     one.pool = ModelPool::new();
     let identity = ReplicaIdentity {

@@ -13,7 +13,7 @@ use quoin_types::message::{
 use quoin_types::*;
 
 #[test]
-fn an_answer_that_no_replica_can_give_is_turned_away_and_harms_nobody() {
+fn an_answer_that_no_replica_can_give_is_refused_and_does_no_harm() {
     let good = ack(vec![row(5, 1, 10, 55)], 5);
     let mut bad = vec![
         OpenAck { position: Position { epoch: Epoch(99), lsn: Lsn(10) }, ..good.clone() },
@@ -63,7 +63,7 @@ fn a_replica_of_another_history_is_shut_out_and_the_others_open() {
 }
 
 #[test]
-fn one_that_would_be_cut_below_its_stable_is_found_damaged_and_rebuilt_from_nothing() {
+fn a_replica_that_would_be_cut_below_its_stable_is_damaged_and_rebuilt_from_nothing() {
     let mut hand = Hand::new(config());
     let authority = vec![row(3, 1, 4, 33), row(5, 5, 10, 55)];
     hand.answer(1, ack(vec![row(3, 1, 20, 34)], 20));

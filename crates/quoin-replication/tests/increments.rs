@@ -246,7 +246,7 @@ fn a_bulk_connection_that_ends_leaves_its_session_and_the_shadow_as_they_are() {
 }
 
 #[test]
-fn a_target_that_lost_its_commits_connection_is_told_what_became_of_it() {
+fn a_target_that_lost_the_connection_of_its_commit_gets_the_outcome() {
     for flipped in [false, true] {
         let mut one = One::new();
         one.open_bulk(10, 1);
@@ -286,7 +286,7 @@ fn a_bulk_connection_of_no_open_session_is_closed_and_ends_with_its_session() {
 
 /// Close uses the session's own connection, and may overtake earlier requests.
 #[test]
-fn what_a_rebuild_asked_for_is_no_fault_where_close_came_first() {
+fn requests_of_a_rebuild_after_close_are_no_fault() {
     let mut one = One::new();
     one.open_bulk(10, 1);
     one.syncs_wait = true;

@@ -46,7 +46,7 @@ fn late_answers(before: &Membership, now: &Membership) -> Vec<(u64, Option<Membe
 }
 
 #[test]
-fn an_answer_to_a_swap_of_before_ends_no_change_whatever_it_says_and_however_often() {
+fn a_late_answer_to_an_earlier_swap_never_ends_the_present_change() {
     for fates in [&[][..], &[SwapFate::Refused]] {
         let (c, before) = in_the_second_change(fates);
         for (version, membership) in late_answers(&before, &c.membership) {

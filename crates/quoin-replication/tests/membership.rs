@@ -419,7 +419,7 @@ fn is_answered(c: &Cluster, token: u64) -> bool {
 /// Proves SCALE-QUORUM-03, SCALE-QUORUM-08, SCALE-QUORUM-09, SCALE-QUORUM-10, SCALE-LIST-06,
 /// SCALE-LIST-07, SCALE-LIST-08.
 #[test]
-fn a_newcomer_gets_every_write_and_has_no_say_before_it_is_known() {
+fn a_newcomer_gets_every_write_and_does_not_count_before_it_is_known() {
     let mut c = filled(3);
     c.hosts[2].cut = true;
     c.disconnect(2);

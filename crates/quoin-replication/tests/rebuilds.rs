@@ -47,7 +47,7 @@ fn a_rebuild_is_copied_from_all_the_others_at_once() {
 }
 
 #[test]
-fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
+fn a_replica_that_was_away_is_copied_the_blocks_changed_meanwhile_and_no_others() {
     let mut c = Cluster::new(3, config());
     for block in 0..800 {
         c.write(block, 1);
@@ -66,7 +66,7 @@ fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
 }
 
 #[test]
-fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_the_window() {
+fn writes_during_a_rebuild_follow_as_entries_though_they_exceed_the_window() {
     // No entry is kept for being unstable.
     let mut c = Cluster::new(3, PrimaryConfig { durability: Durability::Media, ..config() });
     c.crash_replica(1);
@@ -134,7 +134,7 @@ fn back_after_forty_blocks(bytes_max: Option<usize>) -> (Option<u64>, usize) {
 }
 
 #[test]
-fn memory_that_is_limited_is_not_kept_for_a_replica_that_is_away_and_it_is_copied_what_it_lacks() {
+fn limited_memory_keeps_no_entries_for_a_replica_that_is_away_and_it_is_rebuilt() {
     let (moved, kept) = back_after_forty_blocks(None);
     assert_eq!(moved, None, "the window holds all of it");
     assert!(kept >= 40 * 4096, "{kept}");

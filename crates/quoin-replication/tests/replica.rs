@@ -180,7 +180,7 @@ fn a_failed_sync_ends_the_session_and_is_never_retried() {
 }
 
 #[test]
-fn a_retired_replica_is_turned_away_for_ever() {
+fn a_retired_replica_is_refused_permanently() {
     let mut one = One::new();
     let mut later = membership();
     later.version = 2;
@@ -356,7 +356,7 @@ fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
 
 /// No correct target requests more at once; any request must not make a pool hold a whole volume.
 #[test]
-fn an_answer_about_the_log_or_an_increment_is_bounded_whatever_is_asked_for() {
+fn an_answer_from_the_log_or_of_an_increment_is_bounded_for_any_request() {
     use quoin_types::message::ReadView;
     let mut one = One::new();
     let session = key(5, 1, 1);

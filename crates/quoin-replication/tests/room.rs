@@ -43,7 +43,7 @@ fn an_open_feeds_a_full_pool_what_the_others_hold_from_its_reserve() {
 }
 
 #[test]
-fn what_is_new_takes_nothing_of_that_reserve() {
+fn new_writes_use_nothing_of_that_reserve() {
     let mut c = opened_with_a_full_pool(100, 5);
     assert_eq!(c.read(5 * 4096, 4096), vec![2; 4096]);
     let new = c.submit(write_of(9, 3));

@@ -52,7 +52,7 @@ fn replicas_at_rest_are_all_found_to_be_the_same() {
 }
 
 #[test]
-fn what_is_spoiled_is_found_in_its_replica_and_nothing_is_changed() {
+fn a_damaged_block_is_found_in_its_replica_and_nothing_is_changed() {
     let mut cluster = filled(3);
     for lba in [3, 300, 303] {
         cluster.hosts[1].spoil(lba);
@@ -94,7 +94,7 @@ fn a_repair_mends_what_is_bad_and_a_client_never_reads_wrong_data() {
 }
 
 #[test]
-fn what_no_replica_has_any_more_is_lost_and_a_repair_does_not_wait_for_it() {
+fn a_block_that_no_replica_has_is_lost_and_a_repair_does_not_wait_for_it() {
     let mut cluster = filled(3);
     cluster.hosts.iter_mut().for_each(|host| host.spoil(9));
     let report = verify(&mut cluster, VerifyOrder { repair: true, ..order(1) });
@@ -187,7 +187,7 @@ fn a_replica_that_is_away_is_left_out_and_said_so() {
 }
 
 #[test]
-fn pools_of_an_older_version_are_never_asked_and_the_verification_fails_with_that_word() {
+fn pools_of_an_older_version_are_never_asked_and_the_verification_names_that_reason() {
     let mut cluster = Cluster::new(3, config());
     cluster.knows.verify = false;
     cluster.wait_in_sync(3);
@@ -212,7 +212,7 @@ fn a_new_epoch_goes_on_where_the_old_one_was() {
 }
 
 #[test]
-fn what_is_taken_back_is_forgotten_and_an_older_order_begins_nothing() {
+fn a_withdrawn_order_is_forgotten_and_an_older_one_begins_nothing() {
     let mut cluster = filled(1);
     assert_eq!(verify(&mut cluster, order(5)).request, 5);
     begin(&mut cluster, order(4));

@@ -274,7 +274,7 @@ fn an_idle_volume_gives_up_the_boundary_of_a_rebuild_whose_receiver_stays_away()
 }
 
 #[test]
-fn what_a_disk_refuses_to_read_for_long_is_as_good_as_gone() {
+fn data_that_a_disk_refuses_to_read_for_long_counts_as_lost() {
     let mut c = unreadable_for(Duration::from_secs(120));
     assert!((0..2).any(|host| c.hosts[host].meta().damaged));
 }

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn metrics_and_health_are_asked_anew_each_time_and_garbage_harms_nobody() {
+    async fn metrics_and_health_are_rendered_for_each_request_and_garbage_does_no_harm() {
         static WELL: AtomicBool = AtomicBool::new(true);
         let source = Source::new(
             || "quoin_volumes 7\n# EOF\n".into(),
@@ -179,7 +179,7 @@ mod tests {
     /// More connections than there are places, each silent, with half a head or with an endless
     /// one.
     #[tokio::test]
-    async fn whoever_fills_all_places_is_cleared_away_and_others_are_answered_again() {
+    async fn connections_that_fill_all_places_are_closed_and_others_are_answered_again() {
         let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (_end, shutdown) = watch::channel(false);

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_go_first_when_nobody_takes_them() {
+    fn the_oldest_are_dropped_first_when_none_are_taken() {
         let notices = Notices::default();
         (0..NOTICES_MAX + 5).for_each(|n| push(&notices, n));
         let taken = notices.take();
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_not_be_reported_comes_before_what_is_newer() {
+    fn notices_that_could_not_be_reported_come_before_newer_ones() {
         let notices = Notices::default();
         push(&notices, 1);
         push(&notices, 2);

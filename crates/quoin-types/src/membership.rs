@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_forced_change_an_open_hears_all_that_were_kept_and_nobody_dropped_comes_back() {
+    fn after_a_forced_change_an_open_hears_all_that_were_kept_and_no_dropped_one_returns() {
         let member = |n: u128| Member { id: ReplicaId(n), guid: ReplicaGuid(n + 100) };
         let known: Vec<Member> = (1..=5).map(member).collect();
         let now = Membership { version: 7, rf: 5, cf: 2, drf: 5, known, ..Membership::default() };

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lower_term_and_the_second_of_one_number_are_refused_whatever_was_heard_of() {
+    fn a_lower_term_and_the_second_of_one_number_are_refused_after_any_known_term() {
         for known in [Term::default(), term(1, 7), term(1, 9), term(5, 7)] {
             for heard in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
                 let standing = heard.standing(known);

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_that_do_not_meet_are_refused_by_both_sides_with_who_is_the_older_one() {
+    fn versions_that_do_not_overlap_are_refused_by_both_sides_naming_the_older_one() {
         let target = Hello { protocol_min: 5, protocol_max: 7, ..hello() };
         for (pool, says) in [
             (speaks(1, 4, 0), "5 to 7, the pool 4 at the nearest: update the pool"),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_with_what_nobody_offered_is_refused() {
+    fn an_answer_with_a_version_or_feature_that_was_not_offered_is_refused() {
         let welcome = Welcome { protocol: PROTOCOL_MAX, features: 2, ..Welcome::default() };
         assert!(welcome.suits(&Hello { features_optional: 1, ..hello() }).is_err());
         let welcome = Welcome { protocol: PROTOCOL_MAX + 1, ..Welcome::default() };

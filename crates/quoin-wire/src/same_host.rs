@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_is_met_by_its_name_and_port_and_as_long_as_it_lives() {
+    fn a_pool_is_reached_by_its_name_and_port_while_it_runs() {
         let pool = unique("met");
         let listener = listen(&pool, 7).unwrap();
         assert!(listen(&pool, 7).is_err(), "a name is one process's");
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_of_the_network_that_is_gone_without_a_word_is_noticed_by_an_idle_connection() {
+    fn an_idle_network_connection_detects_a_peer_that_is_gone_without_closing() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_takes_no_connections_holds_nobody_up() {
+    fn a_pool_that_accepts_no_connections_does_not_block_a_target() {
         let pool = unique("hung");
         let socket = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn other_users_are_not_spoken_to_on_either_side() {
+    fn connections_of_other_users_are_refused_on_both_sides() {
         if !rustix::process::geteuid().is_root() {
             return skipped("somebody else can be played by root only");
         }

@@ -65,7 +65,7 @@ fn heard(say: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
 }
 
 #[test]
-fn a_pool_refuses_whatever_a_target_begins_with_other_than_a_hello_that_it_believes() {
+fn a_pool_refuses_every_first_frame_of_a_target_but_a_hello_that_it_accepts() {
     let rows: [(&str, Said, IsIt); 6] = [
         (
             "a message of a session",
@@ -176,7 +176,7 @@ fn a_target_takes_no_answer_to_its_hello_but_a_welcome_to_its_own_session() {
 }
 
 #[test]
-fn a_pool_that_takes_a_connection_and_says_nothing_is_given_up() {
+fn a_pool_that_accepts_a_connection_and_sends_nothing_is_given_up() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let security = ClientSecurity::PlainLoopback;

@@ -344,7 +344,7 @@ fn every_kind_of_message_that_can_be_read_is_recorded() {
 }
 
 #[test]
-fn a_hello_and_a_welcome_of_a_later_version_may_say_more() {
+fn a_hello_and_a_welcome_of_a_later_version_may_have_more_fields() {
     for (name, bytes, meant) in frames() {
         let mut longer = bytes.clone();
         longer.splice(longer.len().., *b"more of it");

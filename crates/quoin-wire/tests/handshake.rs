@@ -156,7 +156,7 @@ fn each_direction_of_each_connection_has_a_key_of_its_own_and_a_reflected_frame_
 }
 
 #[test]
-fn a_peer_that_connects_and_says_nothing_is_given_up_before_one_that_is_slow() {
+fn a_peer_that_connects_and_sends_nothing_is_given_up_before_one_that_is_slow() {
     let authority = authority();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let _silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -183,7 +183,7 @@ fn within_a_host_both_sides_are_proven_and_frames_are_plain_whatever_the_network
 }
 
 #[test]
-fn no_connection_of_the_network_is_plain_though_a_relay_of_another_host_stands_between() {
+fn no_network_connection_is_plain_even_through_a_relay_on_another_host() {
     // One side believes that it is within a host; the other one knows that it is not.
     let authority = authority();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -337,7 +337,7 @@ fn a_target_of_a_later_version_opens_a_session_in_this_ones() {
 }
 
 #[test]
-fn a_target_that_this_pool_cannot_serve_is_told_on_both_sides_what_to_update() {
+fn a_target_that_this_pool_cannot_serve_is_refused_and_both_sides_name_the_update() {
     let only_later = Hello { protocol_min: 7, protocol_max: 9, ..newer_hello() };
     let (target, pool) = heard(&only_later);
     for said in [target.unwrap_err(), pool.unwrap_err()] {

@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_of_fixed_size_cannot_do_is_refused() {
+    fn operations_that_a_file_of_fixed_size_lacks_are_refused() {
         let mut writable = Filesystem::new(MIB, 4096, false);
         let beyond = message(opcode::WRITE, 1, &io(MIB, 512, &[0; 512]));
         assert_eq!(errno(&writable.message(&beyond)), libc::ENOSPC);

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn commit_and_stable_are_what_a_quorum_has_and_never_fall_back() {
+    fn commit_and_stable_follow_the_quorum_and_never_go_back() {
         let mut commit = commit();
         commit.advance(at(1), &peers([(9, 7), (8, 8), (4, 4)]), Lsn(9));
         assert_eq!((commit.lsn, commit.stable, commit.held), (Lsn(8), Lsn(7), true));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_told_that_all_is_stable_some_time_after_it_is() {
+    fn replicas_are_notified_some_time_after_everything_is_stable() {
         let mut commit = commit();
         let mut all = peers([(9, 9), (9, 9), (9, 9)]);
         commit.advance(at(1), &all, Lsn(10));

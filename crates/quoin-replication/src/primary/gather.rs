@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_waits_for_all_parts_and_one_that_failed_fails_it() {
+    fn an_answer_waits_for_all_parts_and_fails_if_one_of_them_failed() {
         let mut group = Group::new(Time::ZERO, 7, 0, 2 * BLOCK, false);
         let parts = [group.expect_part(), group.expect_part()];
         assert!(!group.take_part(parts[1], Err(BlockError::Damaged)));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_beside_a_request_adds_nothing_and_neighbours_of_a_kind_are_one_extent() {
+    fn extents_outside_a_request_are_left_out_and_equal_neighbours_are_merged() {
         let slots = vec![slot(0, None), slot(1, Some(1)), slot(2, Some(2)), slot(3, None)];
         let Ok(Payload::Status(extents)) = answer(BLOCK, 2 * BLOCK, true, slots.clone()) else {
             panic!("a status request is answered with extents");

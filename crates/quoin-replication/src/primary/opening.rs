@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_without_what_was_committed_is_missed_unless_unflushed_data_was_lost() {
+    fn a_history_that_lacks_committed_entries_is_detected_unless_unflushed_data_was_lost() {
         let mut old = History::empty(64);
         let first = write(&mut old, 1, 1);
         let second = write(&mut old, 1, 2);

@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stable_is_told_once_and_only_to_those_that_have_it() {
+    fn stable_is_sent_once_and_only_to_replicas_that_have_the_entries() {
         let mut peer = Peer::new(Member::default(), Time::ZERO);
         (peer.progress.next, peer.progress.stable_told) = (Lsn(11), Lsn(4));
         assert!(!peer.lacks_word_of(Lsn(10)), "it is not fed");

@@ -222,7 +222,7 @@ mod tests {
 
     /// Proves SCALE-KNOWN-06.
     #[test]
-    fn with_rf_at_drf_nobody_is_added() {
+    fn with_rf_at_drf_no_replica_is_added() {
         let new = member(4, 204);
         assert_eq!(plan(&membership(3), &coming(&[new], 3), |_| Ready), Plan::Nothing);
     }
@@ -245,7 +245,7 @@ mod tests {
 
     /// Two requests conflict, or a record is restored: the replica that is to leave has a newcomer.
     #[test]
-    fn one_that_leaves_is_followed_by_nobody_though_a_newcomer_is_ready_in_its_place() {
+    fn a_replica_that_leaves_gets_no_successor_though_a_newcomer_is_ready() {
         let three = membership(3);
         let new = member(2, 202);
         let leaving = vec![three.known[1]];

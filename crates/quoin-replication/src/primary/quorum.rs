@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_reached_is_what_so_many_counted_members_have() {
+    fn the_reached_value_is_held_by_the_required_number_of_counted_members() {
         let views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
         let mut peers = vec![peer(1, 30, 0), peer(2, 20, 0), peer(3, 10, 0)];
         assert_eq!(applied(&views, &peers), Some(20));
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_that_of_the_oldest_ping_that_is_needed_less_what_clocks_may_differ() {
+    fn a_lease_counts_from_the_oldest_needed_ping_less_the_skew_of_clocks() {
         let views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
         let mut peers = [peer(1, 0, 0), peer(2, 0, 0), peer(3, 0, 0)];
         assert_eq!(lease_until(&views, &peers, 2000), None);

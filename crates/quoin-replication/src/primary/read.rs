@@ -656,7 +656,7 @@ mod tests {
     }
 
     #[test]
-    fn small_reads_go_on_with_one_member_while_it_answers_at_once_and_then_with_another() {
+    fn small_reads_stay_with_one_member_while_it_answers_at_once_and_then_change() {
         let (mut reads, mut peers, views, read) = volume();
         let choose =
             |reads: &Reads, peers: &[Peer]| reads.choose(&read, Time::ZERO, peers, &views, None);

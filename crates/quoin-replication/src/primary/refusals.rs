@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn above_an_old_copy_of_the_record_a_replica_is_followed_and_one_that_goes_on_is_not() {
+    fn above_an_old_copy_of_the_record_a_replica_is_followed_a_limited_number_of_times() {
         let mut refusals = Refusals::default();
         for epoch in [100, 200, 300] {
             assert!(refusals.hear(at(0), ONE, Epoch(epoch)));
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_record_grants_is_never_followed() {
+    fn a_promise_that_no_record_grants_is_never_followed() {
         let promised = Epoch((11 + EPOCHS_AHEAD_MAX) + 1);
         let mut refusals = Refusals::default();
         assert!(refusals.hear(at(0), ONE, promised));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_replicas_are_remembered_and_no_more() {
+    fn the_number_of_remembered_replicas_is_limited() {
         let mut refusals = Refusals::default();
         for n in 0..1000 {
             let member = Member { id: ReplicaId(n), guid: ReplicaGuid(n) };

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_stays_far_behind_the_others_is_told_once_and_once_more_when_it_is_with_them() {
+    fn a_replica_that_stays_far_behind_is_reported_once_and_again_when_it_catches_up() {
         let mut volume = Volume::new();
         assert!(volume.writes(30, &[(1, 2), (2, 3), (3, 2)]).is_empty());
         assert_eq!(volume.writes(60, &[(1, 2), (2, 3), (3, 100)]), [(3, true)]);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_is_not_told_and_neither_is_what_lies_between_slow_and_fast() {
+    fn a_short_delay_is_not_reported_and_neither_is_one_between_slow_and_fast() {
         let mut volume = Volume::new();
         volume.writes(30, &[(1, 2), (2, 3), (3, 2)]);
         assert!(volume.writes(5, &[(1, 2), (2, 3), (3, 100)]).is_empty());
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_answers_nothing_or_begins_a_new_session_is_not_judged_by_what_it_once_took() {
+    fn a_replica_that_answers_nothing_or_begins_a_new_session_is_not_judged_by_old_samples() {
         let mut volume = Volume::new();
         volume.writes(60, &[(1, 2), (2, 3), (3, 100)]);
         volume.slowness.forget(member(3));

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn appends_that_continue_each_other_become_one_with_the_newest_of_what_they_tell() {
+    fn appends_that_continue_each_other_are_joined_with_the_newest_stable_and_ping() {
         let mut appends = Appends::default();
         assert!(appends.take().is_none());
         for (range, ping) in [(5..=6, 1), (7..=7, 3), (8..=9, 2)] {
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_joined_to_what_is_enough_for_one_batch() {
+    fn no_append_is_joined_to_one_that_is_large_enough_for_a_batch() {
         let position = Position { epoch: Epoch(1), lsn: Lsn(2) };
         let data = Bytes::from(vec![1; BYTES_MAX]);
         let blocks = (BYTES_MAX / quoin_types::BLOCK_SIZE) as u32;

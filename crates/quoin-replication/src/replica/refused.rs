@@ -102,13 +102,13 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_refuses_all_attempts_of_a_row_for_long_is_as_good_as_gone() {
+    fn a_disk_that_refuses_all_attempts_of_a_long_series_counts_as_lost() {
         assert_eq!(said(&[0, 1, 14, 15]), [false, false, false, true]);
         assert_eq!(said(&[0, 50, 100]), [false, false, true], "behind leases of the longest kind");
     }
 
     #[test]
-    fn refusals_that_are_far_apart_or_few_are_no_row() {
+    fn refusals_that_are_far_apart_or_few_are_no_series() {
         let month = 30 * 24 * 3600;
         assert_eq!(said(&[0, month, 2 * month, 3 * month]), [false; 4]);
         assert_eq!(said(&[0, 61, 122]), [false; 3]);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_that_goes_well_ends_the_row_unless_it_is_on_the_way_to_the_one_that_does_not() {
+    fn a_successful_read_ends_the_series_unless_it_only_leads_to_the_refused_one() {
         let ends = |refused: Place, answered: Place| {
             let mut reads = RefusedReads::default();
             for s in 0..20 {

@@ -39,7 +39,7 @@ const UNKNOWN: Admission = Unknown { displaces: None };
 
 /// Proves SCALE-ADMIT-07.
 #[test]
-fn a_replica_of_another_volume_is_rejected_before_it_could_displace_anybody() {
+fn a_replica_of_another_volume_is_rejected_before_it_could_displace_another() {
     let three = membership(3);
     let connected = [on(member(1, 101)), on(member(2, 102)), off(member(9, 900))];
     let foreign = Applicant { volume: VolumeId(8), ..applicant(three.known[2]) };
@@ -48,7 +48,7 @@ fn a_replica_of_another_volume_is_rejected_before_it_could_displace_anybody() {
 
 /// Proves SCALE-ADMIT-16, SCALE-SHORT-01, SCALE-SHORT-04.
 #[test]
-fn a_retired_replica_is_rejected_whatever_its_id_or_quorum() {
+fn a_retired_replica_is_rejected_with_any_id_or_quorum() {
     let three = membership(3);
     for id in [2, 9] {
         for quorum in [false, true] {
@@ -94,7 +94,7 @@ fn a_reconnect_of_the_same_replica_replaces_its_own_session() {
 
 /// Proves SCALE-ADMIT-06, SCALE-TEST-03.
 #[test]
-fn with_all_desired_replicas_known_and_connected_everybody_else_is_rejected_with_an_alarm() {
+fn with_all_desired_replicas_known_and_connected_all_others_are_rejected_with_an_alarm() {
     let three = membership(3);
     let connected: Vec<_> = three.known.iter().map(|m| on(*m)).collect();
     for stranger in [member(9, 900), member(3, 203)] {
@@ -138,7 +138,7 @@ fn when_full_a_listed_replica_displaces_an_unlisted_one() {
 
 /// Proves SCALE-ADMIT-04.
 #[test]
-fn quorum_off_strangers_are_displaced_before_quorum_on_ones_and_listed_ones_never() {
+fn unlisted_replicas_with_quorum_off_are_displaced_first_and_listed_ones_never() {
     let three = membership(3);
     let connected = [on(member(1, 101)), on(member(9, 900)), off(member(10, 901))];
     let who = applicant(three.known[2]);
@@ -215,7 +215,7 @@ fn an_unlisted_replica_is_unknown_while_more_are_desired_than_there_are() {
 
 /// Proves SCALE-ADMIT-15, SCALE-TEST-08.
 #[test]
-fn anybody_else_is_rejected() {
+fn any_other_replica_is_rejected() {
     let three = membership(3);
     let who = Applicant { quorum: true, ..applicant(member(9, 900)) };
     assert_eq!(decide(&three, 3, &[on(three.known[1])], who), Rejected(Refusal::NotDesired));

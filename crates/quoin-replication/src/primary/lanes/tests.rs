@@ -145,7 +145,7 @@ impl Copy {
 
 proptest! {
     #[test]
-    fn what_is_taken_is_the_view_in_order_each_block_once(
+    fn a_copy_is_the_view_in_order_with_each_block_once(
         view in views(),
         from in 0..1000u64,
         steps in steps(),
@@ -225,7 +225,7 @@ fn a_source_that_does_not_answer_holds_up_no_more_than_the_room_of_the_others() 
 }
 
 #[test]
-fn a_chunk_that_is_not_what_was_asked_for_is_refused_and_somebody_else_is_asked() {
+fn a_chunk_that_does_not_match_its_request_is_refused_and_another_source_is_asked() {
     let data = |lba| slot(lba, 1, 1, true);
     let wrong = [
         Chunk { slots: vec![data(9)], cursor: Some(20) },

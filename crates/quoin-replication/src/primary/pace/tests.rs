@@ -61,7 +61,7 @@ const FAST: Machine =
 const SECONDS: Duration = Duration::from_secs(4);
 
 #[test]
-fn clients_keep_seven_tenths_of_their_rate_and_the_rebuild_goes_on_beside_them() {
+fn clients_keep_seven_tenths_of_their_rate_beside_a_rebuild_that_progresses() {
     for alone_us in [150, 400, 2000, 10_000] {
         let machine = Machine { alone_us, ..FAST };
         let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
@@ -74,7 +74,7 @@ fn clients_keep_seven_tenths_of_their_rate_and_the_rebuild_goes_on_beside_them()
 }
 
 #[test]
-fn what_is_still_on_its_way_to_disks_in_a_probe_is_no_new_baseline() {
+fn a_probe_with_data_still_on_its_way_to_disks_sets_no_new_baseline() {
     for burden_ms in [5, 20, 100, 1000] {
         let machine = Machine { burden: Duration::from_millis(burden_ms), ..FAST };
         let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
@@ -117,7 +117,7 @@ fn a_load_that_becomes_heavier_for_good_is_not_taken_for_the_rebuild_s_doing_for
 }
 
 #[test]
-fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
+fn a_rebuild_progresses_even_if_io_is_slow_at_any_rate() {
     let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
     run(&FAST, &mut pace, &mut now, SECONDS, true, false);
     let mut copied = 0;
@@ -139,7 +139,7 @@ fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
 }
 
 #[test]
-fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() {
+fn a_volume_that_is_faster_without_a_replica_gives_the_gain_to_the_rebuild() {
     let whole = Machine { alone_us: 280, ..FAST };
     let kept_beside = |known_whole: bool| {
         let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
@@ -161,7 +161,7 @@ fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() 
 }
 
 #[test]
-fn what_a_whole_volume_took_counts_up_to_a_quarter_more_than_what_is_learnt_now() {
+fn the_baseline_of_the_whole_volume_counts_up_to_a_quarter_above_the_present_one() {
     let known = index(Kind::Write, 4096);
     let speed = |healthy: u64| {
         let mut pace = Pace::new();
@@ -179,7 +179,7 @@ fn write(pace: &mut Pace, now: Time, took: Duration) {
 const MS: Duration = Duration::from_millis(1);
 
 #[test]
-fn what_arrived_in_another_mode_or_took_longer_than_any_load_makes_is_no_sample() {
+fn io_that_arrived_in_another_mode_or_was_too_slow_to_be_load_is_no_sample() {
     let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
     pace.begin_mode(start);
     write(&mut pace, start + 5 * MS, 6 * MS);
@@ -249,7 +249,7 @@ fn baselines_follow_slowly_upwards_and_io_without_one_burdens_nobody() {
 }
 
 #[test]
-fn a_judgement_is_of_many_windows_and_moves_the_rate_by_what_was_copied() {
+fn a_judgement_spans_many_windows_and_moves_the_rate_by_the_bytes_copied() {
     // A window of 80 ms in a memory of 320 ms.
     let judged = |speed: u64, speed_now: u64, moved_bytes: u64| {
         let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
@@ -273,7 +273,7 @@ fn a_judgement_is_of_many_windows_and_moves_the_rate_by_what_was_copied() {
 }
 
 #[test]
-fn a_disk_that_hiccups_however_little_is_copied_does_not_stop_a_rebuild() {
+fn a_disk_with_latency_spikes_at_any_rate_does_not_stop_a_rebuild() {
     let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
     run(&FAST, &mut pace, &mut now, SECONDS, true, false);
     let hiccup = Machine { alone_us: 8000, ..FAST };
@@ -312,7 +312,7 @@ fn a_rate_that_clients_bear_is_raised_by_an_eighth_at_a_time_and_only_where_it_i
 }
 
 #[test]
-fn a_rate_grows_by_an_eighth_a_judgement_at_most_however_little_io_suffers() {
+fn a_rate_grows_by_an_eighth_for_each_judgement_at_most() {
     let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
     run(&FAST, &mut pace, &mut now, SECONDS, true, false);
     let (began, mut grown) = (now, 0);

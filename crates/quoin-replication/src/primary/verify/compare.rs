@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_the_same_however_they_are_cut() {
+    fn holes_are_equal_regardless_of_their_splits() {
         let answers =
             [answer(1, 9, vec![hole(0, 8, 3)]), answer(2, 9, vec![hole(0, 5, 3), hole(5, 3, 3)])];
         let same = Stretch { lba: 0, blocks: 8, outcome: Outcome::Same, bad: vec![] };
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_copy_is_told_of_its_member_and_no_good_one_of_all_is_a_loss() {
+    fn a_bad_copy_is_reported_for_its_member_and_a_block_without_a_good_one_as_lost() {
         let answers = [
             answer(1, 9, vec![data(4, 2, 7), data(5, 2, 7), bad(6, 2)]),
             answer(2, 9, vec![data(4, 2, 7), bad(5, 2), bad(6, 2)]),
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_between_two_answers_is_asked_again_and_differs_only_below_both() {
+    fn a_block_written_between_two_answers_is_asked_again_and_differs_only_below_both() {
         let of = |version, crc, at| {
             let answers =
                 [answer(1, 5, vec![data(0, 2, 7)]), answer(2, at, vec![data(0, version, crc)])];
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_beyond_the_shortest_answer() {
+    fn no_result_reaches_beyond_the_shortest_answer() {
         let answers = [answer(1, 9, vec![hole(0, 8, 0)]), answer(2, 9, vec![hole(0, 3, 0)])];
         let same = Stretch { lba: 0, blocks: 3, outcome: Outcome::Same, bad: vec![] };
         assert_eq!(compare(0, &answers, false), [same]);
