@@ -36,7 +36,7 @@ const HEAD_MAX: Duration = Duration::from_secs(5);
 /// permanently.
 const CONNECTION_MAX: Duration = Duration::from_secs(60);
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// Pause before the next accept when this process has no descriptor left.
+/// Pause after a connection that could not be accepted.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// Content of both pages. Both functions are called for each request, so they must be cheap and

@@ -62,7 +62,7 @@ const PROBE_MAX: Duration = Duration::from_millis(60);
 const BURST: Duration = Duration::from_millis(2);
 const SAMPLE_MAX: Duration = Duration::from_secs(1);
 
-/// Size of one chunk: clients' messages wait behind it on the connection and in a pool's thread.
+/// Limit of one chunk: clients' messages wait behind it on the connection and in a pool's thread.
 const CHUNK_BYTES: u32 = 256 << 10;
 const CHUNK_BYTES_PACED: u32 = 128 << 10;
 
