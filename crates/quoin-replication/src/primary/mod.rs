@@ -9,7 +9,7 @@
 //! | module | idea |
 //! |---|---|
 //! | `events` | events in, actions and notes out |
-//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); the verdict on answers |
+//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); verdict on answers |
 //! | `opening` | state that outlives an open that failed, or an epoch that ended |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `past`, `refusals` | writers that came after this one; replicas that report a higher promise |
