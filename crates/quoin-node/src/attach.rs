@@ -1,7 +1,7 @@
-//! Where a node gets its block devices from.
+//! The source of a node's block devices.
 //!
-//! The attach process serves FUSE files and loop devices and outlives this one; [`Attacher`]
-//! is all that the node needs of it, so that tests can stand a plain loop device in its place.
+//! The attach process serves FUSE files and loop devices and outlives this process; [`Attacher`] is
+//! all that the node needs of it, so that tests can use a plain loop device instead.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use async_trait::async_trait;
 
 use crate::error::Error;
 
-/// A volume to be had as a block device of this host.
+/// Volume to be attached as a block device of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachRequest {
     /// 32 hex digits.
     pub volume: String,
-    /// Where the target serves the volume.
+    /// Socket on which the target serves the volume.
     pub nbd_socket: PathBuf,
     pub size_bytes: u64,
     /// Logical block: 512 or 4096.
@@ -23,20 +23,19 @@ pub struct AttachRequest {
     pub read_only: bool,
 }
 
-/// Gives and takes block devices. Every call is idempotent, and none forgets a device when
-/// the caller dies.
+/// Attaches and detaches block devices. Every call is idempotent. Devices outlive their caller.
 #[async_trait]
 pub trait Attacher: Send + Sync {
-    /// The device of the volume, made if it is not there yet.
+    /// Returns the device of the volume; makes it if it is not there yet.
     async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error>;
-    /// Removes the volume's device, if there is one. Nothing may use it any more.
+    /// Removes the volume's device, if there is one. The caller ensures that nothing uses it.
     async fn detach(&self, volume: &str) -> Result<(), Error>;
     /// Makes the device show a new size; no effect on a volume that is not attached.
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error>;
-    /// The device of the volume, if it is attached.
+    /// Returns the device of the volume, if it is attached.
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error>;
-    /// Why all IO of the volume's device fails for good: another node has used the volume since it
-    /// was made. `None`: it does not.
+    /// Returns why all IO of the volume's device fails for good: another node has used the volume
+    /// since the device was made. `None`: the device is usable.
     async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {
         Ok(None)
     }
@@ -45,12 +44,12 @@ pub trait Attacher: Send + Sync {
 /// Waits until a target listens on `socket`.
 ///
 /// # Errors
-/// [`Error::Waiting`] after `deadline_ms`, saying what was waited for.
+/// [`Error::Waiting`] after `deadline_ms`, with what was waited for.
 pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> Result<(), Error> {
     let started = Instant::now();
     let deadline = Duration::from_millis(deadline_ms);
     loop {
-        // The file alone says nothing: a killed target leaves it behind.
+        // The file alone proves nothing: a killed target leaves it behind.
         if tokio::net::UnixStream::connect(socket).await.is_ok() {
             return Ok(());
         }

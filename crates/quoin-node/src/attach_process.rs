@@ -10,17 +10,17 @@ use quoin_attach::protocol::{AttachVolume, Kind};
 use crate::attach::{AttachRequest, Attacher};
 use crate::error::Error;
 
-/// How long a device that was just unmounted may still be held by others: the kernel's own
-/// clean-up, or a prober that looks at every new device.
+/// Time for which a device that was just unmounted may still be held by others: the kernel's own
+/// clean-up, or a program that probes every new device.
 const RELEASE_TIME: Duration = Duration::from_secs(3);
 
-/// Asks the daemon behind a control socket, with a connection a call.
+/// Client of the daemon behind a control socket, with one connection a call.
 pub struct AttachProcess {
     client: AttachClient,
 }
 
 impl AttachProcess {
-    /// The daemon may come up later.
+    /// Connects only when called; the daemon may start later.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { client: AttachClient::new(socket) }
@@ -77,7 +77,7 @@ impl Attacher for AttachProcess {
 fn refused(error: quoin_attach::Error) -> Error {
     let message = error.to_string();
     match error {
-        // Missing /dev/fuse, loop devices or privileges: it will not pass by itself.
+        // Missing /dev/fuse, loop devices or privileges: no retry helps.
         quoin_attach::Error::Refused { kind: Kind::Host | Kind::Conflict, .. } => {
             Error::AttachImpossible(message)
         }
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(process.device("2").await.unwrap(), Some("/dev/of-2".into()));
     }
 
-    /// Who orchestrates tries again what is unavailable, and tells a person of what is not.
+    /// The orchestrator retries what is unavailable, and reports everything else to a user.
     #[test]
     fn what_the_host_lacks_is_a_failed_precondition_in_its_own_words_and_nothing_to_try_again() {
         let of = |kind: AttachKind| {

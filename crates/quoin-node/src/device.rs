@@ -1,4 +1,4 @@
-//! What the kernel says about a block device, and the one switch that is needed of it.
+//! The kernel's facts about a block device, and the one switch that is needed of it.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
@@ -11,7 +11,7 @@ use crate::error::Error;
 /// `BLKROSET` of linux/fs.h: takes a pointer to an int, non-zero makes the device read-only.
 const BLKROSET: libc::Ioctl = 0x125d;
 
-/// Size of a block device (or file) in bytes.
+/// Returns the size of a block device (or file) in bytes.
 ///
 /// # Errors
 /// If it cannot be opened.
@@ -20,26 +20,25 @@ pub fn size_bytes(device: &Path) -> Result<u64, Error> {
     file.seek(SeekFrom::End(0)).map_err(Error::io("measuring", device))
 }
 
-/// The device number that a block device node stands for; `None` for anything else.
+/// Returns the device number of a block device node; `None` for anything else.
 #[must_use]
 pub fn number(device: &Path) -> Option<u64> {
     let metadata = std::fs::metadata(device).ok()?;
     metadata.file_type().is_block_device().then(|| metadata.rdev())
 }
 
-/// Major and minor of a block device node.
+/// Returns major and minor of a block device node.
 #[must_use]
 pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
     number(device).map(|number| (libc::major(number), libc::minor(number)))
 }
 
-/// Makes the kernel refuse (or take) writes to the device.
+/// Makes the kernel refuse (or accept) writes to the device.
 ///
-/// A read-only bind mount of a device node does not do that: it protects the node, not what
-/// it stands for.
+/// A read-only bind mount of a device node does not do that: it protects the node, not the device.
 ///
 /// # Errors
-/// If the device cannot be opened, is none, or the caller is not root.
+/// If the device cannot be opened, is not a block device, or the caller is not root.
 pub fn set_read_only(device: &Path, read_only: bool) -> Result<(), Error> {
     let file = File::open(device).map_err(Error::io("opening", device))?;
     let value = libc::c_int::from(read_only);

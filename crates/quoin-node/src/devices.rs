@@ -1,4 +1,4 @@
-//! The devices of this host as its node reports them: which volumes, and whether they are used.
+//! The devices of this host as its node reports them: their volumes, and whether they are in use.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,28 +10,28 @@ use quoin_api::control::{DeviceReport, ReportAnswer};
 
 use crate::{device, mountinfo};
 
-/// An attach process that does not answer so long is busy with its devices.
+/// Longest wait for the attach process. One that takes longer is busy with its devices.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
-/// Mounts that are named of each device.
+/// Most mounts that are listed of each device.
 const MOUNTS_MAX: usize = 4;
 
 /// One device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceUse {
     pub volume: String,
-    /// Empty: it is being made, or its process is away.
+    /// Empty while it is being made, or its process is away.
     pub device: PathBuf,
-    /// Somebody holds it, or has done IO within the last moments.
+    /// Some process holds it, or has done IO within the last moments.
     pub in_use: bool,
-    /// Where its file system is mounted, as this process sees it; the first ones.
+    /// Mount points of its file system, as this process sees them; the first ones.
     pub mounts: Vec<PathBuf>,
-    /// The first epoch of the use that it was made for; 0: not known.
+    /// The first epoch of the use that it was made for; 0: unknown.
     pub since_epoch: u64,
-    /// Why all its IO fails; empty: it does not.
+    /// Why all its IO fails; empty while it does not.
     pub dead: String,
 }
 
-/// Asks the attach process of this host for its devices.
+/// Client that asks the attach process of this host for its devices.
 #[derive(Debug, Clone)]
 pub struct Devices {
     client: AttachClient,
@@ -39,7 +39,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Of the attach process behind this socket, which may come up later.
+    /// Asks the attach process behind this socket, which may start later.
     #[must_use]
     pub fn of(attach_socket: &Path) -> Self {
         let holder = attach_socket.with_file_name("holder.sock");
@@ -49,28 +49,29 @@ impl Devices {
     async fn look(&self) -> Option<Vec<DeviceUse>> {
         match tokio::time::timeout(ANSWER_MAX, self.client.usage()).await {
             Ok(Ok(usage)) => {
-                // Of a table that cannot be read, no mount is named.
+                // No mount is named where the table cannot be read.
                 let mounts = mountinfo::read().unwrap_or_default();
                 Some(usage.into_iter().map(|usage| with_mounts(usage, &mounts)).collect())
             }
-            // Without a process there are those devices that its holder keeps for the next one.
+            // Without a process there are the devices that its holder keeps for the next one.
             Ok(Err(Error::Daemon { .. })) => {
                 let holder = self.holder.clone();
                 let held = tokio::task::spawn_blocking(move || holder::held_at(&holder)).await;
                 Some(held.ok()?.into_iter().map(kept).collect())
             }
-            // An older one does not know the question, and one that hangs knows no answer.
+            // An older process does not know the request; one that hangs does not answer.
             Ok(Err(_)) | Err(_) => None,
         }
     }
 
-    /// All devices as the controller is told of them; `None`: nobody says.
+    /// Returns all devices as they are reported to the controller; `None`: unknown.
     pub async fn report(&self) -> Option<Vec<DeviceReport>> {
         Some(self.look().await?.into_iter().map(DeviceReport::from).collect())
     }
 
-    /// Lets the IO of those devices fail of which the controller says that another node has used
-    /// their volume since: nothing that waits for them may reach it any more. Volumes, and why.
+    /// Makes all IO fail of those devices whose volume another node has used since, by the
+    /// controller's answer: no pending IO of theirs may reach the volume any more. Returns the
+    /// volumes and the reasons.
     pub async fn end_served_elsewhere(&self, answer: &ReportAnswer) -> Vec<(String, String)> {
         let mut ended = Vec::new();
         for served in &answer.served_elsewhere {
@@ -145,7 +146,7 @@ mod tests {
         let devices = Devices::of(&directory.path().join("attach.sock"));
         assert_eq!(devices.look().await, Some(Vec::new()));
         assert_eq!(devices.report().await, Some(Vec::new()));
-        // One that hangs is not one that has none.
+        // A process that hangs is not a process without devices.
         let _listener =
             tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();
         assert_eq!(devices.look().await, None);

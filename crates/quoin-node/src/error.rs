@@ -1,21 +1,21 @@
-//! Why work on a node failed: each error names the thing, the rule and the way out.
+//! Errors of work on a node: each names the thing, the rule and the way out.
 
 use std::path::PathBuf;
 
-/// What a caller may conclude from an [`Error`], whatever its words.
+/// Conclusion that a caller may draw from an [`Error`], whatever its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The request itself cannot be right.
+    /// The request itself is wrong.
     InvalidArgument,
-    /// Something is there already, with other arguments.
+    /// The thing exists already, with other arguments.
     AlreadyExists,
-    /// A step that must come before has not been made, or one that must end has not.
+    /// A step that must come before has not been made, or one that must end has not ended.
     FailedPrecondition,
     /// Nothing of the volume is at that place.
     NotFound,
     /// The size asked for cannot be delivered.
     OutOfRange,
-    /// Not now; the same call may succeed later.
+    /// Not possible now; the same call may succeed later.
     Unavailable,
     /// The host failed.
     Internal,
@@ -139,13 +139,13 @@ pub enum Error {
     },
     #[error("the record {} cannot be read: {why}; move it away and unstage the volume", path.display())]
     Record { path: PathBuf, why: String },
-    /// Stands for a kill at this very step; only tests ask for it.
+    /// A simulated kill at this very step; only tests ask for it.
     #[error("stopped before {0}")]
     Stopped(&'static str),
 }
 
 impl Error {
-    /// What a caller may conclude.
+    /// Returns what a caller may conclude.
     #[must_use]
     pub fn kind(&self) -> Kind {
         match self {
@@ -179,7 +179,7 @@ impl Error {
         }
     }
 
-    /// Wraps an I/O error with what was tried on what.
+    /// Wraps an I/O error with the attempted action and its path.
     pub(crate) fn io(
         operation: &'static str,
         path: impl Into<PathBuf>,

@@ -1,11 +1,11 @@
 //! Makes, checks and grows file systems.
 //!
-//! A format must be safe against a crash at any moment, on this node or, after it died, as
-//! seen from the next one: half a file system must never look like somebody's data (it would
-//! block the volume for ever) nor like a whole one. So the tool works on a sparse image on the
+//! A format must be safe against a crash at any moment, on this node or, after it died, as seen
+//! from the next one. Half a file system must never be taken for a user's data (it would block the
+//! volume permanently) nor for a whole file system. So the tool works on a sparse image on the
 //! host, and the result is copied: first the first block becomes [`FORMATTING_MARK`], then all
-//! the other data is written and synced, last the first block, without which no file system is
-//! found. A crash before the end leaves the mark, and the next stage formats anew.
+//! other data is written and synced, last the first block, without which no file system is found. A
+//! crash before the end leaves the mark, and the next stage formats anew.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -34,7 +34,7 @@ pub enum FileSystem {
 }
 
 impl FileSystem {
-    /// The kernel's name.
+    /// Returns the kernel's name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -63,7 +63,7 @@ pub struct Job<'a> {
     pub device: &'a Path,
     pub size_bytes: u64,
     pub block_size: u32,
-    /// A directory of this host for the sparse image.
+    /// Directory of this host for the sparse image.
     pub scratch: &'a Path,
 }
 
@@ -82,7 +82,7 @@ pub async fn format(
         FileSystem::Ext4 => MKFS_EXT4,
         FileSystem::Xfs => MKFS_XFS,
     };
-    // Before the mark, so that a missing tool leaves a blank device blank.
+    // The check precedes the mark, so that a missing tool leaves a blank device blank.
     tools.find(tool)?;
     let image = job.scratch.join(format!("{}.image", job.volume));
     let removal = Removal(image.clone());
@@ -115,7 +115,7 @@ pub async fn format(
     Ok(())
 }
 
-/// A file system has a largest file, which a volume may well be beyond.
+/// File systems limit the size of a file; a volume may be larger than that.
 fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
     if error.kind() != std::io::ErrorKind::FileTooLarge {
         return Error::io("sizing", image)(error);
@@ -127,7 +127,7 @@ fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
     }
 }
 
-/// Removes the image whatever happens; one that a crash left is truncated by the next format.
+/// Removes the image in every case; an image left by a crash is truncated by the next format.
 struct Removal(PathBuf);
 
 impl Drop for Removal {
@@ -152,7 +152,7 @@ fn copy(image: &Path, device: &Path, size_bytes: u64, was_interrupted: bool) -> 
     write(&first, 0)?;
     sync()?;
     if was_interrupted {
-        // Remains of the earlier attempt may lie where this one relies on zeroes.
+        // Data of the earlier attempt may lie where this one relies on zeroes.
         zero(&to, device, FIRST_BLOCK_BYTES, size_bytes)?;
     }
     let mut buffer = vec![0; COPY_BYTES];
@@ -174,7 +174,7 @@ fn copy(image: &Path, device: &Path, size_bytes: u64, was_interrupted: bool) -> 
     sync()
 }
 
-/// The next stretch of data at or after `offset` in a sparse file.
+/// Returns the next stretch of data at or after `offset` in a sparse file.
 fn next_data(file: &File, path: &Path, offset: u64) -> Result<Option<(u64, u64)>, Error> {
     let start = match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(offset)) {
         Ok(start) => start,
@@ -201,12 +201,12 @@ fn zero(to: &File, device: &Path, from: u64, end: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Repairs what can be repaired without asking, before a writable mount; `thoroughly` reads
-/// everything even if it looks clean. XFS replays its log when it is mounted, and has no such
-/// check.
+/// Repairs everything that needs no decision, before a writable mount. `thoroughly` reads
+/// everything even if the file system is marked clean. XFS replays its log when it is mounted, and
+/// has no such check.
 ///
 /// # Errors
-/// [`Error::Damaged`] if a person has to look.
+/// [`Error::Damaged`] if a user has to decide.
 pub async fn check(
     tools: &Tools,
     volume: &str,
@@ -220,9 +220,9 @@ pub async fn check(
     let how = OsStr::new(if thoroughly { "-fp" } else { "-p" });
     let outcome = tools.run(E2FSCK, &[how, device.as_os_str()]).await?;
     match outcome.code {
-        // 1: repaired; 2: repaired, and a mounted root would want a reboot.
+        // 1: repaired; 2: repaired, and a mounted root would need a reboot.
         Some(0..=2) => Ok(()),
-        // 4: errors left. 8 and above: it could not work (for example: device in use).
+        // 4: errors left. 8 and above: the check could not run (for example: device in use).
         Some(4) => Err(Error::Damaged {
             volume: volume.to_owned(),
             tool: E2FSCK.name,
@@ -237,12 +237,12 @@ pub async fn check(
     }
 }
 
-/// Grows a file system to the size of its device: XFS only while mounted at `mounted_at`, ext4
-/// also unmounted (checked thoroughly before). No effect if it has that size.
+/// Grows a file system to the size of its device: XFS only while mounted at `mounted_at`, ext4 also
+/// unmounted (checked thoroughly before). No effect if it has that size.
 ///
 /// # Errors
 /// If the tool is missing or fails; [`Error::GrowNotPermitted`] for a mounted ext4 without
-/// `CAP_SYS_RESOURCE`, which that file system asks for.
+/// `CAP_SYS_RESOURCE`, which that file system requires.
 pub async fn grow(
     tools: &Tools,
     volume: &str,
@@ -265,7 +265,7 @@ pub async fn grow(
     Err(Error::Tool { tool: tool.name, volume: volume.to_owned(), output: outcome.output })
 }
 
-/// Whether this process has `CAP_SYS_RESOURCE`, by the kernel's own account.
+/// Returns whether this process has `CAP_SYS_RESOURCE`, as the kernel reports it.
 pub(crate) fn may_resize_ext4() -> bool {
     const CAP_SYS_RESOURCE: u32 = 24;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -281,7 +281,8 @@ mod tests {
     use super::*;
     use crate::error::Kind;
 
-    /// Where the file system of the scratch directory ends below 8 EiB, as ext4 does at 16 TiB.
+    /// Runs where the file system of the scratch directory ends below 8 EiB, as ext4 does at 16
+    /// TiB.
     #[test]
     fn a_volume_that_is_larger_than_any_file_of_the_host_says_so_and_where_to_go() {
         let scratch = tempfile::tempdir().unwrap();
@@ -307,7 +308,7 @@ mod tests {
     #[tokio::test]
     async fn a_file_system_that_does_not_grow_is_told_by_its_tool_or_by_the_missing_privilege() {
         let scratch = tempfile::tempdir().unwrap();
-        // Another process writes them: what is open to be written to cannot be run.
+        // Another process writes them: a file that is open for writing cannot be executed.
         let write = "for tool in resize2fs xfs_growfs; do printf '#!/bin/sh\necho no >&2\nexit 1\n' \
                      >\"$0/$tool\"; chmod 755 \"$0/$tool\"; done";
         let written =

@@ -1,12 +1,12 @@
 //! Volumes on one host: attach, format, mount, publish, grow, measure.
 //!
-//! A library of the node role. It knows nothing of gRPC: the CSI face ([`quoin-csi`], which
-//! also runs the `quoin node` process, as faces stand above roles) asks a [`NodeHost`] to stage
-//! and publish, and a [`NodeHost`] asks an [`Attacher`] for block devices.
+//! A library of the node role without gRPC. The CSI service ([`quoin-csi`], which also runs the
+//! `quoin node` process, as services depend on roles) asks a [`NodeHost`] to stage and publish, and
+//! a [`NodeHost`] asks an [`Attacher`] for block devices.
 //!
-//! Promises: every call is idempotent; a kill at any step is followed by success of the same
-//! call or of its opposite; a device with anything on it is never formatted; what is not ours
-//! is never unmounted; mount flags stand in no message.
+//! Promises: every call is idempotent; a kill at any step is followed by success of the same call
+//! or of its opposite; a device with any data on it is never formatted; a mount of another owner is
+//! never unmounted; mount flags appear in no message.
 //!
 //! [`quoin-csi`]: https://docs.rs/quoin-csi
 
@@ -36,7 +36,7 @@ pub use probe::{Content, content as device_content};
 pub use records::Access;
 pub use tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tool, Tools, XFS_GROWFS};
 
-/// Runs system calls that may take long on a thread that may wait.
+/// Runs system calls that may take long on a thread that may block.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {

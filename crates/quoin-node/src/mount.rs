@@ -9,21 +9,21 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::error::Error;
 use crate::format::FileSystem;
 
-/// Mount flags as a user writes them, taken apart into what the kernel wants.
+/// Mount flags of a user, split into what the kernel takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parsed {
     pub flags: MountFlags,
     /// Options for the file system itself, comma-separated.
     pub data: String,
-    /// The user asked for `ro`.
+    /// True if the user requested `ro`.
     pub read_only: bool,
 }
 
-/// Takes mount flags apart. Words that steer mount(8) itself (`loop`, `remount`, …) or that
-/// would mount something else are refused.
+/// Parses mount flags. Words that control mount(8) itself (`loop`, `remount`, …) or that would
+/// mount something else are refused.
 ///
 /// # Errors
-/// The way a flag is wrong, without the flag: it may be sensitive.
+/// The way in which a flag is wrong, without the flag: it may be sensitive.
 pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
     let mut parsed = Parsed { flags: MountFlags::empty(), data: String::new(), read_only: false };
     for flag in flags.iter().flat_map(|flag| flag.split(',')) {
@@ -64,14 +64,14 @@ pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
         parsed.flags.remove(clear);
         parsed.flags.insert(set);
     }
-    // The kernel takes one page of data.
+    // The kernel accepts one page of data.
     if parsed.data.len() >= 4096 {
         return Err("they are longer than the kernel takes (4095 bytes)");
     }
     Ok(parsed)
 }
 
-/// `exec` after `noexec` takes the latter back, as with mount(8).
+/// `exec` after `noexec` undoes the latter, as with mount(8).
 fn flag_cleared(flag: &str) -> MountFlags {
     match flag {
         "exec" => MountFlags::NOEXEC,
@@ -87,8 +87,8 @@ fn flag_cleared(flag: &str) -> MountFlags {
 /// Mounts a device's file system.
 ///
 /// # Errors
-/// [`Error::NotPermitted`] without root, [`Error::MountFlag`] if the file system refuses a
-/// flag, else what the kernel said.
+/// [`Error::NotPermitted`] without root, [`Error::MountFlag`] if the file system refuses a flag,
+/// else the kernel's error.
 pub fn mount_device(
     volume: &str,
     device: &Path,
@@ -110,7 +110,7 @@ pub fn mount_device(
             Errno::PERM | Errno::ACCESS if !is_root() => {
                 Error::NotPermitted { path: at.to_owned() }
             }
-            // The superblock is known to be good, so what is invalid is an option.
+            // The superblock was validated before, so an option is invalid.
             Errno::INVAL if !parsed.data.is_empty() => {
                 Error::MountFlag { volume: volume.to_owned() }
             }
@@ -119,10 +119,10 @@ pub fn mount_device(
     })
 }
 
-/// Binds `source` (a directory or a device node) to `target`, read-only if asked.
+/// Binds `source` (a directory or a device node) to `target`, read-only if requested.
 ///
 /// # Errors
-/// [`Error::NotPermitted`] without root, else what the kernel said.
+/// [`Error::NotPermitted`] without root, else the kernel's error.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<(), Error> {
     let failed = |errno: Errno| match errno {
         Errno::PERM | Errno::ACCESS if !is_root() => {
@@ -139,7 +139,7 @@ pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<(), Error> 
     Ok(())
 }
 
-/// A remount sets every flag anew, so those of the source have to be said again.
+/// A remount sets every flag anew, so those of the source have to be repeated.
 fn existing_flags(target: &Path) -> Result<MountFlags, Error> {
     let mounts = crate::mountinfo::read()?;
     let options = crate::mountinfo::at(&mounts, target)

@@ -1,8 +1,8 @@
-//! Reads `/proc/self/mountinfo`: what is mounted where, in this process's mount namespace.
+//! Parser of `/proc/self/mountinfo`: the mounts of this process's mount namespace.
 //!
-//! The kernel escapes space, tab, newline and backslash as octal (`\040`), and anything else
-//! may stand in a path, so lines are taken apart as bytes. A line that is not understood is an
-//! error of that line only: one odd mount must not blind the node to all others.
+//! The kernel escapes space, tab, newline and backslash as octal (`\040`), and a path may contain
+//! anything else, so lines are parsed as bytes. A line that cannot be parsed is an error of that
+//! line only: one odd mount must not hide all others from the node.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -18,19 +18,19 @@ pub struct Mount {
     /// Device number of the mounted file system.
     pub major: u32,
     pub minor: u32,
-    /// Which part of that file system is mounted here.
+    /// Part of that file system that is mounted here.
     pub root: PathBuf,
     pub mount_point: PathBuf,
     /// Options of this mount (`ro`, `noatime`, …).
     pub options: Vec<String>,
     pub fs_type: String,
     pub source: String,
-    /// Options of the file system itself; `ro` here means that it takes no writes at all.
+    /// Options of the file system itself; with `ro` here it accepts no writes at all.
     pub super_options: Vec<String>,
 }
 
 impl Mount {
-    /// Whether writes through this mount fail.
+    /// Returns whether writes through this mount fail.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.options.iter().chain(&self.super_options).any(|option| option == "ro")
@@ -76,14 +76,14 @@ pub fn parse_line(line: &[u8]) -> Option<Mount> {
     })
 }
 
-/// Every mount that is understood, in the kernel's order (a later one on the same mount point
-/// covers an earlier one).
+/// Returns every mount that could be parsed, in the kernel's order (a later one on the same mount
+/// point covers an earlier one).
 #[must_use]
 pub fn parse(text: &[u8]) -> Vec<Mount> {
     text.split(|byte| *byte == b'\n').filter_map(parse_line).collect()
 }
 
-/// The mounts of this process's namespace.
+/// Returns the mounts of this process's namespace.
 ///
 /// # Errors
 /// If `/proc/self/mountinfo` cannot be read.
@@ -93,14 +93,14 @@ pub fn read() -> Result<Vec<Mount>, Error> {
     Ok(parse(&text))
 }
 
-/// The topmost mount at exactly this path.
+/// Returns the topmost mount at exactly this path.
 #[must_use]
 pub fn at<'a>(mounts: &'a [Mount], path: &Path) -> Option<&'a Mount> {
     mounts.iter().rev().find(|mount| mount.mount_point == path)
 }
 
 fn number(field: &[u8]) -> Option<u64> {
-    // `str::parse` would take a leading plus sign, which the kernel never writes.
+    // `str::parse` would accept a leading plus sign, which the kernel never writes.
     if field.is_empty() || !field.iter().all(u8::is_ascii_digit) {
         return None;
     }

@@ -1,12 +1,12 @@
-//! Looks at a device before anything is written to it: what is on it, if anything at all.
+//! Reads the contents of a device before anything is written to it.
 //!
-//! The rule is that a device is formatted only if it is *proven blank*: no known signature at
-//! its place, and not one byte other than zero in the first and last mebibyte and in samples
-//! spread over the whole of it. A Quoin volume reads as zeroes until it is written, so a fresh
-//! one always passes. Whatever holds bytes of unknown kind is somebody's data.
+//! The rule is that a device is formatted only if it is *proven blank*: no known signature at its
+//! place, and not one byte other than zero in the first and last mebibyte and in samples spread
+//! over the whole of it. A Quoin volume reads as zeroes until it is written, so a fresh one always
+//! passes. Bytes of unknown kind count as a user's data.
 //!
-//! A format that was interrupted is told apart by [`FORMATTING_MARK`]: `format` puts it into
-//! the first block before it writes anything else and replaces it last.
+//! A format that was interrupted is recognised by [`FORMATTING_MARK`]: `format` writes it into the
+//! first block before anything else and replaces it last.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,7 +20,7 @@ use crate::error::Error;
 const SAMPLES: u64 = 1024;
 const SAMPLE_BYTES: usize = 4096;
 
-/// Reads what is on `device` (a block device or a file) of `size_bytes`.
+/// Reads the kind of content of `device` (a block device or a file) of `size_bytes`.
 ///
 /// # Errors
 /// If the device cannot be opened or read.

@@ -1,8 +1,8 @@
-//! What this node has staged and published, on disk: one small file a volume.
+//! Records of this node's staged and published volumes, on disk: one small file a volume.
 //!
-//! A record is written before the first step that it describes and removed after the last
-//! that undoes it, so that a node that was killed anywhere in between knows what to look for.
-//! It is an intent, not a proof: whether a mount is there is always asked of the kernel.
+//! A record is written before the first step that it describes and removed after the last step that
+//! undoes it, so that a node that was killed in between knows what to search for. The record is an
+//! intent, not a proof: whether a mount is there is always asked of the kernel.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -14,18 +14,18 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::format::FileSystem;
 
-/// How a volume is used on this node.
+/// Kind of use of a volume on this node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Access {
-    /// As a raw block device.
+    /// Raw block device.
     Block,
-    /// As a mounted file system.
+    /// Mounted file system.
     Mount { file_system: FileSystem, flags: Vec<String> },
 }
 
 impl Access {
-    /// In words, for messages.
+    /// Returns the text for messages.
     #[must_use]
     pub fn words(&self) -> String {
         match self {
@@ -40,10 +40,10 @@ impl Access {
 pub struct Staging {
     pub path: PathBuf,
     pub access: Access,
-    /// The access mode's name, as it takes part in comparisons only.
+    /// The access mode's name; it is used in comparisons only.
     pub mode: String,
     pub read_only: bool,
-    /// Every step was made once.
+    /// True once every step was completed.
     pub complete: bool,
 }
 
@@ -56,7 +56,7 @@ pub struct Publication {
     pub read_only: bool,
 }
 
-/// All of one volume.
+/// Record of one volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub format: u32,
@@ -68,7 +68,7 @@ pub struct Record {
 const FORMAT: u32 = 1;
 
 impl Record {
-    /// Nothing yet.
+    /// Returns an empty record.
     #[must_use]
     pub fn new(volume: &str) -> Self {
         Self { format: FORMAT, volume: volume.to_owned(), staging: None, publications: Vec::new() }
@@ -91,8 +91,8 @@ impl Records {
         Ok(Self { directory })
     }
 
-    /// A volume id is a file name only if it has the form that Quoin gives ids; any other is
-    /// of no volume that could have a record.
+    /// Returns the record's path. A volume id is a file name only in the form that Quoin gives ids;
+    /// any other belongs to no volume that could have a record.
     fn path(&self, volume: &str) -> Option<PathBuf> {
         let plain = !volume.is_empty()
             && volume.len() <= 64
@@ -100,7 +100,7 @@ impl Records {
         plain.then(|| self.directory.join(format!("{volume}.json")))
     }
 
-    /// The record of a volume, if it has one.
+    /// Returns the record of a volume, if it has one.
     ///
     /// # Errors
     /// If the file is there and does not hold a record of this volume.
@@ -120,11 +120,11 @@ impl Records {
         Ok(Some(record))
     }
 
-    /// Writes a record so that a crash leaves the old one or the new one, and removes the file
-    /// of a record that says nothing.
+    /// Writes a record so that a crash leaves the old one or the new one, and removes the file of a
+    /// record without content.
     ///
     /// # Errors
-    /// If the file cannot be written, or the volume id is none.
+    /// If the file cannot be written, or the volume id is not valid.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
         let Some(path) = self.path(&record.volume) else {
             let why = "is no volume id of Quoin";
@@ -204,7 +204,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::open(directory.path().join("volumes")).unwrap();
         records.save(&Record::new("ab12")).unwrap();
-        // What is no file cannot be removed as one.
+        // A directory cannot be removed as a file.
         let path = records.path("ab12").unwrap();
         std::fs::create_dir(&path).unwrap();
         let error = records.save(&Record::new("ab12")).unwrap_err();

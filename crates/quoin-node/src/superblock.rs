@@ -1,4 +1,4 @@
-//! Reads how large a file system thinks its device is, to know whether it wants growing.
+//! Reads the size of a file system from its superblock, to decide whether it must grow.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::error::Error;
 
-/// Bytes that the file system on `device` spans; `u64::MAX` for one that is not known, which
-/// is never grown.
+/// Returns the bytes that the file system on `device` spans; `u64::MAX` for an unknown file system,
+/// which is never grown.
 ///
 /// # Errors
 /// If the device cannot be read.

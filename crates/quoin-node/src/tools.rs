@@ -1,15 +1,15 @@
-//! The file system tools of the host: found, run, and their failures put into words.
+//! The file system tools of the host: found, run, and their failures described.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use crate::error::Error;
 
-/// A program that a node needs for a file system, and where a user gets it.
+/// A program that a node needs for a file system, and the package that has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tool {
     pub name: &'static str,
-    /// The package that brings it, under its usual name.
+    /// The package, under its usual name.
     pub package: &'static str,
 }
 
@@ -19,21 +19,21 @@ pub const RESIZE2FS: Tool = Tool { name: "resize2fs", package: "e2fsprogs" };
 pub const MKFS_XFS: Tool = Tool { name: "mkfs.xfs", package: "xfsprogs" };
 pub const XFS_GROWFS: Tool = Tool { name: "xfs_growfs", package: "xfsprogs" };
 
-/// What a tool said, and its exit code (`None` after a signal).
+/// Output of a tool, and its exit code (`None` after a signal).
 pub struct Outcome {
     pub code: Option<i32>,
     pub output: String,
 }
 
-/// Where tools are looked for.
+/// Directories that are searched for tools.
 #[derive(Debug, Clone)]
 pub struct Tools {
     directories: Vec<PathBuf>,
 }
 
 impl Tools {
-    /// The directories of `PATH`, then the system directories that a service's `PATH` often
-    /// lacks.
+    /// Searches the directories of `PATH`, then the system directories that a service's `PATH`
+    /// often lacks.
     #[must_use]
     pub fn of_host() -> Self {
         let mut directories: Vec<PathBuf> = std::env::var_os("PATH")
@@ -47,16 +47,16 @@ impl Tools {
         Self { directories }
     }
 
-    /// Only these directories.
+    /// Searches only these directories.
     #[must_use]
     pub fn within(directories: Vec<PathBuf>) -> Self {
         Self { directories }
     }
 
-    /// Where the tool is.
+    /// Returns the path of the tool.
     ///
     /// # Errors
-    /// [`Error::MissingTool`] with the package that brings it.
+    /// [`Error::MissingTool`] with the package that has it.
     pub fn find(&self, tool: Tool) -> Result<PathBuf, Error> {
         use std::os::unix::fs::PermissionsExt;
         self.directories
@@ -75,7 +75,7 @@ impl Tools {
             })
     }
 
-    /// Runs a tool to its end. What it prints comes back as one line of at most 600 bytes.
+    /// Runs a tool to its end. Its output is returned as one line of at most 600 bytes.
     ///
     /// # Errors
     /// If the tool is missing or cannot be started.
@@ -84,7 +84,7 @@ impl Tools {
         let output = tokio::process::Command::new(&path)
             .args(arguments)
             .stdin(Stdio::null())
-            // Messages are quoted to users and judged by nobody: one language for all.
+            // Messages are quoted to users and not parsed: one language for all.
             .env("LC_ALL", "C")
             .output()
             .await
@@ -126,7 +126,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("e2fsck");
         // Another process writes it: a child that is forked here meanwhile would have it open, and
-        // what is open to be written to cannot be run.
+        // a file that is open for writing cannot be executed.
         let script =
             "printf '#!/bin/sh\necho \"two\n lines\" >&2\nexit 4\n' >\"$0\"; chmod 755 \"$0\"";
         let written = std::process::Command::new("sh").args(["-c", script]).arg(&path).status();

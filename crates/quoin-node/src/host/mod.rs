@@ -1,10 +1,10 @@
-//! One host's volumes: staged, published, measured and grown, each call idempotent and each
-//! step safe to be the last one before a kill.
+//! One host's volumes: staged, published, measured and grown. Each call is idempotent, and a kill
+//! after any step is safe.
 //!
-//! The order of every change is: write the record (an intent), do the step, go on. No step is
-//! undone on failure: the next call, of either kind, finds what there is by asking the kernel
-//! and the attach process, and goes on from there. Callers see to it that there is one call a
-//! volume at a time.
+//! The order of every change is: write the record (an intent), do the step, continue. No step is
+//! undone on failure: the next call, of either kind, finds the present state by asking the kernel
+//! and the attach process, and continues from there. Callers ensure that there is one call a volume
+//! at a time.
 
 mod publish;
 #[cfg(test)]
@@ -26,24 +26,24 @@ use crate::records::{Access, Record, Records, Staging};
 use crate::tools::Tools;
 use crate::{device, mount, superblock};
 
-/// Where a node keeps and finds things.
+/// Paths of a node.
 #[derive(Debug, Clone)]
 pub struct HostOptions {
     /// Records and format images; private to this node, survives restarts.
     pub state_directory: PathBuf,
     /// Targets listen on `<run>/nbd/<volume id>.sock`.
     pub run_directory: PathBuf,
-    /// How long staging waits for the target.
+    /// Longest wait of staging for the target.
     pub target_deadline_ms: u64,
 }
 
-/// See the module's text.
+/// The volumes of this host; the module's documentation describes the order of their changes.
 pub struct NodeHost {
     options: HostOptions,
     records: Records,
     attacher: Arc<dyn Attacher>,
     tools: Tools,
-    /// Tests end a call before its n-th step, as a kill would.
+    /// Steps until a simulated kill; only tests set it.
     #[cfg(test)]
     steps_left: std::sync::atomic::AtomicUsize,
 }
@@ -63,7 +63,7 @@ pub struct StageRequest {
 }
 
 impl NodeHost {
-    /// A host with its own tools.
+    /// Returns a host with its own tools.
     ///
     /// # Errors
     /// If the state directory cannot be made.
@@ -71,7 +71,7 @@ impl NodeHost {
         Self::with_tools(options, attacher, Tools::of_host())
     }
 
-    /// A host whose tools are looked for elsewhere.
+    /// Returns a host whose tools are searched for elsewhere.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -91,13 +91,13 @@ impl NodeHost {
         })
     }
 
-    /// The tools of this host, to say early what is missing.
+    /// Returns the tools of this host, so that missing ones can be reported early.
     #[must_use]
     pub fn tools(&self) -> &Tools {
         &self.tools
     }
 
-    /// Whether this node has any record of the volume.
+    /// Returns whether this node has any record of the volume.
     ///
     /// # Errors
     /// If its record cannot be read.
@@ -108,7 +108,7 @@ impl NodeHost {
     /// Makes the volume ready for publication: device, file system, mount at the staging path.
     ///
     /// # Errors
-    /// See [`Error`]; a later call goes on where this one ended.
+    /// See [`Error`]; a later call continues where this one ended.
     pub async fn stage(&self, request: &StageRequest) -> Result<(), Error> {
         let volume = &request.volume;
         let path = existing_directory(&request.staging_path)?;
@@ -122,7 +122,7 @@ impl NodeHost {
         let mut record = self.records.load(volume)?.unwrap_or_else(|| Record::new(volume));
         if let Some(present) = record.staging.clone() {
             let mut live = self.staging_is_live(volume, &present).await?;
-            // A mount of an earlier use looks like one that is there, and gives nothing but errors.
+            // A mount of an earlier use is still in the mount table, but all its IO fails.
             if live && let Some(why) = self.attacher.dead(volume).await? {
                 if let Access::Mount { .. } = present.access {
                     let volume = volume.clone();
@@ -141,7 +141,7 @@ impl NodeHost {
                 return Ok(());
             }
             if !same {
-                // An attempt that came to nothing; its device may be of another kind.
+                // An unfinished attempt; its device may be of another kind.
                 self.attacher.detach(volume).await?;
             }
         }
@@ -163,7 +163,7 @@ impl NodeHost {
             })
             .await?;
         if !request.read_only {
-            // A loop device keeps this switch over its users, so it may stand the wrong way.
+            // A loop device keeps this switch across its users, so it may have the wrong setting.
             device::set_read_only(&device, false)?;
         }
         self.step("mounting")?;
@@ -228,8 +228,8 @@ impl NodeHost {
         }
         if !request.read_only {
             self.step("checking")?;
-            // The volume may have grown while it was nowhere staged. Unmounted, ext4 asks for
-            // a full check first, and for no capability.
+            // The volume may have grown while it was staged nowhere. Unmounted, ext4 requires a
+            // full check first, and no capability.
             let grows = file_system == FileSystem::Ext4
                 && superblock::file_system_bytes(device)? < size_bytes;
             format::check(&self.tools, volume, device, file_system, grows).await?;
@@ -260,7 +260,7 @@ impl NodeHost {
     /// Undoes staging. True if anything of the volume was found and removed.
     ///
     /// # Errors
-    /// [`Error::StillPublished`] (and nothing is touched), or what stood in the way.
+    /// [`Error::StillPublished`] (and nothing is touched), or what prevented it.
     pub async fn unstage(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
         let path = resolve(staging_path);
         let record = self.records.load(volume)?;
@@ -282,7 +282,7 @@ impl NodeHost {
             return Ok(false);
         }
         if let Some(device) = &device {
-            // Also what no record knows of any more, for example a bind mount by hand.
+            // Includes mounts that no record names, for example a bind mount by hand.
             let other = mounts
                 .iter()
                 .find(|mount| is_of_device(mount, device) && mount.mount_point != path);
@@ -312,7 +312,7 @@ impl NodeHost {
                 one.staging.as_ref().is_some_and(|staging| staging.access == Access::Block)
             })
         {
-            // The device goes back to the host, which may give it to anybody.
+            // The device goes back to the host, which may give it to any user.
             device::set_read_only(device, false)?;
         }
         self.attacher.detach(volume).await?;
@@ -323,7 +323,7 @@ impl NodeHost {
         Ok(removed)
     }
 
-    /// Whether a staging still stands, by what the kernel and the attach process say.
+    /// Returns whether a staging is still in place, as the kernel and the attach process report.
     async fn staging_is_live(&self, volume: &str, staging: &Staging) -> Result<bool, Error> {
         let device = self.attacher.device(volume).await?;
         Ok(match (&staging.access, device) {
@@ -353,7 +353,7 @@ impl NodeHost {
     }
 }
 
-/// Whether a mount is of the file system on that device.
+/// Returns whether a mount is of the file system on that device.
 pub(crate) fn is_of_device(mount: &Mount, device: &Path) -> bool {
     device::major_minor(device) == Some((mount.major, mount.minor))
 }
@@ -363,8 +363,9 @@ fn foreign(mount: &Mount) -> Error {
     Error::ForeignMount { path: mount.mount_point.clone(), source_name }
 }
 
-/// The path as the kernel writes it in mountinfo: the parent without symbolic links, the last
-/// name as given. A path whose parent is not there stays as it is (nothing is mounted there).
+/// Returns the path as the kernel writes it in mountinfo: the parent without symbolic links, the
+/// last name as given. A path whose parent does not exist stays as it is (nothing is mounted
+/// there).
 pub(crate) fn resolve(path: &Path) -> PathBuf {
     match (path.parent(), path.file_name()) {
         (Some(parent), Some(name)) => {

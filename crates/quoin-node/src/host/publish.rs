@@ -13,7 +13,7 @@ use crate::{device, mount};
 pub struct PublishRequest {
     pub volume: String,
     pub staging_path: PathBuf,
-    /// Absolute; its parent exists, itself is made here.
+    /// Absolute; its parent exists, the path itself is made here.
     pub target: PathBuf,
     pub access: Access,
     pub mode: String,
@@ -23,10 +23,10 @@ pub struct PublishRequest {
 }
 
 impl NodeHost {
-    /// Shows a staged volume at a target path.
+    /// Mounts or binds a staged volume at a target path.
     ///
     /// # Errors
-    /// See [`Error`]; what is published already stays as it is.
+    /// See [`Error`]; an existing publication stays as it is.
     pub async fn publish(&self, request: &PublishRequest) -> Result<(), Error> {
         let volume = &request.volume;
         let staging_path = resolve(&request.staging_path);
@@ -42,7 +42,7 @@ impl NodeHost {
         }
         let device = self.attacher.device(volume).await?.ok_or_else(not_staged)?;
         let mounts = mountinfo::read()?;
-        // After a reboot the records still tell of publications that are gone.
+        // After a reboot the records still list publications that are gone.
         record.publications.retain(|present| {
             present.target == target || is_in_place(present, Some(&device), &mounts)
         });
@@ -98,10 +98,10 @@ impl NodeHost {
         crate::blocking(move || mount::bind(&source, &target, read_only)).await
     }
 
-    /// Takes a publication back. True if anything of it was found and removed.
+    /// Undoes a publication. True if anything of it was found and removed.
     ///
     /// # Errors
-    /// [`Error::Busy`] while a workload holds it, or what else stood in the way.
+    /// [`Error::Busy`] while a workload holds it, or what else prevented it.
     pub async fn unpublish(&self, volume: &str, target: &Path) -> Result<bool, Error> {
         let target = resolve(target);
         let record = self.records.load(volume)?;
@@ -120,7 +120,7 @@ impl NodeHost {
                         || device::number(&target) == device::number(device)
                 });
             if !ours {
-                // Somebody else's mount is never taken away, nor what lies beneath it.
+                // A mount of another owner is never removed, nor what lies beneath it.
                 return Ok(removed);
             }
             let target = target.clone();
@@ -139,7 +139,7 @@ impl NodeHost {
         Ok(removed)
     }
 
-    /// The publication or staging of the volume at exactly this path.
+    /// Returns the publication or staging of the volume at exactly this path.
     pub(super) fn place(&self, volume: &str, path: &Path) -> Result<(Record, Place), Error> {
         let path = resolve(path);
         let missing = || Error::NotThere { volume: volume.to_owned(), path: path.clone() };
@@ -157,14 +157,14 @@ impl NodeHost {
     }
 }
 
-/// Where a volume is to be found on this node.
+/// Location of a volume on this node.
 pub(super) struct Place {
     pub path: PathBuf,
     pub access: Access,
     pub read_only: bool,
 }
 
-/// Whether the kernel shows the volume at the publication's target.
+/// Returns whether the kernel shows the volume at the publication's target.
 pub(super) fn is_in_place(
     publication: &Publication,
     device: Option<&Path>,
@@ -172,8 +172,8 @@ pub(super) fn is_in_place(
 ) -> bool {
     let Some(present) = mountinfo::at(mounts, &publication.target) else { return false };
     match (&publication.access, device) {
-        // Without the device at hand a mount at a recorded target counts: better to refuse
-        // unstaging than to pull a workload's data away.
+        // While the device is unknown, a mount at a recorded target counts: refusing to unstage is
+        // safer than unmounting a workload's data.
         (_, None) => true,
         (Access::Mount { .. }, Some(device)) => is_of_device(present, device),
         (Access::Block, Some(device)) => device::number(&publication.target)

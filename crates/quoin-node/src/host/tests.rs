@@ -1,5 +1,5 @@
-//! Real mounts of real file systems, with a plain loop device in the attach process's place.
-//! They need root and loop devices, and say so where those are missing.
+//! Real mounts of real file systems, with a plain loop device instead of the attach process. They
+//! need root and loop devices, and report where those are missing.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -17,11 +17,11 @@ use crate::Kind;
 
 const MIB: u64 = 1 << 20;
 
-/// Loop devices over sparse files. The kernel keeps what is attached, so a new one (a restart)
-/// sees what the one before left.
+/// Loop devices over sparse files. The kernel keeps attached devices, so a new attacher (a restart)
+/// sees those of the one before.
 struct LoopAttacher {
     directory: PathBuf,
-    /// How often a device was made.
+    /// Volumes in the order in which their devices were made.
     made: Mutex<Vec<String>>,
     /// Why its devices are dead.
     dead: Mutex<Option<String>>,
@@ -31,7 +31,7 @@ impl LoopAttacher {
     fn file(&self, volume: &str) -> PathBuf {
         self.directory.join(format!("{volume}.raw"))
     }
-    /// Not by `losetup -j`, which opens every loop device of the host and waits with one whose
+    /// Not by `losetup -j`, which opens every loop device of the host and blocks on a device whose
     /// server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
         let file = self.file(volume);
@@ -72,7 +72,7 @@ impl Attacher for LoopAttacher {
         Ok(losetup(&arguments)?.into())
     }
     async fn detach(&self, volume: &str) -> Result<(), Error> {
-        // The kernel takes devices down at its own pace, and one half gone is still listed.
+        // The kernel removes devices asynchronously, and one half removed is still listed.
         for _ in 0..100 {
             let Some(device) = self.find(volume) else { return Ok(()) };
             let _ = losetup(&["-d".as_ref(), device.as_os_str()]);
@@ -95,7 +95,7 @@ impl Attacher for LoopAttacher {
     }
 }
 
-/// A node in a temporary directory; everything it mounts is taken away at the end.
+/// A node in a temporary directory; everything that it mounts is unmounted at the end.
 struct World {
     root: tempfile::TempDir,
     attacher: Arc<LoopAttacher>,
@@ -105,7 +105,7 @@ struct World {
 const VOLUME: &str = "00000000000000000000000000000abc";
 
 impl World {
-    /// `None` (with a word to the reader) where loop devices or root are missing.
+    /// `None`, with a message, where loop devices or root are missing.
     fn new() -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
             skipped("needs root and /dev/loop-control");
@@ -127,7 +127,7 @@ impl World {
         self.root.path().join(name)
     }
 
-    /// A node process, started anew: it knows only what is on disk and in the kernel.
+    /// Returns a node process, started anew: it knows only what is on disk and in the kernel.
     fn node(&self) -> NodeHost {
         let options = HostOptions {
             state_directory: self.path("state"),
@@ -170,7 +170,7 @@ impl World {
             .collect()
     }
 
-    /// Nothing of the volume is left on the host but its data.
+    /// Asserts that nothing of the volume is left on the host but its data.
     fn assert_clean(&self) {
         assert_eq!(self.mounts_within(), Vec::<PathBuf>::new());
         assert_eq!(self.attacher.find(VOLUME), None);
@@ -193,7 +193,7 @@ fn ext4() -> Access {
     Access::Mount { file_system: FileSystem::Ext4, flags: vec!["noatime".to_owned()] }
 }
 
-/// A kernel may refuse a read-only device when it is opened, or only when it is written.
+/// Writes to the device. A kernel may refuse a read-only device at the open, or only at the write.
 fn write_through(device: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::FileExt;
     let file = File::options().write(true).open(device)?;
@@ -214,7 +214,7 @@ async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_is_not_taken_for_a_stage
     let refused = node.stage(&world.stage_request(ext4())).await.unwrap_err();
     assert_eq!(refused.kind(), crate::Kind::FailedPrecondition);
     assert!(refused.to_string().contains("unstage"), "{refused}");
-    // Taking it back works as ever, and then it is staged anew.
+    // Unstaging works as before, and then the volume is staged anew.
     node.unstage(VOLUME, &world.path("stage")).await.unwrap();
     *world.attacher.dead.lock().unwrap() = None;
     node.stage(&world.stage_request(ext4())).await.unwrap();
@@ -426,7 +426,7 @@ async fn paths_that_cannot_be_used_are_refused_with_the_reason() {
         let error = node.publish(&world.publish_request(ext4(), target)).await.unwrap_err();
         assert_eq!(error.kind(), Kind::InvalidArgument, "{error}");
     }
-    // A mount of somebody else is neither covered nor taken away.
+    // A mount of another owner is neither covered nor removed.
     fs::create_dir(world.path("pods/foreign")).unwrap();
     mount::bind(&world.path("devices"), &world.path("pods/foreign"), false).unwrap();
     let request = world.publish_request(ext4(), "pods/foreign");
@@ -473,7 +473,7 @@ async fn an_interrupted_format_is_made_anew_with_either_file_system() {
     let node = world.node();
     let mut image = vec![0; usize::try_from(400 * MIB).unwrap()];
     image[..probe::FORMATTING_MARK.len()].copy_from_slice(probe::FORMATTING_MARK);
-    // What an attempt with the other file system may have left.
+    // Possible leftovers of an attempt with the other file system.
     image[5_000_000..5_000_400].fill(0xa5);
     for file_system in [FileSystem::Ext4, FileSystem::Xfs] {
         fs::write(world.attacher.file(VOLUME), &image).unwrap();
@@ -518,8 +518,8 @@ async fn a_missing_mkfs_leaves_a_blank_device_blank() {
     world.node().stage(&world.stage_request(ext4())).await.unwrap();
 }
 
-/// Ends a call before each of its steps in turn, as a kill would, and goes on with a new
-/// process: the same call must succeed, and so must its opposite.
+/// Ends a call before each of its steps in turn, as a kill would, and continues with a new process:
+/// the same call must succeed, and so must its opposite.
 #[tokio::test]
 async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_opposite() {
     let Some(world) = World::new() else { return };
@@ -560,7 +560,7 @@ async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_op
                             assert!(publish.target.exists());
                         }
                     } else if calls >= 2 {
-                        // The opposite of taking back is giving again.
+                        // The opposite of unpublishing is publishing again.
                         node.stage(&stage).await.unwrap();
                         node.publish(&publish).await.unwrap();
                     }
@@ -584,7 +584,7 @@ async fn after_a_reboot_old_records_neither_block_nor_mislead() {
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
-    // A reboot: mounts and devices are gone, files stay.
+    // After a reboot, mounts and devices are gone; files stay.
     mount::unmount(&world.path("pods/a")).unwrap();
     mount::unmount(&world.path("stage")).unwrap();
     world.attacher.detach(VOLUME).await.unwrap();

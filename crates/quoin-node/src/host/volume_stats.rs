@@ -1,4 +1,4 @@
-//! How full a volume is, whether it is well from this node's view, and growing it.
+//! Usage and health of a volume as this node sees them, and its growth.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use crate::error::Error;
 use crate::records::Access;
 use crate::{device, format, mountinfo, superblock};
 
-/// How long a device may take to show the size that its volume has.
+/// Time within which a device shows the size of its volume.
 const RESIZE_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Figures of one volume at one path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VolumeStats {
     pub total_bytes: u64,
-    /// Unknown for raw block use.
+    /// Unknown for a raw block device.
     pub used_bytes: Option<u64>,
     pub available_bytes: Option<u64>,
     /// Total, used, available; for file systems that count them.
     pub inodes: Option<(u64, u64, u64)>,
-    /// What is wrong from this node's view; `None` if all is well.
+    /// The fault as this node sees it; `None` if all is well.
     pub abnormal: Option<String>,
 }
 
@@ -52,7 +52,7 @@ impl NodeHost {
         let mount = mountinfo::at(&mounts, &place.path)
             .filter(|mount| is_of_device(mount, &device))
             .ok_or_else(missing)?;
-        // The kernel turns a file system read-only when it meets errors.
+        // The kernel makes a file system read-only on errors.
         let turned_read_only = !place.read_only
             && mount.super_options.iter().any(|option| option == "ro")
             && !staged_read_only(&place.access);
@@ -80,8 +80,8 @@ impl NodeHost {
         })
     }
 
-    /// Brings device and file system to the volume's size, as the control plane knows it.
-    /// Returns the device's size.
+    /// Grows device and file system to the volume's size in the control plane's records. Returns
+    /// the device's size.
     ///
     /// # Errors
     /// [`Error::NotThere`], [`Error::TooSmall`] if the device does not come to that size,
@@ -119,7 +119,7 @@ impl NodeHost {
     }
 }
 
-/// Whether the user's own flags asked for `ro`.
+/// Returns whether the user's own flags requested `ro`.
 fn staged_read_only(access: &Access) -> bool {
     match access {
         Access::Mount { flags, .. } => {
