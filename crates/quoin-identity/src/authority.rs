@@ -1,11 +1,11 @@
 //! The cluster's certificate authority, which only the controller holds.
 //!
-//! One file, `authority.json` (mode 0600): the signing key, its certificate and, while a
-//! rotation lasts, the former certificate and a *cross certificate*: the new authority signed
-//! by the former one. Everything that the new authority issues comes with the cross
-//! certificate, so a peer that knows the former authority alone still verifies it, and IO goes
-//! on with no moment at which all must change at once. The former one is dropped when the last
-//! certificate that it signed has run out.
+//! One file, `authority.json` (mode 0600): the signing key, its certificate and, during a rotation,
+//! the former certificate and a *cross certificate*: the new authority signed by the former one.
+//! Every certificate that the new authority issues comes with the cross certificate, so a peer that
+//! knows the former authority alone still verifies it, and IO continues with no moment at which all
+//! must change at once. The former one is dropped when the last certificate that it signed has
+//! expired.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,15 +22,15 @@ use serde::{Deserialize, Serialize};
 use crate::{ClusterId, Error, Identity, Peer, Role, files};
 
 const FORMAT: u32 = 1;
-/// No request for a certificate is larger.
+/// Largest certificate request.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 
-/// How long certificates live.
+/// Lifetimes of certificates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lifetimes {
-    /// Of the authority's own certificate.
+    /// Lifetime of the authority's own certificate.
     pub authority: Duration,
-    /// Of a controller's, pool's, node's or admin's; renewed at two thirds.
+    /// Lifetime of a certificate of a controller, pool, node or admin; renewed at two thirds.
     pub holder: Duration,
 }
 
@@ -42,12 +42,12 @@ impl Default for Lifetimes {
     }
 }
 
-/// A certificate as it is handed out.
+/// A certificate as it is issued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issued {
-    /// The holder's certificate, then what leads to an authority, as PEM.
+    /// The holder's certificate, then its chain to an authority, as PEM.
     pub chain_pem: String,
-    /// Every authority to trust, the newest first, as PEM.
+    /// All trusted authorities, the newest first, as PEM.
     pub authorities_pem: String,
     pub cluster: ClusterId,
 }
@@ -56,7 +56,7 @@ pub struct Issued {
 struct File {
     format: u32,
     cluster_id: String,
-    /// Grows with each rotation; keeps the authorities' names apart.
+    /// Grows with each rotation; makes the authorities' names distinct.
     generation: u64,
     key_pem: String,
     certificate_pem: String,
@@ -68,7 +68,7 @@ struct Former {
     certificate_pem: String,
     /// The new authority signed by the former one.
     cross_pem: String,
-    /// Seconds since 1970; the last certificate of the former one has run out by then.
+    /// Seconds since 1970; the last certificate of the former authority has expired by then.
     trusted_until_s: u64,
 }
 
@@ -108,7 +108,7 @@ impl Authority {
         Ok(authority)
     }
 
-    /// Loads what [`Authority::create`] made.
+    /// Loads the authority that [`Authority::create`] made.
     pub fn load(dir: &Path, lifetimes: Lifetimes) -> Result<Self, Error> {
         let path = dir.join("authority.json");
         let bytes = files::read(&path)?.ok_or_else(|| Error::NotJoined { dir: dir.to_owned() })?;
@@ -131,13 +131,13 @@ impl Authority {
         self.cluster
     }
 
-    /// SHA-256 of the newest authority's certificate, as join tokens carry it.
+    /// Returns the SHA-256 of the newest authority's certificate, as join tokens carry it.
     pub fn fingerprint(&self) -> [u8; 32] {
         let der = pem_to_der(&self.file.certificate_pem).expect("checked when loaded");
         fingerprint(&der)
     }
 
-    /// Every authority to trust, the newest first, as PEM.
+    /// Returns all trusted authorities, the newest first, as PEM.
     pub fn authorities_pem(&self) -> String {
         match &self.file.former {
             Some(former) if former.trusted_until_s > now_s() => {
@@ -147,8 +147,8 @@ impl Authority {
         }
     }
 
-    /// Signs a request. Nothing but the public key is taken from it: who the holder is, and
-    /// for how long, is the controller's to say.
+    /// Signs a request. Only the public key is taken from it: the controller decides the holder and
+    /// the lifetime.
     pub fn issue(&self, csr_der: &[u8], holder: &Peer) -> Result<Issued, Error> {
         if csr_der.len() > REQUEST_BYTES_MAX {
             return Err(Error::certificate("the request is larger than any request is"));
@@ -170,8 +170,8 @@ impl Authority {
         Identity::load(dir)
     }
 
-    /// A new authority from now on; the former one stays trusted while any certificate that it
-    /// signed is alive.
+    /// Makes a new authority; the former one stays trusted until the last certificate that it
+    /// signed has expired.
     pub fn rotate(&mut self) -> Result<(), Error> {
         self.forget_former()?;
         if let Some(former) = &self.file.former {
@@ -200,7 +200,7 @@ impl Authority {
         self.save().inspect_err(|_| self.file = before)
     }
 
-    /// A new authority at once: nothing that a former one signed is trusted any more.
+    /// Makes a new authority at once: no certificate of a former one is trusted any more.
     pub fn rotate_at_once(&mut self) -> Result<(), Error> {
         let generation = self.file.generation + 1;
         let key = KeyPair::generate().map_err(Error::certificate)?;
@@ -218,7 +218,7 @@ impl Authority {
         self.save().inspect_err(|_| self.file = before)
     }
 
-    /// Drops the former authority once its time is over; true if it did.
+    /// Drops the former authority once its time is over; true if it was dropped.
     pub fn forget_former(&mut self) -> Result<bool, Error> {
         if self.file.former.as_ref().is_none_or(|former| former.trusted_until_s > now_s()) {
             return Ok(false);
@@ -240,7 +240,7 @@ impl Authority {
             chain_pem.push_str(&former.cross_pem);
         }
         if role == Role::Controller {
-            // A newcomer has no bundle yet; it finds the authority that its token pins here.
+            // A newcomer has no bundle yet; it finds here the authority that its token pins.
             chain_pem.push_str(&self.file.certificate_pem);
             if let Some(former) = former {
                 chain_pem.push_str(&former.certificate_pem);
@@ -262,7 +262,8 @@ impl Authority {
             .collect()
     }
 
-    /// All of it, its private key too, as [`Authority::load`] reads it from its file.
+    /// Returns the whole authority, with its private key, as [`Authority::load`] reads it from its
+    /// file.
     pub fn export(&self) -> Result<String, Error> {
         serde_json::to_string_pretty(&self.file)
             .map_err(|error| Error::Damaged { path: self.path.clone(), reason: error.to_string() })
@@ -286,8 +287,8 @@ fn now_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// Begins a little in the past, for hosts whose clocks are behind; never by so much that two
-/// thirds of a short life would be over already.
+/// Sets a validity that begins a little in the past, for hosts whose clocks are behind; never by so
+/// much that two thirds of a short lifetime would be over already.
 fn set_life(params: &mut CertificateParams, life: Duration) {
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let early = (life / 20).min(Duration::from_secs(300)).as_secs();
@@ -298,7 +299,7 @@ fn set_life(params: &mut CertificateParams, life: Duration) {
 fn serial() -> SerialNumber {
     let mut bytes = [0; 16];
     aws_lc_rs::rand::fill(&mut bytes).expect("the operating system gives random bytes");
-    // Positive, as X.509 wants serial numbers.
+    // X.509 requires positive serial numbers.
     bytes[0] &= 0x7f;
     SerialNumber::from_slice(&bytes)
 }
@@ -323,12 +324,12 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     let uri = holder.uri().try_into().map_err(Error::certificate)?;
     params.subject_alt_names = vec![SanType::URI(uri)];
     if holder.role == Role::Node {
-        // Foreign NBD clients know a server by its host's name; nothing of ours looks at it.
+        // Foreign NBD clients identify a server by its host's name; Quoin does not read this.
         let name = holder.name.as_str().try_into().map_err(Error::certificate)?;
         params.subject_alt_names.push(SanType::DnsName(name));
     }
     params.is_ca = IsCa::ExplicitNoCa;
-    // Signing is what TLS 1.3 needs; QEMU refuses certificates without the other.
+    // TLS 1.3 needs the signature alone; QEMU refuses certificates without the other.
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     // Every holder is server on some connections and client on others.
     params.extended_key_usages =
@@ -338,20 +339,21 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     Ok(params)
 }
 
-/// SHA-256 of a public key (SubjectPublicKeyInfo, DER) in hex, by which members are known.
+/// Returns the SHA-256 of a public key (SubjectPublicKeyInfo, DER) in hex, which identifies
+/// members.
 fn key_hash(public_key: &[u8]) -> String {
     hex::encode(digest::digest(&digest::SHA256, public_key))
 }
 
-/// The hash of the key that a certificate is for.
+/// Returns the hash of the key of a certificate.
 pub fn key_hash_of(certificate: &CertificateDer<'_>) -> Result<String, Error> {
     let (_, parsed) =
         x509_parser::parse_x509_certificate(certificate).map_err(Error::certificate)?;
     Ok(key_hash(parsed.public_key().raw))
 }
 
-/// The hash of the key that a request is for, so that a repeated request can be told from somebody
-/// else's. The request's own signature is checked when it is issued.
+/// Returns the hash of the key of a request, so that a repeated request can be told from that of
+/// another newcomer. The request's own signature is checked when the certificate is issued.
 pub fn key_hash_of_request(csr_der: &[u8]) -> Result<String, Error> {
     use x509_parser::prelude::{FromDer, X509CertificationRequest};
     if csr_der.len() > REQUEST_BYTES_MAX {

@@ -22,24 +22,25 @@ use tower::service_fn;
 use crate::incoming::Caller;
 use crate::{Error, Expected, Identity, Role, TermChannel, tls};
 
-/// TCP connect and TLS handshake together.
+/// Deadline of TCP connect and TLS handshake together.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
 
 impl Identity {
-    /// A channel to the controller at `host:port`. It connects when first used, and again
-    /// whenever the connection is lost, with the certificate of that moment; calls fail with
-    /// UNAVAILABLE meanwhile. Callers set a deadline on each call that is not a stream.
+    /// Returns a channel to the controller at `host:port`. The channel connects when first used,
+    /// and again whenever the connection is lost, with the certificate of that moment; calls fail
+    /// with UNAVAILABLE meanwhile. Callers set a deadline on each call that is not a stream.
     pub fn channel(&self, controller_addr: &str) -> Result<Channel, Error> {
         self.channel_to(controller_addr, Expected::Role(Role::Controller))
     }
 
-    /// As [`Identity::channel`], for members: answers of a controller of a former term are refused.
+    /// Returns a channel as [`Identity::channel`] does, for members: answers of a controller of a
+    /// former term are refused.
     pub fn controller(&self, controller_addr: &str) -> Result<TermChannel, Error> {
         Ok(TermChannel::over(self.channel(controller_addr)?, self.clone()))
     }
 
-    /// As [`Identity::controller`], and the address of this host that its connection comes from:
-    /// `None` until the first connection.
+    /// Returns a channel as [`Identity::controller`] does, and the address of this host that its
+    /// connection comes from: `None` until the first connection.
     pub fn controller_with_source(
         &self,
         controller_addr: &str,
@@ -50,7 +51,7 @@ impl Identity {
         Ok((TermChannel::over(channel, self.clone()), known))
     }
 
-    /// As [`Identity::channel`], to any member.
+    /// Returns a channel as [`Identity::channel`] does, to any member.
     pub fn channel_to(&self, address: &str, expected: Expected) -> Result<Channel, Error> {
         self.channel_telling(address, expected, watch::channel(None).0)
     }
@@ -65,8 +66,8 @@ impl Identity {
         Ok(endpoint(address)?.connect_with_connector_lazy(service_fn(move |_| connect())))
     }
 
-    /// As [`Identity::controller`], connected at once: a controller that is away, or another than is
-    /// meant, is told now.
+    /// Returns a channel as [`Identity::controller`] does, connected at once: an absent or a wrong
+    /// controller is reported immediately.
     pub async fn connect(&self, controller_addr: &str) -> Result<TermChannel, Error> {
         let config = self.grpc_config(Expected::Role(Role::Controller))?;
         let channel = tls_channel(endpoint(controller_addr)?, config, controller_addr)
@@ -81,15 +82,15 @@ impl Identity {
         Ok(config)
     }
 
-    /// Connects to a member's data port at `host:port`, has both sides prove themselves, and closes
-    /// the connection again, within `within`. The error says in words what is in the way.
+    /// Connects to a member's data port at `host:port`, lets both sides authenticate, and closes
+    /// the connection again, within `within`. The error names the cause in words.
     pub async fn reaches(
         &self,
         address: &str,
         expected: Expected,
         within: Duration,
     ) -> Result<(), String> {
-        // Without a protocol: it is no data connection.
+        // No application protocol: this is no data connection.
         let config = self.client_config(expected).map_err(|error| error.to_string())?;
         let prove = async {
             let tcp = TcpStream::connect(address).await?;
@@ -106,14 +107,14 @@ impl Identity {
     }
 }
 
-/// The settings every channel has: dead peers are noticed within 20 s also when idle.
+/// Returns the settings of every channel: dead peers are noticed within 20 s also when idle.
 pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Error> {
     let bad = || Error::Address { address: address.to_owned() };
     let (host, port) = address.rsplit_once(':').ok_or_else(bad)?;
     if host.is_empty() || port.parse::<u16>().is_err() {
         return Err(bad());
     }
-    // The scheme says nothing of TLS here: the connector below makes it.
+    // The scheme does not decide on TLS here: the connector below makes it.
     let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|_| bad())?;
     Ok(endpoint
         .http2_keep_alive_interval(Duration::from_secs(10))
@@ -145,7 +146,7 @@ fn connector(
     }
 }
 
-/// Connects at once, so that a wrong address or a wrong controller is told now.
+/// Connects at once, so that a wrong address or a wrong controller is reported immediately.
 pub(crate) async fn tls_channel(
     endpoint: Endpoint,
     mut config: ClientConfig,
@@ -156,8 +157,8 @@ pub(crate) async fn tls_channel(
     endpoint.connect_with_connector(service_fn(move |_| connect())).await
 }
 
-/// A channel over a unix socket, such as the controller's admin socket: who may open the file
-/// may speak. Connects when first used, and again when the connection is lost.
+/// Returns a channel over a unix socket, such as the controller's admin socket: permission to open
+/// the file is permission to call. Connects when first used, and again when the connection is lost.
 pub fn unix_channel(path: &Path) -> Channel {
     let path = PathBuf::from(path);
     Endpoint::from_static("http://localhost").connect_with_connector_lazy(service_fn(move |_| {
@@ -203,7 +204,7 @@ impl AsyncWrite for LocalStream {
     }
 }
 
-/// The connections of a unix listener, for tonic.
+/// Returns the connections of a unix listener, for tonic.
 pub fn unix_incoming(
     listener: UnixListener,
 ) -> impl futures::Stream<Item = io::Result<LocalStream>> + Send {
@@ -212,7 +213,7 @@ pub fn unix_incoming(
             match listener.accept().await {
                 Ok((stream, _)) => break stream,
                 Err(error) => {
-                    // Descriptors ran out, or the client left already: neither ends the service.
+                    // No descriptor was left, or the client left already: neither ends the service.
                     tracing::warn!(%error, "a local connection was not accepted");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }

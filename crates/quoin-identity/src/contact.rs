@@ -1,5 +1,5 @@
-//! Whether the controller is heard, told in the log when that turns and not at every attempt; and
-//! how a member goes on following it while it comes and goes.
+//! Reachability of the controller: logged when it changes and not at every attempt. Also the loop
+//! by which a member follows the controller through its absences.
 
 use std::fmt::Display;
 use std::sync::Mutex;
@@ -10,29 +10,29 @@ use tokio::sync::watch;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
-/// A controller that stays away is complained about this often.
+/// Interval of the log's warnings about a controller that stays away.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Goes with a refusal of a member that was removed, so that it ends and does not ask again.
+/// Header of a refusal of a member that was removed, so that it ends and does not retry.
 const REMOVED: &str = "quoin-member-removed";
 
-/// Marks a controller's answer as one to a member that was removed.
+/// Marks a controller's answer as the refusal of a member that was removed.
 pub fn mark_removed(status: &mut Status) {
     status.metadata_mut().insert(REMOVED, MetadataValue::from_static("yes"));
 }
 
-/// Whether a controller refused its caller for having been removed.
+/// Returns whether a controller refused its caller because that was removed.
 pub fn is_of_removed(status: &Status) -> bool {
     status.metadata().contains_key(REMOVED)
 }
 
-/// One member's memory of its controller.
+/// One member's state of contact with its controller.
 #[derive(Debug)]
 pub struct Contact {
     controller: String,
-    /// Some IO waits for the controller, rather than going on without it.
+    /// Some IO waits for the controller and cannot continue without it.
     io_waits: AtomicBool,
-    /// When its absence was last told; `None` while it is heard.
+    /// Time of the last warning about its absence; `None` while it answers.
     told: Mutex<Option<Instant>>,
 }
 
@@ -45,20 +45,20 @@ impl Contact {
         }
     }
 
-    /// Whether some IO waits for the controller, as that of a target which has just started and does
-    /// not know its volumes.
+    /// Sets whether some IO waits for the controller, as that of a target which has just started
+    /// and does not know its volumes.
     pub fn set_io_waits(&self, waits: bool) {
         self.io_waits.store(waits, Ordering::Relaxed);
     }
 
-    /// It has answered.
+    /// Records an answer of the controller.
     pub fn heard(&self) {
         if self.told().take().is_some() {
             tracing::info!(controller = self.controller, "the controller answers again");
         }
     }
 
-    /// It has not answered, or with a refusal. Whether that was told now.
+    /// Records a missing answer or a refusal. Returns whether a warning was logged now.
     pub fn missed(&self, why: impl Display) -> bool {
         let mut told = self.told();
         if told.is_some_and(|told| told.elapsed() < AGAIN) {
@@ -82,11 +82,12 @@ impl Contact {
         true
     }
 
-    /// Runs `follow_once`, which hears the controller until their connection ends, again and again
-    /// until `shutdown`, with a pause of `retry`. `tell` learns why it is not heard.
+    /// Runs `follow_once`, which follows the controller until their connection ends, again and
+    /// again until `shutdown`, with a pause of `retry`. `tell` receives why the controller does not
+    /// answer.
     ///
     /// # Errors
-    /// The controller's word that this member was removed from the cluster.
+    /// The controller's statement that this member was removed from the cluster.
     pub async fn follow<F>(
         &self,
         mut shutdown: watch::Receiver<bool>,

@@ -1,16 +1,16 @@
-//! What several roles read from messages of the control plane, in the core's types, checked.
+//! Conversion of control plane messages into the core's types, with checks, for several roles.
 //!
-//! Errors are sentences for an operator: they name the field and what it held.
+//! Errors are sentences for an operator: they name the field and its value.
 
 use quoin_api::control;
 use quoin_types::{Member, Membership};
 
-/// An id as the control plane spells it: 32 hex digits. `what` names it in the error.
+/// Parses an id as the control plane writes it: 32 hex digits. `what` names it in the error.
 pub fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
     text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
 }
 
-/// A volume's membership.
+/// Parses a volume's membership.
 pub fn membership(message: &control::Membership) -> Result<Membership, String> {
     let small =
         |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
@@ -31,14 +31,14 @@ pub fn membership(message: &control::Membership) -> Result<Membership, String> {
     Ok(membership)
 }
 
-/// Those who hold a volume, as messages name them.
+/// Returns the messages for a volume's members.
 pub fn member_messages(known: &[Member]) -> Vec<control::Member> {
     let member =
         |m: &Member| control::Member { replica_id: m.id.to_string(), guid: m.guid.to_string() };
     known.iter().map(member).collect()
 }
 
-/// The message of a membership; [`membership`] reads it.
+/// Returns the message of a membership; [`membership`] reads it.
 pub fn membership_message(membership: &Membership) -> control::Membership {
     control::Membership {
         version: membership.version,

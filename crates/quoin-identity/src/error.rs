@@ -1,4 +1,4 @@
-//! What can go wrong with identities: the thing, the rule, the way out.
+//! Errors of identities: the thing, the rule, the way out.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use quoin_types::Term;
 
 use crate::Role;
 
-/// An identity, a certificate, a token or a secured connection that is not as it must be.
+/// An identity, a certificate, a token or a secured connection that violates a rule.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{path}: {source}")]
@@ -81,7 +81,7 @@ pub enum Error {
     Tls(#[from] rustls::Error),
 }
 
-/// The first cause of an error: "transport error" alone tells nothing.
+/// Returns the first cause of an error: "transport error" alone is of no use.
 pub(crate) fn root(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(deeper) = cause.source() {

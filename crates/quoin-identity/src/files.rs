@@ -1,4 +1,4 @@
-//! Small files that are either the old or the new ones after a crash, never half.
+//! Small files that are either the old or the new ones after a crash, never a part.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -9,7 +9,7 @@ use crate::Error;
 
 pub const PRIVATE: u32 = 0o600;
 pub const PUBLIC: u32 = 0o644;
-/// No file of an identity is larger; a larger one is not ours and is not read into memory.
+/// Largest file of an identity; a larger one is not Quoin's and is not read into memory.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
@@ -29,9 +29,9 @@ pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     write(path, bytes, PRIVATE)
 }
 
-/// Writes beside, syncs, renames, syncs the directory.
+/// Writes a temporary file, syncs it, renames it, syncs the directory.
 pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
-    // The parent of a mere name is "", which cannot be opened.
+    // The parent of a bare name is "", which cannot be opened.
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // Two processes may share an identity, so each writes a file of its own first.
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -51,7 +51,7 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
     done.map_err(failed(path))
 }
 
-/// `None` where there is no such file.
+/// Reads a file; `None` where there is no such file.
 pub fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     match fs::metadata(path) {
         Ok(meta) if meta.len() > FILE_BYTES_MAX => Err(Error::Damaged {

@@ -1,16 +1,16 @@
-//! Epoch grants: what a controller signs, a target shows, and a pool believes.
+//! Epoch grants, which a controller signs, a target presents, and a pool verifies.
 //!
-//! A pool hears `Open` from a target with a node's certificate, which proves who is there but
-//! not that the records name this node as the volume's owner. The grant does: it says "this
+//! A pool receives `Open` from a target with a node's certificate. It proves which node connects,
+//! but not that the records name this node as the volume's owner. The grant does: it states "this
 //! node may open this volume at this epoch as this incarnation", signed with the key of a
-//! controller's certificate, which comes with it. So a pool needs no word with the controller,
-//! and IO goes on while that one is down. It says in which term it was given as well, and so tells a
-//! pool of a newer term that no controller has told it of ([`quoin_types::term`]).
+//! controller's certificate, which comes with it. So a pool need not contact the controller, and IO
+//! continues while that one is down. The grant also states the term in which it was issued, so a
+//! pool learns of a newer term of which no controller has informed it ([`quoin_types::term`]).
 //!
 //! Bytes, little-endian: magic, cluster u128, volume u128, epoch u64, incarnation u128, node (u8
-//! length, bytes), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so that
-//! pools of versions that know no terms read it; else `QGR2`, and the term (number u64, id u128)
-//! follows the node.
+//! length, bytes), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so
+//! that pools of versions that know no terms read it; else `QGR2`, and the term (number u64, id
+//! u128) follows the node.
 
 use bytes::{Buf, BufMut};
 use quoin_types::{Epoch, Incarnation, Term, TermId, VolumeId};
@@ -20,13 +20,13 @@ use crate::signed::{self, SIGNED_BYTES_MAX, Seal, take};
 use crate::tls::Current;
 use crate::{ClusterId, Error, check_name};
 
-/// Before there were terms: of term 0.
+/// Format from before there were terms: of term 0.
 const MAGIC: &[u8; 4] = b"QGR1";
 pub(crate) const MAGIC_OF_TERM: &[u8; 4] = b"QGR2";
 const CONTEXT: &[u8] = b"quoin epoch grant, format 1\0";
 const CONTEXT_OF_TERM: &[u8] = b"quoin epoch grant, format 2\0";
 
-/// Leave for one target to open one volume at one epoch.
+/// Permission for one target to open one volume at one epoch.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Grant {
     pub volume: VolumeId,
@@ -34,7 +34,7 @@ pub struct Grant {
     pub incarnation: Incarnation,
     /// The name in the certificate of the node on which the target runs.
     pub node: String,
-    /// Of the controller that signed it. The epoch may be of a former one.
+    /// Term of the controller that signed it. The epoch may be of a former term.
     pub term: Term,
 }
 
@@ -75,7 +75,7 @@ impl Grant {
             return Err(refused("it is of another cluster"));
         }
         parsed.seal.verify(parsed.grant.context(), parsed.statement, current)?;
-        // It stands for no target, in what pools promise for an epoch that was taken back.
+        // Incarnation 0 names no target: it marks the promise of an epoch that was taken back.
         if parsed.grant.incarnation == Incarnation(0) {
             return Err(refused("it names no target"));
         }
@@ -108,7 +108,7 @@ fn parse(bytes: &[u8]) -> Option<Parsed<'_>> {
     if of_a_term {
         let number = rest.try_get_u64_le().ok()?;
         term = Term { number, id: TermId(rest.try_get_u128_le().ok()?) };
-        // Term 0 is said in one way only.
+        // Term 0 has one encoding only.
         if term == Term::default() {
             return None;
         }
@@ -167,7 +167,7 @@ mod tests {
             for at in 0..bytes.len() {
                 let mut changed = bytes.clone();
                 changed[at] ^= 1;
-                // A change in an unneeded certificate of the chain alters nothing that counts.
+                // A change in an unneeded certificate of the chain has no effect.
                 if let Ok(read) = pool.verify_grant(&changed) {
                     assert_eq!(read, grant, "byte {at} changed what the grant says");
                 }

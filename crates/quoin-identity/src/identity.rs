@@ -24,10 +24,10 @@ const CERTIFICATE: &str = "cert.pem";
 const AUTHORITIES: &str = "ca.pem";
 const CLUSTER: &str = "cluster.json";
 
-/// How often a member whose certificate has run out looks for another one on disk.
+/// Interval at which a member whose certificate has expired checks the disk for another one.
 const RUN_OUT_LOOK: Duration = Duration::from_secs(10);
-/// How often the calendar is looked at. The timers beneath a sleep stand still while the machine is
-/// suspended, so one long sleep would end after the certificate.
+/// Interval of checks of the calendar. Timers stop while the machine is suspended, so one long
+/// sleep would end after the certificate expired.
 pub(crate) const CALENDAR_LOOK: Duration = Duration::from_secs(60);
 
 #[derive(Serialize, Deserialize)]
@@ -42,7 +42,7 @@ struct Inner {
     terms: Terms,
 }
 
-/// This process's place in its cluster. Cheap to clone; all clones renew together.
+/// This process's identity in its cluster. Cheap to clone; all clones renew together.
 #[derive(Clone)]
 pub struct Identity(Arc<Inner>);
 
@@ -61,7 +61,7 @@ impl Identity {
         Ok(Self(Arc::new(Inner { dir: dir.to_owned(), peer, shared, terms })))
     }
 
-    /// Who this is.
+    /// Returns the holder of this identity.
     pub fn peer(&self) -> &Peer {
         &self.0.peer
     }
@@ -74,21 +74,21 @@ impl Identity {
         &self.0.dir
     }
 
-    /// For a server: TLS 1.3, every client shows a certificate of this cluster. Read who it is
-    /// with [`peer_of`] from `peer_certificates()[0]`.
+    /// Returns the configuration of a server: TLS 1.3, every client shows a certificate of this
+    /// cluster. [`peer_of`] reads the client from `peer_certificates()[0]`.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>, Error> {
         tls::server(&self.0.shared, true).map(Arc::new)
     }
 
-    /// For the controller's gRPC port: as [`Identity::server_config`], but a newcomer may come
-    /// without a certificate (and reach the Join service only).
+    /// Returns the configuration of the controller's gRPC port: as [`Identity::server_config`], but
+    /// a newcomer may connect without a certificate (and reach the Join service only).
     pub fn controller_config(&self) -> Result<Arc<ServerConfig>, Error> {
         let mut config = tls::server(&self.0.shared, false)?;
         config.alpn_protocols = vec![b"h2".to_vec()];
         Ok(Arc::new(config))
     }
 
-    /// For a client: TLS 1.3, and only the expected peer is accepted.
+    /// Returns the configuration of a client: TLS 1.3, and only the expected peer is accepted.
     pub fn client_config(&self, expected: Expected) -> Result<Arc<ClientConfig>, Error> {
         tls::client(&self.0.shared, expected).map(Arc::new)
     }
@@ -98,7 +98,7 @@ impl Identity {
         Ok(self.0.shared.get().holder_of(chain)?)
     }
 
-    /// Signs a grant; only a controller's signature is worth anything.
+    /// Signs a grant; pools accept only a controller's signature.
     pub fn sign_grant(&self, grant: &Grant) -> Result<Vec<u8>, Error> {
         grant.sign(self.cluster(), &self.0.shared.get().key)
     }
@@ -108,41 +108,41 @@ impl Identity {
         Grant::verify(bytes, &self.0.shared.get())
     }
 
-    /// The proof of a term; only a controller's signature is worth anything.
+    /// Returns the proof of a term; members accept only a controller's signature.
     pub fn sign_term(&self, term: Term) -> Result<Bytes, Error> {
         terms::sign(term, self.cluster(), &self.0.shared.get().key)
     }
 
-    /// The term that these bytes prove; term 0 where there are none.
+    /// Returns the term that these bytes prove; term 0 where there are none.
     pub fn verify_term(&self, proof: &[u8]) -> Result<Term, Error> {
         self.terms().verify(proof, &self.0.shared.get())
     }
 
-    /// The highest term that was heard of.
+    /// Returns the terms that this member knows.
     pub fn terms(&self) -> &Terms {
         &self.0.terms
     }
 
-    /// Takes in a term by its proof; a higher one is remembered, on media.
+    /// Accepts a term by its proof; a higher one is stored on media.
     ///
     /// # Errors
-    /// Where it is not proven, or cannot be remembered.
+    /// Where it is not proven, or cannot be stored.
     pub fn hear_term(&self, proof: &[u8]) -> Result<Standing, Error> {
         let term = self.verify_term(proof)?;
         self.terms().hear(term, proof)
     }
 
-    /// First and last moment of the certificate in use.
+    /// Returns first and last moment of the certificate in use.
     pub fn validity(&self) -> (SystemTime, SystemTime) {
         validity_of(&self.0.shared.get().key.cert[0]).unwrap_or((UNIX_EPOCH, UNIX_EPOCH))
     }
 
-    /// Nobody takes it for anybody any more, so it can no longer be renewed by itself either.
+    /// Returns whether the certificate has expired. An expired one cannot be renewed with itself.
     pub fn has_run_out(&self) -> bool {
         self.validity().1 <= SystemTime::now()
     }
 
-    /// When to renew: at two thirds of the certificate's life.
+    /// Returns when to renew: at two thirds of the certificate's lifetime.
     pub fn renew_at(&self) -> SystemTime {
         let (from, until) = self.validity();
         from + until.duration_since(from).unwrap_or_default() * 2 / 3
@@ -152,12 +152,12 @@ impl Identity {
         dir.join(KEY).exists()
     }
 
-    /// Removes a key that no certificate was made for.
+    /// Removes a key for which no certificate was issued.
     pub(crate) fn forget_key(dir: &Path) {
         let _ = std::fs::remove_file(dir.join(KEY));
     }
 
-    /// A request (PKCS #10, DER) for the key in `dir`, which is made where it is missing.
+    /// Returns a request (PKCS #10, DER) for the key in `dir`, which is made where it is missing.
     pub(crate) fn request(dir: &Path) -> Result<Vec<u8>, Error> {
         files::make_dir(dir)?;
         let path = dir.join(KEY);
@@ -173,12 +173,13 @@ impl Identity {
         Ok(params.serialize_request(&key).map_err(Error::certificate)?.der().to_vec())
     }
 
-    /// A request for the key in use.
+    /// Returns a request for the key in use.
     pub fn renewal_request(&self) -> Result<Vec<u8>, Error> {
         Self::request(&self.0.dir)
     }
 
-    /// Writes a first certificate; `cert.pem` comes last, so its presence says all is there.
+    /// Writes a first certificate; `cert.pem` is written last, so its presence proves that the rest
+    /// is there.
     pub(crate) fn establish(dir: &Path, issued: &Issued) -> Result<(), Error> {
         let cluster = ClusterFile { cluster_id: issued.cluster.to_string() };
         let cluster = serde_json::to_vec_pretty(&cluster).expect("plain data");
@@ -187,7 +188,7 @@ impl Identity {
         files::write(&dir.join(CERTIFICATE), issued.chain_pem.as_bytes(), files::PUBLIC)
     }
 
-    /// Takes a renewed certificate: checked first, then on disk, then in use.
+    /// Installs a renewed certificate: checked first, then on disk, then in use.
     pub fn install(&self, issued: &Issued) -> Result<(), Error> {
         let key = files::read(&self.0.dir.join(KEY))?.unwrap_or_default();
         let (peer, _) = assemble(
@@ -204,7 +205,7 @@ impl Identity {
         self.reload()
     }
 
-    /// Takes what is on disk now: another process of this host may have renewed it.
+    /// Loads the files anew: another process of this host may have renewed them.
     pub fn reload(&self) -> Result<(), Error> {
         let (peer, current) = load(&self.0.dir)?;
         if peer != self.0.peer {
@@ -217,7 +218,7 @@ impl Identity {
         Ok(())
     }
 
-    /// Renews with the controller, over a connection of the certificate that runs out.
+    /// Renews with the controller, over a connection of the certificate that expires.
     pub async fn renew(&self, controller_addr: &str) -> Result<(), Error> {
         use quoin_api::control::{RenewRequest, join_client::JoinClient};
         let mut client = JoinClient::new(self.controller(controller_addr)?);
@@ -234,7 +235,7 @@ impl Identity {
         Error::RunOut { dir: self.0.dir.clone(), role, name }
     }
 
-    /// How long to sleep before the next look at whether to renew. Never long: see
+    /// Returns the time to sleep before the next check whether to renew. Never long: see
     /// [`CALENDAR_LOOK`].
     fn next_look(&self, is_failing: bool) -> Duration {
         let (from, until) = self.validity();
@@ -243,14 +244,15 @@ impl Identity {
         } else {
             self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
         };
-        // What is put on disk by a new token is to work at once for all who share it.
+        // Files that a new token puts on disk are to work at once for all processes that share
+        // them.
         let longest = if self.has_run_out() { RUN_OUT_LOOK } else { CALENDAR_LOOK };
-        // A floor, so that a clock that jumped does not make this a busy loop.
+        // Minimum, so that a clock that jumped does not make this a busy loop.
         wait.clamp(Duration::from_millis(200), longest)
     }
 
-    /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its life, and tries
-    /// on while the controller is away. IO does not depend on it.
+    /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its lifetime, and
+    /// retries while the controller is away. IO does not depend on it.
     pub async fn keep_renewed(&self, controller_addr: String, mut shutdown: watch::Receiver<bool>) {
         let mut failures = 0u32;
         loop {
@@ -278,7 +280,7 @@ impl Identity {
                     failures += 1;
                     let left = self.validity().1.duration_since(SystemTime::now());
                     let left_s = left.unwrap_or_default().as_secs();
-                    // The controller may be away for days.
+                    // Few warnings: the controller may be away for days.
                     if failures.is_power_of_two() {
                         tracing::warn!(%error, left_s, "certificate not renewed yet, trying again");
                     }
@@ -312,7 +314,7 @@ fn load(dir: &Path) -> Result<(Peer, Current), Error> {
     assemble(dir, cluster, &key, &chain, &authorities)
 }
 
-/// The parts of an identity must fit one another.
+/// Loads the parts of an identity and checks that they match each other.
 fn assemble(
     dir: &Path,
     cluster: ClusterId,
@@ -340,20 +342,20 @@ fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>,
     let list: Vec<_> = CertificateDer::pem_slice_iter(pem)
         .collect::<Result<_, _>>()
         .map_err(|e| damaged(path, e))?;
-    // A chain or bundle of ours has at most five.
+    // A chain or bundle of Quoin has at most five.
     if list.is_empty() || list.len() > 8 {
         return Err(damaged(path, format!("{} certificates in it", list.len())));
     }
     Ok(list)
 }
 
-/// When a certificate runs out; `None` for bytes that are no certificate.
+/// Returns when a certificate expires; `None` for bytes that are no certificate.
 #[must_use]
 pub fn valid_until(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
     validity_of(certificate).map(|(_, until)| until)
 }
 
-/// First and last moment of a certificate.
+/// Returns first and last moment of a certificate.
 pub(crate) fn validity_of(certificate: &CertificateDer<'_>) -> Option<(SystemTime, SystemTime)> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
     let moment = |t: i64| u64::try_from(t).ok().map(|s| UNIX_EPOCH + Duration::from_secs(s));
@@ -366,7 +368,7 @@ mod tests {
     use super::*;
     use crate::{Authority, Lifetimes, Role};
 
-    /// Else what the controller signs for another purpose might be read as a grant.
+    /// Otherwise a signature that the controller made for another purpose might be read as a grant.
     #[test]
     fn a_grant_is_signed_under_the_context_of_its_format_alone() {
         let dir = tempfile::tempdir().unwrap();

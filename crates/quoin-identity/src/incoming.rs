@@ -1,11 +1,11 @@
 //! Authenticated connections for tonic: one TCP listener in, a stream of TLS streams out.
 //!
-//! A slow or nonsensical client costs a bounded amount. A connection that says nothing is closed
+//! A slow or malformed client costs a bounded amount. A connection that sends nothing is closed
 //! after [`IncomingLimits::first_bytes_ms`], or earlier where there are too many: the one that has
 //! been silent for longest makes room for the next, so silence never keeps others out. A handshake
 //! has a deadline. Handshakes and connections without a certificate are counted for each source
 //! address, connections with one for each member, and none gets more than a share of the places. A
-//! connection ends when its certificate does, so a peer must show a renewed one to stay.
+//! connection ends when its certificate expires, so a peer must show a renewed one to stay.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -30,44 +30,45 @@ use crate::identity::{CALENDAR_LOOK, validity_of};
 use crate::shares::{Place, Shares, source_of};
 use crate::{Peer, key_hash_of, peer_of};
 
-/// Who made a request; every request of a served connection carries it as an extension.
+/// The caller of a request; every request of a served connection carries it as an extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
-    /// Over a unix socket: the file's permissions let them in.
+    /// Connected over a unix socket: the file's permissions let it in.
     Local,
-    /// Over TLS with a verified certificate of this cluster.
+    /// Connected over TLS with a verified certificate of this cluster.
     Member(Member),
-    /// Over TLS without a certificate.
+    /// Connected over TLS without a certificate.
     Newcomer,
 }
 
-/// The holder of a verified certificate. Several certificates may name one holder: the key tells
-/// them apart.
+/// The holder of a verified certificate. Several certificates may name one holder: the key
+/// distinguishes them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Member {
     pub peer: Peer,
     /// See [`key_hash_of`].
     pub key_hash: String,
-    /// When its connection was begun: what was trusted later did not let it in.
+    /// Start of its connection: a change of trust after it did not let the connection in.
     pub connected: std::time::Instant,
 }
 
-/// What one port bears.
+/// Limits of one port.
 #[derive(Clone, Copy, Debug)]
 pub struct IncomingLimits {
     pub connections_max: usize,
-    /// Of these, of one member.
+    /// Most connections of one member, of the number above.
     pub connections_a_member_max: usize,
-    /// Of these, without a certificate; a quarter of them of one address.
+    /// Most connections without a certificate, of the number above; a quarter of them of one
+    /// address.
     pub newcomers_max: usize,
-    /// Connections whose handshake has not begun; a quarter of them of one address.
+    /// Most connections whose handshake has not begun; a quarter of them of one address.
     pub unheard_max: usize,
-    /// Handshakes under way; a quarter of them of one address.
+    /// Most handshakes under way; a quarter of them of one address.
     pub handshakes_max: usize,
     pub handshake_ms: u64,
-    /// How long a connection may say nothing at all.
+    /// Longest time for which a connection may send nothing at all.
     pub first_bytes_ms: u64,
-    /// How long a connection without a certificate may last.
+    /// Longest time for which a connection without a certificate may last.
     pub newcomer_ms: u64,
 }
 
@@ -90,14 +91,14 @@ impl Default for IncomingLimits {
 pub struct PeerStream {
     stream: TlsStream<TcpStream>,
     caller: Caller,
-    /// When the certificate is over; `None`: at the next look, as a newcomer's time is.
+    /// Expiry of the certificate; `None`: at the next check, as the end of a newcomer's time is.
     ends: Option<SystemTime>,
     next_look: Pin<Box<Sleep>>,
-    /// Kept for as long as the connection lasts.
+    /// Held for as long as the connection lasts.
     _place: Place<Holder>,
 }
 
-/// To whom a connection is counted.
+/// The holder against which a connection is counted.
 #[derive(Clone, PartialEq, Eq, Hash)]
 enum Holder {
     Member(Peer),
@@ -121,8 +122,8 @@ impl PeerStream {
     }
 }
 
-/// How long to sleep before the next look at whether it `ends`; `None`: it has. A sleep does not
-/// count the time for which the machine is suspended, so none is long.
+/// Returns the time to sleep before the next check whether it `ends`; `None`: it has ended. A sleep
+/// does not count the time for which the machine is suspended, so none is long.
 fn until_next_look(ends: SystemTime) -> Option<Duration> {
     let left = ends.duration_since(SystemTime::now()).ok()?;
     (!left.is_zero()).then(|| left.min(CALENDAR_LOOK))
@@ -163,7 +164,8 @@ impl AsyncWrite for PeerStream {
     }
 }
 
-/// Accepts, shakes hands and hands over; dropping the stream closes the port.
+/// Accepts connections, performs handshakes and returns the streams; dropping the stream closes the
+/// port.
 pub fn serve_incoming(
     listener: TcpListener,
     config: Arc<ServerConfig>,
@@ -185,7 +187,7 @@ struct Places {
     newcomers: Shares<Holder>,
 }
 
-/// The connections that have said nothing yet, the oldest first.
+/// The connections that have sent nothing yet, the oldest first.
 #[derive(Default)]
 struct Silent(VecDeque<AbortHandle>);
 
@@ -232,7 +234,7 @@ async fn accept(
                 continue;
             }
         };
-        // Half of the places is for those that have said something and wait for their handshake.
+        // Half of the places is for those that have sent something and wait for their handshake.
         silent.make_room(limits.unheard_max.div_ceil(2));
         let Ok(place) = places.unheard.take(source_of(address.ip())) else {
             tracing::debug!(%address, "too many connections wait to be heard");
@@ -241,7 +243,7 @@ async fn accept(
         let (places, ready) = (places.clone(), ready.clone());
         let waiting = tokio::spawn(async move {
             if let Some(begun) = places.speaks(tcp).await {
-                // A task of its own: from here on it gives way to nobody.
+                // A task of its own: from here on it is not ended for another connection.
                 tokio::spawn(async move { places.hear(begun, address, place, ready).await });
             }
         });
@@ -250,7 +252,7 @@ async fn accept(
 }
 
 impl Places {
-    /// The client's first message, whole.
+    /// Reads the client's first message, whole.
     async fn speaks(&self, tcp: TcpStream) -> Option<StartHandshake<TcpStream>> {
         let _ = tcp.set_nodelay(true);
         let limit = Duration::from_millis(self.limits.first_bytes_ms);
@@ -258,7 +260,7 @@ impl Places {
         tokio::time::timeout(limit, hello).await.ok()?.ok()
     }
 
-    /// Shakes hands in its turn among those of its address, and hands over.
+    /// Performs the handshake in turn with others of its address, and returns the stream.
     async fn hear(
         &self,
         begun: StartHandshake<TcpStream>,
@@ -269,7 +271,7 @@ impl Places {
         let limit = Duration::from_millis(self.limits.handshake_ms);
         let connected = std::time::Instant::now();
         let shaking_hands = async {
-            // The turn of the address first: its others do not wait for a place meanwhile.
+            // The turn of the address comes first: its others do not wait for a place meanwhile.
             let turn = self.turn_of(source_of(address.ip()));
             let _turn = turn.acquire_owned().await.ok()?;
             let _place = self.handshakes.acquire().await.ok()?;
@@ -303,7 +305,8 @@ impl Places {
         let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_look, _place: place })).await;
     }
 
-    /// The handshakes of one address. Those that nobody waits for are forgotten when many came.
+    /// Returns the handshakes of one address. Entries that no connection waits for are removed once
+    /// there are many.
     fn turn_of(&self, source: IpAddr) -> Arc<Semaphore> {
         const KEPT_MAX: usize = 1024;
         let mut turns = self.handshakes_by_source.lock().expect("no holder of this lock panics");
@@ -315,7 +318,7 @@ impl Places {
     }
 }
 
-/// Who has connected, and when a member's certificate is over.
+/// Returns the caller, and when a member's certificate expires.
 fn caller_of(
     stream: &TlsStream<TcpStream>,
     connected: std::time::Instant,

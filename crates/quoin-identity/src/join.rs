@@ -1,4 +1,4 @@
-//! Becoming a member: a key of one's own, a token, a certificate.
+//! Becoming a member: an own key, a token, a certificate.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tonic::transport::Channel;
 use crate::channel::tls_channel;
 use crate::{Error, Identity, Issued, JoinToken, Role, check_name, tls};
 
-/// Everything that a newcomer is told by its operator.
+/// The operator's input for a newcomer.
 #[derive(Clone, Debug)]
 pub struct JoinRequest {
     /// `host:port` of the controller.
@@ -20,10 +20,10 @@ pub struct JoinRequest {
     pub name: String,
 }
 
-/// Joins a cluster and writes the identity into `dir`. The controller must prove that it is
-/// the one the token was made by before anything is sent to it. May be repeated with the same
-/// token and `dir` when an answer got lost: the token is bound to the first key that used it.
-/// A member whose certificate has run out joins again, with the key that it has.
+/// Joins a cluster and writes the identity into `dir`. The controller must prove that it is the one
+/// that made the token before anything is sent to it. A join may be repeated with the same token
+/// and `dir` when an answer got lost: the token is bound to the first key that used it. A member
+/// whose certificate has expired joins again, with the key that it has.
 pub async fn join(
     controller_addr: &str,
     token: &JoinToken,
@@ -65,8 +65,8 @@ pub async fn join(
     Identity::load(dir)
 }
 
-/// A channel of somebody who has no certificate yet, to the controller that made the token and
-/// to no other. It leads to the Join service only.
+/// Returns a channel of a newcomer without a certificate, to the controller that made the token and
+/// to no other. The channel leads to the Join service only.
 pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Result<Channel, Error> {
     let config = tls::pinned(token.cluster, token.fingerprint)?;
     let endpoint = crate::channel::endpoint(controller_addr)?;
@@ -74,9 +74,9 @@ pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Resul
     tls_channel(endpoint, config, controller_addr).await.map_err(unreachable)
 }
 
-/// Loads the identity in `dir` or, where there is none yet, joins. A process that is always
-/// started with the same arguments needs its token only the first time, and a new one where it was
-/// away until its certificate had run out.
+/// Loads the identity in `dir` or, where there is none yet, joins. A process that is always started
+/// with the same arguments needs its token only the first time, and a new one after an absence in
+/// which its certificate expired.
 pub async fn load_or_join(dir: &Path, request: Option<&JoinRequest>) -> Result<Identity, Error> {
     match (Identity::load(dir), request) {
         (Err(Error::NotJoined { .. }), Some(r)) => {
@@ -89,7 +89,7 @@ pub async fn load_or_join(dir: &Path, request: Option<&JoinRequest>) -> Result<I
     }
 }
 
-/// What a join makes before it is answered, and what a clear refusal makes worthless.
+/// Files of a join before it is answered; a clear refusal makes them worthless.
 struct Unused<'a> {
     dir: &'a Path,
     dir_is_new: bool,
@@ -101,7 +101,7 @@ impl<'a> Unused<'a> {
         Self { dir, dir_is_new: !dir.exists(), key_is_new: !Identity::has_key(dir) }
     }
 
-    /// A key that may have been used must stay: the answer may only have got lost.
+    /// A key that may have been used must stay: possibly only the answer was lost.
     fn remove_if(&self, status: &tonic::Status) {
         use tonic::Code::{AlreadyExists, InvalidArgument, PermissionDenied, Unauthenticated};
         let clear = [AlreadyExists, InvalidArgument, PermissionDenied, Unauthenticated];

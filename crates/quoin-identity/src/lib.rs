@@ -1,29 +1,31 @@
-//! Who is who in a cluster: certificates, how to get one, and connections that demand one.
+//! Identities of a cluster's members: certificates, how to get one, and authenticated connections.
 //!
-//! Every process that talks over TCP has an *identity directory*:
+//! Every process that communicates over TCP has an *identity directory*:
 //!
-//! | file | what |
+//! | file | contents |
 //! |---|---|
 //! | `key.pem` | the private key (mode 0600); it never leaves the host |
 //! | `cert.pem` | the certificate chain for it, replaced by each renewal |
-//! | `ca.pem` | the authorities to trust: one, or two while the authority is rotated |
+//! | `ca.pem` | the trusted authorities: one, or two while the authority is rotated |
 //! | `cluster.json` | the cluster this directory belongs to |
-//! | `term.json` | the highest term of a controller that was heard of ([`Terms`]), where there is one |
+//! | `term.json` | the highest known term of a controller ([`Terms`]), where there is one |
 //!
 //! A certificate names its holder as a URI, `quoin://<cluster>/<role>/<name>` ([`Peer`]); host
-//! names and addresses play no part. Both sides of every TCP connection show one (mutual TLS
-//! 1.3, no session tickets, no resumption, so each connection proves who is there *now*). The
-//! one exception is a newcomer that asks the controller for its first certificate: it shows a
-//! [`JoinToken`], and knows the controller by the authority's fingerprint inside that token.
+//! names and addresses play no part. Both sides of every TCP connection show one (mutual TLS 1.3,
+//! no session tickets, no resumption, so each connection proves the peer's identity *now*). The one
+//! exception is a newcomer that asks the controller for its first certificate: it shows a
+//! [`JoinToken`], and authenticates the controller by the authority's fingerprint inside that
+//! token.
 //!
-//! * [`Identity`] loads a directory, makes TLS configurations whose certificates are replaced
-//!   under a running process, opens gRPC [`Identity::channel`]s, renews itself.
-//! * [`Authority`] is the controller's side: it issues, and can be rotated with IO running.
-//! * [`Grant`] is what a controller signs for a target and a pool believes.
-//! * [`Terms`] remembers the highest term of a controller that was heard of; [`TermChannel`] refuses
-//!   the answers of a former one.
-//! * [`serve_incoming`] turns a listener into a stream of authenticated connections that
-//!   tonic serves, each request carrying its [`Caller`].
+//! * [`Identity`] loads a directory, makes TLS configurations whose certificates are replaced under
+//!   a running process, opens gRPC [`Identity::channel`]s, renews itself.
+//! * [`Authority`] is the controller's side: it issues certificates, and can be rotated with IO
+//!   running.
+//! * [`Grant`] is signed by a controller for a target, and verified by a pool.
+//! * [`Terms`] stores the highest known term of a controller; [`TermChannel`] refuses the answers
+//!   of a former one.
+//! * [`serve_incoming`] turns a listener into a stream of authenticated connections that tonic
+//!   serves, each request carrying its [`Caller`].
 
 mod authority;
 mod channel;

@@ -1,4 +1,4 @@
-//! Roles, names, and how a certificate names its holder.
+//! Roles, names, and the form in which a certificate names its holder.
 
 use std::fmt;
 use std::str::FromStr;
@@ -30,7 +30,7 @@ impl FromStr for ClusterId {
     }
 }
 
-/// What a process is in its cluster, and so what it may do.
+/// Role of a process in its cluster, which decides its rights.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Role {
     /// Holds the records, grants epochs, issues certificates.
@@ -39,7 +39,7 @@ pub enum Role {
     Pool,
     /// Uses volumes: its target, its attach process and its CSI sockets share one identity.
     Node,
-    /// A person or automation from afar.
+    /// A user or automation on another host.
     Admin,
 }
 
@@ -88,7 +88,7 @@ pub fn check_name(what: &'static str, name: &str) -> Result<(), Error> {
     } else {
         return Ok(());
     };
-    // What came over the network is quoted in part only: an error must not be a megabyte.
+    // Input from the network is quoted in part only: an error must not be a megabyte.
     let name = name.chars().take(80).collect();
     Err(Error::Name { what, name, rule })
 }
@@ -102,13 +102,13 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Checks the name.
+    /// Returns the peer after a check of its name.
     pub fn new(cluster: ClusterId, role: Role, name: &str) -> Result<Self, Error> {
         check_name(role.as_str(), name)?;
         Ok(Self { cluster, role, name: name.to_owned() })
     }
 
-    /// The name in the certificate: `quoin://<cluster>/<role>/<name>`.
+    /// Returns the name in the certificate: `quoin://<cluster>/<role>/<name>`.
     pub fn uri(&self) -> String {
         format!("quoin://{}/{}/{}", self.cluster, self.role, self.name)
     }
@@ -126,8 +126,8 @@ impl fmt::Display for Peer {
     }
 }
 
-/// Reads who a certificate speaks for. It proves nothing by itself: the chain must have been
-/// verified, as every TLS configuration of [`crate::Identity`] does.
+/// Reads the holder that a certificate names. The name proves nothing by itself: the chain must
+/// have been verified, as every TLS configuration of [`crate::Identity`] does.
 pub fn peer_of(certificate: &CertificateDer<'_>) -> Result<Peer, Error> {
     let (_, parsed) =
         x509_parser::parse_x509_certificate(certificate).map_err(Error::certificate)?;
@@ -142,7 +142,7 @@ pub fn peer_of(certificate: &CertificateDer<'_>) -> Result<Peer, Error> {
     match (peers.next(), peers.next()) {
         (Some(peer), None) => peer,
         (None, _) => Err(Error::certificate("it names no role of a cluster")),
-        // Two names would leave it to the reader which one is meant.
+        // With two names the reader would choose which one is meant.
         (Some(_), Some(_)) => Err(Error::certificate("it names more than one holder")),
     }
 }

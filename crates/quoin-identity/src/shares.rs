@@ -5,7 +5,7 @@ use std::hash::Hash;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Places, and how many of them one holder may have. Cheap to clone; clones share the places.
+/// Places, and the share of one holder. Cheap to clone; clones share the places.
 pub struct Shares<K> {
     places_max: usize,
     share_max: usize,
@@ -25,7 +25,7 @@ struct Taken<K> {
     by_holder: HashMap<K, usize>,
 }
 
-/// One place; it is free again when this is dropped.
+/// One place; free again when this is dropped.
 pub struct Place<K: Hash + Eq> {
     holder: K,
     taken: Arc<Mutex<Taken<K>>>,
@@ -46,7 +46,7 @@ impl<K: Hash + Eq + Clone> Shares<K> {
         Self { places_max, share_max, taken: Arc::new(Mutex::new(taken)) }
     }
 
-    /// A quarter of the places is one holder's share.
+    /// Returns places of which one holder may have a quarter.
     pub fn quarters(places_max: usize) -> Self {
         Self::new(places_max, places_max.div_ceil(4))
     }
@@ -88,7 +88,7 @@ fn locked<K>(taken: &Mutex<Taken<K>>) -> MutexGuard<'_, Taken<K>> {
     taken.lock().expect("no holder of this lock panics")
 }
 
-/// The address that counts as one source: a host has a whole /64 of IPv6 to choose from.
+/// Returns the address that counts as one source: a host has a whole /64 of IPv6 to choose from.
 pub fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),

@@ -11,11 +11,11 @@ use rustls_pki_types::CertificateDer;
 use crate::tls::Current;
 use crate::{Error, Role};
 
-/// No statement with its chain is longer.
+/// Most bytes of a statement with its chain.
 pub(crate) const SIGNED_BYTES_MAX: usize = 16 << 10;
 const CHAIN_MAX: usize = 6;
 
-/// Signs a statement. `context` keeps these signatures apart from any other that the same key makes.
+/// Signs a statement. `context` distinguishes these signatures from any other of the same key.
 pub(crate) fn sign(
     context: &[u8],
     mut statement: Vec<u8>,
@@ -48,7 +48,7 @@ pub(crate) fn take<'a>(rest: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
     Some(head)
 }
 
-/// `None`: cut off, or something follows.
+/// Parses a seal. `None`: it is cut off, or bytes follow it.
 pub(crate) fn parse_seal(mut rest: &[u8]) -> Option<Seal<'_>> {
     let count = usize::from(rest.try_get_u8().ok()?);
     if count == 0 || count > CHAIN_MAX {

@@ -1,5 +1,5 @@
-//! The controller as its members call it: each request shows the highest term that the member heard
-//! of, and an answer of a former term is refused here, whatever was called.
+//! Channel of members to the controller: each request shows the member's highest known term, and an
+//! answer of a former term is refused here, for every method.
 
 use std::task::{Context, Poll};
 
@@ -15,11 +15,11 @@ use tonic::transport::Channel;
 
 use crate::{Error, Identity};
 
-/// The proof of a term, of a request and of its answer.
+/// Header with the proof of a term, of a request and of its answer.
 const TERM: &str = "quoin-term";
-/// Of an answer: the controller's records do not rule, and it claims no term by it.
+/// Header of an answer: the controller's records do not rule, and it claims no term by it.
 const DOES_NOT_RULE: &str = "quoin-does-not-rule";
-/// With the chain of a certificate it is a tenth of this.
+/// Most bytes of a proof. With the chain of a certificate it has a tenth of this.
 const PROOF_BYTES_MAX: usize = 6 << 10;
 
 /// Puts a proof into the headers of a request or an answer.
@@ -32,22 +32,22 @@ pub fn show_term(headers: &mut HeaderMap, proof: &[u8]) {
     }
 }
 
-/// Says in an answer's headers that the controller's records do not rule.
+/// Marks in an answer's headers that the controller's records do not rule.
 pub fn show_that_it_does_not_rule(headers: &mut HeaderMap) {
     headers.insert(DOES_NOT_RULE, HeaderValue::from_static("yes"));
 }
 
-/// The proof that headers show; empty where they show none, or none that can be one.
+/// Returns the proof in the headers; empty where they have none, or an impossible one.
 pub fn shown_term(headers: &HeaderMap) -> Bytes {
     let shown = headers.get(TERM).filter(|value| value.len() <= PROOF_BYTES_MAX * 4 / 3 + 4);
     shown.and_then(|value| BASE64.decode(value.as_bytes()).ok()).unwrap_or_default().into()
 }
 
-/// A channel to the controller that goes by terms.
+/// A channel to the controller that checks terms.
 #[derive(Clone, Debug)]
 pub struct TermChannel {
     inner: Channel,
-    /// `None`: of a caller that remembers nothing, such as one on the admin socket.
+    /// `None` for a caller that stores nothing, such as one on the admin socket.
     identity: Option<Identity>,
 }
 
@@ -92,12 +92,12 @@ impl Service<Request<Body>> for TermChannel {
 }
 
 impl Identity {
-    /// Takes in the term of a controller that is connected. False: what it orders is not done. One that
-    /// does not rule orders nothing, so it is heard whatever its term is: it may ask for what its
-    /// records are made of.
+    /// Accepts the term of a connected controller. False: its orders are not carried out. A
+    /// controller that does not rule gives no orders, so it is answered whatever its term is: it
+    /// may ask for the data that its records are made of.
     ///
     /// # Errors
-    /// Where it rules and its term is over, or a rival's; and where a term cannot be remembered.
+    /// Where it rules and its term is over, or a rival's; and where a term cannot be stored.
     pub fn hear_controller(&self, proof: &[u8], rules: bool) -> Result<bool, Error> {
         let standing = self.hear_term(proof)?;
         if !standing.is_refused() || !rules {

@@ -1,14 +1,14 @@
-//! Terms that a member heard of: proven, remembered on media, and told on.
+//! Terms that a member knows: proven, stored on media, and passed on.
 //!
-//! A term is believed on a controller's signature alone: a statement of its own, or a grant of that
-//! term. The signature is verified whichever peer shows it, so a pool or a node can end no controller by
-//! a word of its own.
+//! A term is accepted on a controller's signature alone: a statement of its own, or a grant of that
+//! term. The signature is verified whichever peer shows it, so a pool or a node cannot end a
+//! controller by a statement of its own.
 //!
-//! `term.json` of the identity directory has the highest term and its proof, which is shown to those
-//! that have not heard of it. Processes that share the directory add to one file.
+//! `term.json` of the identity directory has the highest term and its proof, which is shown to
+//! peers that do not know it. Processes that share the directory write to one file.
 //!
-//! Bytes of a statement, little-endian: magic `QTM1`, cluster u128, number u64, id u128, and chain and
-//! signature ([`crate::signed`]).
+//! Bytes of a statement, little-endian: magic `QTM1`, cluster u128, number u64, id u128, and chain
+//! and signature ([`crate::signed`]).
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -29,7 +29,7 @@ const CONTEXT: &[u8] = b"quoin controller term, format 1\0";
 const FILE: &str = "term.json";
 const LOCK: &str = ".term.lock";
 
-/// The bytes by which a controller proves its term. Term 0 needs no proof and has none.
+/// Returns the bytes by which a controller proves its term. Term 0 needs no proof and has none.
 pub(crate) fn sign(term: Term, cluster: ClusterId, key: &CertifiedKey) -> Result<Bytes, Error> {
     if term == Term::default() {
         return Ok(Bytes::new());
@@ -42,7 +42,7 @@ pub(crate) fn sign(term: Term, cluster: ClusterId, key: &CertifiedKey) -> Result
     signed::sign(CONTEXT, statement, key).map(Bytes::from)
 }
 
-/// The term that a statement or a grant proves.
+/// Returns the term that a statement or a grant proves.
 pub(crate) fn verify(proof: &[u8], current: &Current) -> Result<Term, Error> {
     if proof.is_empty() {
         return Ok(Term::default());
@@ -64,7 +64,7 @@ pub(crate) fn verify(proof: &[u8], current: &Current) -> Result<Term, Error> {
     Ok(term)
 }
 
-/// With the length of the statement.
+/// Parses a proof; returns also the length of the statement.
 fn parse(proof: &[u8]) -> Option<(ClusterId, Term, usize)> {
     let mut rest = proof;
     if take(&mut rest, 4)? != MAGIC {
@@ -76,7 +76,7 @@ fn parse(proof: &[u8]) -> Option<(ClusterId, Term, usize)> {
     Some((cluster, term, proof.len() - rest.len()))
 }
 
-/// As it lies in the file.
+/// Contents of the file.
 #[derive(Serialize, Deserialize)]
 struct TermFile {
     number: u64,
@@ -86,18 +86,19 @@ struct TermFile {
     proof: String,
 }
 
-/// A term, and what proves it.
+/// A term, and its proof.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Proven {
     pub term: Term,
     pub proof: Bytes,
 }
 
-/// The highest term that a member heard of.
+/// The highest term that a member knows.
 pub struct Terms {
     dir: PathBuf,
     highest: Mutex<Proven>,
-    /// The proof that was verified last, whatever it proves: every answer of a controller has the same.
+    /// The proof that was verified last, whatever it proves: every answer of a controller has the
+    /// same one.
     verified: Mutex<Proven>,
     changed: watch::Sender<Term>,
 }
@@ -114,22 +115,22 @@ impl Terms {
         Ok(Self { dir: dir.to_owned(), highest, verified, changed })
     }
 
-    /// The highest one, and its proof.
+    /// Returns the highest term, and its proof.
     pub fn highest(&self) -> Proven {
         locked(&self.highest).clone()
     }
 
-    /// Raised whenever a higher one is heard of.
+    /// Returns a receiver of the highest term, which changes with each higher one.
     pub fn changes(&self) -> watch::Receiver<Term> {
         self.changed.subscribe()
     }
 
-    /// How a term stands to the highest one, with nothing learned.
+    /// Compares a term with the highest one; stores nothing.
     pub fn standing(&self, term: Term) -> Standing {
         term.standing(locked(&self.highest).term)
     }
 
-    /// As [`verify`]; the bytes are often those that were verified last.
+    /// Verifies as [`verify`] does; the bytes are often those that were verified last.
     pub(crate) fn verify(&self, proof: &[u8], current: &Current) -> Result<Term, Error> {
         for known in [&self.verified, &self.highest] {
             let known = locked(known);
@@ -144,15 +145,15 @@ impl Terms {
         Ok(term)
     }
 
-    /// Takes in a term that was proven: a higher one is on media when this returns.
+    /// Accepts a proven term: a higher one is on media when this returns.
     ///
     /// # Errors
-    /// Where it cannot be written: it is not believed then, for it would be forgotten.
+    /// Where it cannot be written: it is not accepted then, because it would be forgotten.
     pub(crate) fn hear(&self, term: Term, proof: &[u8]) -> Result<Standing, Error> {
         let mut highest = locked(&self.highest);
         let standing = term.standing(highest.term);
         if standing == Standing::Higher {
-            // Another process of this directory may have heard of a higher one still.
+            // Another process of this directory may have stored a still higher one.
             let _lock = lock(&self.dir)?;
             let there = read(&self.dir)?;
             let heard = Proven { term, proof: Bytes::copy_from_slice(proof) };
@@ -167,7 +168,7 @@ impl Terms {
             self.changed.send_replace(now);
             return Ok(if standing == Standing::Same { Standing::Higher } else { standing });
         }
-        // The controller knows its own words at once, and they are signed by a certificate that lives.
+        // The controller recognises its own statement at once, and a valid certificate signed it.
         if standing == Standing::Same && proof.starts_with(MAGIC) && highest.proof != proof {
             highest.proof = Bytes::copy_from_slice(proof);
         }
@@ -238,7 +239,7 @@ mod tests {
         assert_eq!(say(&pool, SECOND).unwrap(), Standing::Higher);
         assert_eq!(*changes.borrow_and_update(), SECOND);
         assert_eq!(say(&pool, FIRST).unwrap(), Standing::Former);
-        // The proof that is kept convinces others.
+        // The stored proof convinces other members.
         let proof = Identity::load(pool.dir()).unwrap().terms().highest().proof;
         assert_eq!(controller.verify_term(&proof).unwrap(), SECOND);
     }
@@ -267,7 +268,7 @@ mod tests {
         let bytes = controller.sign_grant(&grant).unwrap();
         assert_eq!(pool.hear_term(&bytes).unwrap(), Standing::Higher);
         assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: bytes.into() });
-        // The controller's own words take its place: it knows them without a look.
+        // The controller's own statement replaces it: it recognises that one without a check.
         let word = controller.sign_term(FIRST).unwrap();
         assert_eq!(pool.hear_term(&word).unwrap(), Standing::Same);
         assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: word });
@@ -286,7 +287,7 @@ mod tests {
         for at in 0..bytes.len() {
             let mut changed = bytes.to_vec();
             changed[at] ^= 1;
-            // A change in an unneeded certificate of the chain alters nothing that counts.
+            // A change in an unneeded certificate of the chain has no effect.
             if let Ok(term) = pool.verify_term(&changed) {
                 assert_eq!(term, SECOND, "byte {at} changed what it says");
             }
@@ -299,7 +300,7 @@ mod tests {
     #[test]
     fn a_term_that_cannot_be_remembered_is_not_believed() {
         let (_dir, controller, pool) = cluster();
-        // A directory in the place of the file: nothing can be written there, by root either.
+        // A directory in place of the file: root cannot write there either.
         std::fs::create_dir(pool.dir().join(FILE)).unwrap();
         let error = pool.hear_term(&controller.sign_term(FIRST).unwrap()).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");

@@ -31,12 +31,12 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
 }
 
-/// Whom a client means to reach; anybody else is refused in the handshake.
+/// The peer that a client expects; any other is refused in the handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// Any holder of this role.
     Role(Role),
-    /// This one alone.
+    /// This holder alone.
     Named(Role, String),
 }
 
@@ -49,7 +49,7 @@ impl Expected {
     }
 }
 
-/// What handshakes use at this moment.
+/// Certificates and keys that handshakes use at this moment.
 #[derive(Debug)]
 pub(crate) struct Current {
     pub cluster: ClusterId,
@@ -67,7 +67,7 @@ impl Current {
         Ok(Self { cluster, key: Arc::new(key), roots, clients })
     }
 
-    /// Verifies a chain as a server's and says who holds it.
+    /// Verifies a chain as a server's and returns its holder.
     pub fn holder_of(&self, chain: &[CertificateDer<'_>]) -> Result<Peer, rustls::Error> {
         let Some((leaf, others)) = chain.split_first() else {
             return Err(rustls::Error::NoCertificatesPresented);
@@ -85,7 +85,7 @@ impl Current {
     }
 }
 
-/// Replaced under running connections.
+/// The current state, replaced while connections run.
 #[derive(Debug)]
 pub(crate) struct Shared(RwLock<Arc<Current>>);
 
@@ -166,7 +166,7 @@ macro_rules! signatures {
 #[derive(Debug)]
 struct Clients {
     shared: Arc<Shared>,
-    /// False only at the controller, where newcomers come without a certificate.
+    /// False only at the controller, where newcomers connect without a certificate.
     mandatory: bool,
 }
 
@@ -221,7 +221,7 @@ impl ServerCertVerifier for Servers {
     signatures!();
 }
 
-/// Knows the controller by the fingerprint that a join token carries.
+/// Verifies the controller by the fingerprint in a join token.
 #[derive(Debug)]
 struct Pinned {
     cluster: ClusterId,
@@ -290,7 +290,7 @@ pub(crate) fn pinned(cluster: ClusterId, fingerprint: [u8; 32]) -> Result<Client
     Ok(config)
 }
 
-/// Certificates carry no host names, so the name that TLS insists on says nothing.
+/// Returns a fixed name: TLS requires one, but certificates of Quoin carry no host names.
 pub(crate) fn server_name() -> ServerName<'static> {
     ServerName::try_from("quoin").expect("a valid DNS name")
 }

@@ -1,8 +1,8 @@
-//! Join tokens: a secret that is good for one certificate, and the pin of the authority.
+//! Join tokens: a secret that is valid for one certificate, and the pin of the authority.
 //!
 //! As text: `quoin-join-1.` and base64url of cluster id (16 bytes), SHA-256 of the authority's
-//! certificate (32), secret (24), and 4 bytes of checksum against mistyped tokens. The
-//! controller keeps only a hash of the secret.
+//! certificate (32), secret (24), and 4 bytes of checksum against mistyped tokens. The controller
+//! keeps only a hash of the secret.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,24 +17,24 @@ const PREFIX: &str = "quoin-join-1.";
 const SECRET_BYTES: usize = 24;
 const BODY_BYTES: usize = 16 + 32 + SECRET_BYTES;
 
-/// What a newcomer is given by hand. `Display` writes it whole; `Debug` hides the secret.
+/// A token that a newcomer receives by hand. `Display` writes it whole; `Debug` hides the secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
     pub cluster: ClusterId,
-    /// SHA-256 of the authority's certificate: the first contact is authenticated by it.
+    /// SHA-256 of the authority's certificate, which authenticates the first contact.
     pub fingerprint: [u8; 32],
     secret: [u8; SECRET_BYTES],
 }
 
 impl JoinToken {
-    /// A new secret for a cluster whose authority has this fingerprint.
+    /// Makes a new secret for a cluster whose authority has this fingerprint.
     pub fn generate(cluster: ClusterId, fingerprint: [u8; 32]) -> Self {
         let mut secret = [0; SECRET_BYTES];
         aws_lc_rs::rand::fill(&mut secret).expect("the operating system gives random bytes");
         Self { cluster, fingerprint, secret }
     }
 
-    /// What the controller stores and looks up in place of the secret: 64 hex digits.
+    /// Returns the hash that the controller stores instead of the secret: 64 hex digits.
     pub fn secret_hash(&self) -> String {
         hex::encode(digest::digest(&digest::SHA256, &self.secret))
     }

@@ -1,4 +1,4 @@
-//! Identities over real sockets: who gets through, who does not, and what changes under way.
+//! Identities over real sockets: accepted and refused peers, and changes while connections run.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,8 @@ fn authority(dir: &Path, holder_s: u64) -> Authority {
     Authority::create(dir, Lifetimes { holder, ..Lifetimes::default() }).unwrap()
 }
 
-/// One connection between two identities, with a byte each way; the error of either side.
+/// Makes one connection between two identities, with a byte each way; returns the error of either
+/// side.
 async fn meet(server: &Identity, client: &Identity, expected: Expected) -> Result<(), String> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -110,7 +111,7 @@ async fn an_authority_that_is_replaced_at_once_leaves_nothing_that_the_former_on
     let dir = tempfile::tempdir().unwrap();
     let mut authority = authority(dir.path(), 3600);
     let old_node = authority.issue_identity(&dir.path().join("n1"), Role::Node, "n1").unwrap();
-    // Also in the middle of a rotation that goes on.
+    // Also in the middle of a rotation.
     authority.rotate().unwrap();
     let middle = authority.issue_identity(&dir.path().join("n3"), Role::Node, "n3").unwrap();
     authority.rotate_at_once().unwrap();
@@ -215,7 +216,7 @@ fn a_directory_that_is_incomplete_or_damaged_says_which_file_and_the_key_is_priv
     assert!(Authority::create(dir.path(), Lifetimes::default()).is_err(), "never overwritten");
 }
 
-/// Connects without a certificate, as a newcomer does, trusting anybody.
+/// Connects without a certificate, as a newcomer does, and trusts any server.
 async fn anonymous(address: std::net::SocketAddr) -> std::io::Result<()> {
     let mut tcp = TcpStream::connect(address).await?;
     tcp.write_all(b"GET / HTTP/1.1\r\n\r\n").await?;
@@ -258,7 +259,7 @@ async fn garbage_and_silence_on_the_port_hold_up_nobody() {
     calling.await.unwrap();
 }
 
-/// A port whose waits are far longer than a test, so that only its limits let anybody in.
+/// A port whose time limits are far longer than a test, so that only its counts decide.
 struct Port {
     _dir: tempfile::TempDir,
     node: Identity,
@@ -278,14 +279,14 @@ impl Port {
         Self { _dir: dir, node, address, incoming }
     }
 
-    /// A connection from one of the addresses of the loopback.
+    /// Connects from one of the addresses of the loopback.
     async fn dial(&self, from: u8) -> TcpStream {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind(([127, 0, 0, from], 0).into()).unwrap();
         socket.connect(self.address).await.unwrap()
     }
 
-    /// The member's connection as both sides have it; `None`: it was not let in.
+    /// Returns the member's connection of both sides; `None`: it was refused.
     async fn member(&mut self, from: u8) -> Option<(TlsStream<TcpStream>, PeerStream)> {
         let config = self.node.client_config(Expected::Role(Role::Pool)).unwrap();
         let tcp = self.dial(from).await;
@@ -312,7 +313,7 @@ async fn connections_that_say_nothing_keep_nobody_out_however_many_addresses_the
         silent.push(port.dial(from).await);
     }
     assert!(port.member(1).await.is_some());
-    // Beginning to say something is not enough.
+    // A part of a first message is not enough.
     for tcp in &mut silent {
         let _ = tcp.write_all(&[0x16]).await;
     }
