@@ -1,14 +1,13 @@
-//! Makes the `:authority` of every request one that the HTTP/2 library takes.
+//! Rewriter of the `:authority` of every request into a value that the HTTP/2 library accepts.
 //!
 //! Clients on the gRPC C core (Python and others) and some older ones send the path of the unix
-//! socket as `:authority`. The interface has no use for the field, but the library refuses what
-//! is no host name and resets the stream before any handler sees it. So the bytes that come
-//! from a client pass through a [`Rewriter`], which puts letters in the place of the value and
-//! leaves every length as it was. It understands no more of HTTP/2 than it must: where frames
-//! begin, and where the strings of a header block (RFC 7541) lie. No string is stored and
-//! nothing is decompressed: the value that a later request refers to by index is the one that
-//! was rewritten when it came. Bytes that do not parse go on as they are, for the library to
-//! refuse in its own way.
+//! socket as `:authority`. The interface does not use the field, but the library refuses a value
+//! that is no host name and resets the stream before any handler sees it. So the bytes from a
+//! client pass through a [`Rewriter`], which replaces the value by letters and leaves every length
+//! as it was. It parses no more of HTTP/2 than it needs: the beginnings of frames, and the
+//! positions of the strings of a header block (RFC 7541). No string is stored and nothing is
+//! decompressed: the value that a later request refers to by index is the one that was rewritten
+//! when it arrived. Bytes that do not parse pass unchanged, and the library refuses them.
 
 use std::io;
 use std::pin::Pin;
@@ -25,27 +24,27 @@ const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
-/// A header block that is longer is passed on as it is.
+/// Largest header block that is rewritten; a longer one passes unchanged.
 const BLOCK_BYTES_MAX: usize = 64 << 10;
 const NAME: &[u8] = b":authority";
 /// `NAME` in the Huffman code of RFC 7541, appendix B.
 const NAME_HUFFMAN: &[u8] = &[0xb8, 0x3b, 0x53, 0x39, 0xec, 0x32, 0x7d, 0x7f];
 
-/// Rewrites a client's bytes as they come.
+/// Rewrites a client's bytes as they arrive.
 #[derive(Default)]
 struct Rewriter {
-    /// Bytes that cannot go on yet: the start of a frame or of a header block.
+    /// Bytes that cannot pass yet: the start of a frame or of a header block.
     held: Vec<u8>,
-    /// Bytes of the present frame that go on as they are.
+    /// Bytes of the present frame that pass unchanged.
     passing: usize,
-    /// The preface has gone by.
+    /// The preface has passed.
     is_open: bool,
-    /// Something was not understood: everything goes on as it is.
+    /// Some bytes did not parse: all that follow pass unchanged.
     is_blind: bool,
 }
 
 impl Rewriter {
-    /// Takes bytes in and appends those that may go on to `out`.
+    /// Accepts bytes and appends those that may pass to `out`.
     fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         if self.is_blind {
             out.extend_from_slice(bytes);
@@ -85,7 +84,7 @@ impl Rewriter {
         out.extend(self.held.drain(..at));
     }
 
-    /// What is held when a client has closed its side.
+    /// Appends the held bytes once a client has closed its side.
     fn finish(&mut self, out: &mut Vec<u8>) {
         out.append(&mut self.held);
     }
@@ -107,7 +106,7 @@ impl Frame {
 }
 
 enum Block {
-    /// Where the pieces of the header block lie, and how long all its frames are.
+    /// Positions of the pieces of the header block, and the length of all its frames.
     Whole {
         fragments: Vec<(usize, usize)>,
         bytes: usize,
@@ -116,7 +115,7 @@ enum Block {
     Malformed,
 }
 
-/// The header block that starts with the HEADERS frame at the beginning of `bytes`.
+/// Returns the header block that starts with the HEADERS frame at the beginning of `bytes`.
 fn block_at(bytes: &[u8]) -> Block {
     let mut fragments = Vec::new();
     let mut at = 0;
@@ -165,8 +164,8 @@ fn rewrite(bytes: &mut [u8], fragments: &[(usize, usize)]) {
     }
 }
 
-/// Where the values of `:authority` lie in a header block, and whether they are compressed.
-/// Empty if the block is not understood.
+/// Returns the positions of the values of `:authority` in a header block, and whether they are
+/// compressed. Empty if the block does not parse.
 fn authorities(block: &[u8]) -> Vec<(usize, usize, bool)> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -183,7 +182,7 @@ fn authorities(block: &[u8]) -> Vec<(usize, usize, bool)> {
         if !has_strings {
             continue;
         }
-        // Index 1 of the static table is `:authority`; 0 says that the name follows.
+        // Index 1 of the static table is `:authority`; index 0 means that the name follows.
         let mut is_authority = index == 1;
         if index == 0 {
             let Some((start, end, is_huffman)) = string(block, at) else { return Vec::new() };
@@ -200,7 +199,7 @@ fn authorities(block: &[u8]) -> Vec<(usize, usize, bool)> {
     found
 }
 
-/// An integer with a prefix of `bits` bits at `at`, and what follows it.
+/// Returns an integer with a prefix of `bits` bits at `at`, and the position after it.
 fn integer(block: &[u8], at: usize, bits: u32) -> Option<(usize, usize)> {
     let most = (1_usize << bits) - 1;
     let mut value = usize::from(*block.get(at)?) & most;
@@ -208,7 +207,7 @@ fn integer(block: &[u8], at: usize, bits: u32) -> Option<(usize, usize)> {
     if value < most {
         return Some((value, at));
     }
-    // Four more bytes reach further than any block that is looked at.
+    // Four more bytes suffice for any block within the limit.
     for shift in [0, 7, 14, 21] {
         let byte = usize::from(*block.get(at)?);
         at += 1;
@@ -220,7 +219,7 @@ fn integer(block: &[u8], at: usize, bits: u32) -> Option<(usize, usize)> {
     None
 }
 
-/// Where the string at `at` lies, and whether it is compressed.
+/// Returns the position of the string at `at`, and whether it is compressed.
 fn string(block: &[u8], at: usize) -> Option<(usize, usize, bool)> {
     let is_huffman = block.get(at)? & 0x80 != 0;
     let (bytes, start) = integer(block, at, 7)?;
@@ -228,7 +227,7 @@ fn string(block: &[u8], at: usize) -> Option<(usize, usize, bool)> {
     (end <= block.len()).then_some((start, end, is_huffman))
 }
 
-/// A host name of nothing but the letter a: plain, or in Huffman code (where it is 00011),
+/// Returns a host name of nothing but the letter a: plain, or in Huffman code (where it is 00011),
 /// padded with ones as the code demands.
 fn letters(bytes: usize, is_huffman: bool) -> Vec<u8> {
     if !is_huffman {
@@ -241,7 +240,7 @@ fn letters(bytes: usize, is_huffman: bool) -> Vec<u8> {
         .collect()
 }
 
-/// A client's connection, its requests rewritten.
+/// A client's connection with rewritten requests.
 pub struct Connection {
     stream: UnixStream,
     rewriter: Rewriter,

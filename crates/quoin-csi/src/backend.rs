@@ -11,11 +11,11 @@ use tonic::{Code, Request, Status};
 
 use crate::refusal::from_control;
 
-/// How long one call to the control plane may take. Callers' own deadlines are usually
-/// shorter; this one ends calls whose caller has gone.
+/// Deadline of one call to the control plane. Callers' own deadlines are usually shorter; this one
+/// ends calls whose caller has gone.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A client that is shared by all services. The channel connects again by itself.
+/// A client that all services share. The channel reconnects by itself.
 #[derive(Clone)]
 pub struct Backend {
     client: ClusterClient<TermChannel>,
@@ -23,7 +23,7 @@ pub struct Backend {
 }
 
 impl Backend {
-    /// Over a channel that may connect later.
+    /// Returns a client over a channel that may connect later.
     #[must_use]
     pub fn new(channel: impl Into<TermChannel>) -> Self {
         Self { client: ClusterClient::new(channel.into()), cluster_id: Arc::default() }
@@ -35,12 +35,12 @@ impl Backend {
         request
     }
 
-    /// Whether the control plane was reached at least once.
+    /// Returns whether the control plane was reached at least once.
     pub fn was_reached(&self) -> bool {
         self.cluster_id.initialized()
     }
 
-    /// Asks for a sign of life.
+    /// Checks that the control plane answers.
     pub async fn ping(&self) -> Result<(), Status> {
         let mut request = Request::new(api::GetClusterInfoRequest {});
         request.set_timeout(Duration::from_secs(5));
@@ -50,7 +50,7 @@ impl Backend {
         Ok(())
     }
 
-    /// The cluster's id; it never changes, so it is asked for once.
+    /// Returns the cluster's id; it never changes, so it is requested once.
     pub async fn cluster_id(&self) -> Result<&str, Status> {
         let ask = || async {
             let request = Self::request(api::GetClusterInfoRequest {});
@@ -68,8 +68,8 @@ impl Backend {
         Ok(answer.map_err(|status| from_control(&status))?.into_inner())
     }
 
-    /// The volume, or `None` if it does not exist (or is on its way out). An id of unknown form
-    /// is an unknown id.
+    /// Returns the volume, or `None` if it does not exist (or is being deleted). An id of unknown
+    /// form is an unknown id.
     pub async fn find_volume(&self, id: &str) -> Result<Option<api::Volume>, Status> {
         if !is_id(id) {
             return Ok(None);
@@ -82,12 +82,12 @@ impl Backend {
         }
     }
 
-    /// The volume, or 5 NOT_FOUND.
+    /// Returns the volume, or 5 NOT_FOUND.
     pub async fn volume(&self, id: &str) -> Result<api::Volume, Status> {
         self.find_volume(id).await?.ok_or_else(|| crate::refusal::no_volume(id))
     }
 
-    /// Deletes a volume; an unknown one is deleted already.
+    /// Deletes a volume; an unknown one counts as deleted.
     pub async fn delete_volume(&self, id: &str) -> Result<(), Status> {
         if !is_id(id) {
             return Ok(());
@@ -100,7 +100,7 @@ impl Backend {
         }
     }
 
-    /// One page of volumes and the token of the next, empty at the end.
+    /// Returns one page of volumes and the token of the next, empty at the end.
     pub async fn list_volumes(
         &self,
         max_entries: u32,
@@ -112,7 +112,7 @@ impl Backend {
         let answer = self.client.clone().list_volumes(Self::request(wanted)).await;
         let page = answer
             .map_err(|status| match status.code() {
-                // Whatever the control plane calls it, nothing but the token can be wrong.
+                // Only the token can be wrong here, whatever code the control plane chose.
                 Code::InvalidArgument | Code::NotFound | Code::OutOfRange if !is_first => {
                     crate::refusal::bad_token()
                 }
@@ -130,8 +130,8 @@ impl Backend {
         Ok(answer.map_err(|status| from_control(&status))?.into_inner())
     }
 
-    /// Takes a volume from a node, or from all; where nothing is known, nothing is attached:
-    /// attachments are stored with their volume.
+    /// Unpublishes a volume from a node, or from all. An unknown volume has no attachments: they
+    /// are stored with their volume.
     pub async fn unpublish_volume(&self, id: &str, node: &str) -> Result<(), Status> {
         if !is_id(id) {
             return Ok(());
@@ -139,7 +139,7 @@ impl Backend {
         let wanted = api::UnpublishVolumeRequest {
             volume: by_id(id),
             node: node.to_owned(),
-            // The caller has unstaged the volume there, or takes the node for gone.
+            // The caller has unstaged the volume there, or considers the node gone.
             ..Default::default()
         };
         match self.client.clone().unpublish_volume(Self::request(wanted)).await {
@@ -170,12 +170,12 @@ impl Backend {
     }
 }
 
-/// By id: a volume reference of the control API.
+/// Returns a volume reference of the control API by id.
 pub fn by_id(id: &str) -> Option<VolumeRef> {
     Some(VolumeRef { id: id.to_owned(), name: String::new() })
 }
 
-/// Ids are 32 lower-case hex digits, as they are given out.
+/// Returns whether the text is 32 lower-case hex digits, the form of all issued ids.
 fn is_id(id: &str) -> bool {
     id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }

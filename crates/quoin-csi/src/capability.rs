@@ -1,10 +1,10 @@
-//! What a caller wants of a volume: raw or mounted, by whom, how often.
+//! Requested use of a volume: raw or mounted, access mode, number of targets.
 //!
-//! Two things may be wrong with a capability. It is *malformed* (no access type, no mode):
-//! always 3. Or it is *unsupported*, and each RPC has a code of its own for that. Quoin serves
-//! the single-node modes; the multi-node modes need a target that several nodes reach, which
-//! this version does not have, so they are refused when the volume is created, not when a pod
-//! waits for it.
+//! Two faults of a capability are distinguished. It is *malformed* (no access type, no mode): the
+//! code is always 3. Or it is *unsupported*, and each RPC has a code of its own for that. Quoin
+//! serves the single-node modes; the multi-node modes need a target that several nodes reach, which
+//! this version does not have, so they are refused when the volume is created, not when a pod waits
+//! for it.
 
 use quoin_api::csi::VolumeCapability;
 use quoin_api::csi::volume_capability::AccessType;
@@ -29,17 +29,17 @@ enum Wanted {
     Mount { file_system: Option<FileSystem>, flags: Vec<String> },
 }
 
-/// Why a capability was not taken.
+/// Why a capability was refused.
 #[derive(Debug)]
 pub enum Trouble {
-    /// It says nothing definite.
+    /// The capability is incomplete.
     Malformed(Status),
-    /// It is clear and not served; the reason names what is.
+    /// The capability is complete and not served; the reason lists what is.
     Unsupported(String),
 }
 
 impl Trouble {
-    /// For the RPCs whose tables call both invalid.
+    /// Returns the refusal of RPCs whose tables call both invalid.
     pub fn invalid(self) -> Status {
         match self {
             Self::Malformed(status) => status,
@@ -47,7 +47,8 @@ impl Trouble {
         }
     }
 
-    /// For staging and publishing, where an unsupported capability is a failed precondition.
+    /// Returns the refusal of staging and publishing, where an unsupported capability is a failed
+    /// precondition.
     pub fn exceeds(self) -> Status {
         match self {
             Self::Malformed(status) => status,
@@ -57,7 +58,7 @@ impl Trouble {
 }
 
 impl Capability {
-    /// Reads one from a request's field.
+    /// Reads a capability from a request's field.
     ///
     /// # Errors
     /// [`Trouble`].
@@ -110,17 +111,17 @@ impl Capability {
         Ok(Self { wanted, mode })
     }
 
-    /// The access mode's name.
+    /// Returns the access mode's name.
     pub fn mode_name(&self) -> &'static str {
         self.mode.as_str_name()
     }
 
-    /// Nothing may be written through it.
+    /// Returns whether writes are forbidden.
     pub fn is_reader_only(&self) -> bool {
         self.mode == Mode::SingleNodeReaderOnly
     }
 
-    /// Several target paths on one node are allowed.
+    /// Returns whether several target paths on one node are allowed.
     pub fn several_targets(&self) -> bool {
         self.mode == Mode::SingleNodeMultiWriter
     }
@@ -129,7 +130,7 @@ impl Capability {
         self.wanted == Wanted::Block
     }
 
-    /// The file system that the caller named.
+    /// Returns the file system that the caller named.
     pub fn file_system(&self) -> Option<FileSystem> {
         match &self.wanted {
             Wanted::Block => None,
@@ -137,7 +138,8 @@ impl Capability {
         }
     }
 
-    /// For the node, with the volume's own file system where the caller named none.
+    /// Returns the access for the node, with the volume's own file system where the caller named
+    /// none.
     pub fn access(&self, default: FileSystem) -> Access {
         match &self.wanted {
             Wanted::Block => Access::Block,
@@ -147,8 +149,8 @@ impl Capability {
         }
     }
 
-    /// What a publication is compared by: access type, mode and readonly. Mount flags are not
-    /// in it, as it is kept and shown.
+    /// Returns the text by which publications are compared: access type, mode and readonly. It has
+    /// no mount flags, as it is stored and shown.
     pub fn usage(&self, readonly: bool) -> String {
         let access = if self.is_block() { "block" } else { "mount" };
         let readonly = if readonly { " readonly" } else { "" };
@@ -164,7 +166,7 @@ pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, Trouble> 
     if given.is_empty() {
         return Err(Trouble::Malformed(crate::refusal::missing("volume_capabilities")));
     }
-    // A malformed one counts more than an unsupported one before it.
+    // A malformed capability takes precedence over an unsupported one before it.
     let mut unsupported = None;
     let mut capabilities = Vec::with_capacity(given.len());
     for one in given {
@@ -249,7 +251,7 @@ mod tests {
         assert!(matches!(read_all(&[]), Err(Trouble::Malformed(_))));
     }
 
-    /// Proves CSI-VOLCAP-03: flags stand neither in what is kept nor in a refusal.
+    /// Proves CSI-VOLCAP-03: flags appear neither in the stored usage nor in a refusal.
     #[test]
     fn mount_flags_stand_neither_in_the_usage_nor_in_a_refusal() {
         let taken = Capability::read("c", Some(&given(mount("", &["password=hunter2"]), 1)));

@@ -1,16 +1,16 @@
-//! Sizes: what a caller asks for, and what is made of it.
+//! Sizes that a caller requests, and the size that is chosen.
 
 use quoin_api::csi::CapacityRange;
 use tonic::Status;
 
 use crate::refusal::{invalid, out_of_range};
 
-/// What a volume gets whose creator names no size.
+/// Size of a volume whose creator gives no size.
 pub const DEFAULT_BYTES: u64 = 1 << 30;
-/// Sizes are multiples of the internal block.
+/// Granule of sizes: the internal block.
 pub const GRANULE_BYTES: u64 = 4096;
 
-/// A range that makes sense: not both zero, not negative, not upside down. A limit of 0 is none.
+/// A valid range: not both zero, not negative, not inverted. A limit of 0 means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range {
     pub required_bytes: u64,
@@ -21,7 +21,7 @@ impl Range {
     /// Reads a range that is present.
     ///
     /// # Errors
-    /// 3 for a range that says nothing or is negative, 11 for one that is empty.
+    /// 3 for a range without a value or with a negative one, 11 for an empty one.
     pub fn read(given: CapacityRange) -> Result<Self, Status> {
         let number = |field: &str, value: i64| {
             u64::try_from(value).map_err(|_| invalid(field, "is negative"))
@@ -40,7 +40,7 @@ impl Range {
         Ok(Self { required_bytes, limit_bytes })
     }
 
-    /// The smallest size that can be made within the range.
+    /// Returns the smallest possible size within the range.
     ///
     /// # Errors
     /// 11 if no multiple of the granule lies in it.
@@ -61,8 +61,8 @@ impl Range {
         Ok(size_bytes)
     }
 
-    /// The size of a new volume: as [`Self::rounded`], and where only a limit is given, the
-    /// default size or what the limit leaves of it.
+    /// Returns the size of a new volume: as [`Self::rounded`], and where only a limit is given, the
+    /// default size or the limit if that is smaller.
     ///
     /// # Errors
     /// As [`Self::rounded`].
@@ -85,7 +85,7 @@ impl Range {
     }
 }
 
-/// A size as the interface's signed number.
+/// Returns a size as the interface's signed number.
 pub fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }

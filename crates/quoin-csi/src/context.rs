@@ -1,15 +1,15 @@
-//! What Quoin writes into a volume's context, and how it is compared when it comes back.
+//! Quoin's keys in a volume's context, and their comparison when the context comes back.
 //!
-//! Orchestrators add keys of their own to the map, so only those that Quoin issued are looked
-//! at: none of them is as good as no context (a volume that was there before); some of them,
-//! or another value, is another volume's context.
+//! Orchestrators add keys of their own to the map, so only those that Quoin issued are read: none
+//! of them equals no context (a volume that existed before); some of them, or another value, is
+//! another volume's context.
 
 use std::collections::HashMap;
 
 const CLUSTER: &str = "quoin.io/cluster";
 const BLOCK_SIZE: &str = "quoin.io/block-size";
 
-/// The context of a volume; the same for its whole life.
+/// Returns the context of a volume; it never changes.
 pub fn of_volume(volume: &quoin_api::control::Volume, cluster_id: &str) -> HashMap<String, String> {
     HashMap::from([
         (CLUSTER.to_owned(), cluster_id.to_owned()),
@@ -17,7 +17,7 @@ pub fn of_volume(volume: &quoin_api::control::Volume, cluster_id: &str) -> HashM
     ])
 }
 
-/// The logical block of a volume in bytes.
+/// Returns the logical block of a volume in bytes.
 pub fn block_size(volume: &quoin_api::control::Volume) -> u32 {
     match volume.spec.as_ref().map_or(0, |spec| spec.block_size) {
         512 => 512,
@@ -46,7 +46,7 @@ pub fn compare(
     Ok(())
 }
 
-/// The keys of Quoin within a context that was compared.
+/// Returns the keys of Quoin within a context that was compared.
 pub fn issued(
     sent: &HashMap<String, String>,
     own: &HashMap<String, String>,

@@ -1,8 +1,8 @@
-//! The socket that the supervisor names, and nothing beside it.
+//! The socket that the supervisor names, and no other file beside it.
 //!
-//! `CSI_ENDPOINT` is `unix:///absolute/path.sock`. A file that is there already is removed only
-//! if it is a socket on which nobody listens, which is found out by connecting: a lock file in
-//! that directory would be against the interface's rules.
+//! `CSI_ENDPOINT` is `unix:///absolute/path.sock`. An existing file is removed only if it is a
+//! socket on which no process listens, which a connection attempt shows: a lock file in that
+//! directory would violate the interface's rules.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
@@ -34,7 +34,7 @@ pub enum EndpointError {
     },
 }
 
-/// The path in an endpoint.
+/// Returns the path in an endpoint.
 ///
 /// # Errors
 /// See [`EndpointError`].
@@ -55,7 +55,7 @@ pub fn parse(endpoint: &str) -> Result<PathBuf, EndpointError> {
     Ok(path.into())
 }
 
-/// A bound socket, removed when it is dropped (unless somebody else has put his there since).
+/// A bound socket, removed when it is dropped (unless another process has replaced it since).
 pub struct Socket {
     path: PathBuf,
     identity: (u64, u64),
@@ -69,8 +69,8 @@ impl Drop for Socket {
     }
 }
 
-/// Binds and listens; the directory is made where it is missing, as after a restart of the host where
-/// it is in memory. Readable and writable for its owner and group.
+/// Binds and listens; the directory is made where it is missing, as after a restart of the host
+/// where it is in memory. Readable and writable for its owner and group.
 ///
 /// # Errors
 /// See [`EndpointError`].
@@ -94,7 +94,7 @@ pub async fn listen(path: &Path) -> Result<(UnixListener, Socket), EndpointError
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 std::fs::remove_file(path).map_err(failed("removing the dead socket"))?;
             }
-            // A full backlog, for example: somebody is there.
+            // A full backlog, for example: a process listens there.
             Err(_) => return Err(EndpointError::InUse(path.to_owned())),
         },
         Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -115,7 +115,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 mod tests {
     use super::*;
 
-    /// Proves CSI-ENV-04, CSI-ENV-05, CSI-ENV-06, CSI-PROTOCOL-06: what is taken and what not.
+    /// Proves CSI-ENV-04, CSI-ENV-05, CSI-ENV-06, CSI-PROTOCOL-06: accepted and refused endpoints.
     #[test]
     fn only_absolute_unix_sockets_that_end_in_sock_are_endpoints() {
         assert_eq!(parse("unix:///run/csi/csi.sock").unwrap(), Path::new("/run/csi/csi.sock"));

@@ -1,5 +1,5 @@
-//! Services of the interface that this version does not offer: registered, so that a call
-//! reaches an answer (12) instead of a transport error, and never more than that.
+//! Services of the interface that this version does not offer: registered, so that a call gets an
+//! answer (12) instead of a transport error, and nothing more.
 
 use quoin_api::csi::group_controller_server::GroupController;
 use quoin_api::csi::snapshot_metadata_server::SnapshotMetadata;

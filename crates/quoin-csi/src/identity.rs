@@ -1,4 +1,4 @@
-//! The Identity service: who this is, what the plugin as a whole can do, whether it is ready.
+//! The Identity service: name, capabilities and readiness of the plugin as a whole.
 
 use quoin_api::csi::identity_server::Identity;
 use quoin_api::csi::plugin_capability::{
@@ -16,8 +16,8 @@ use crate::refusal;
 /// Serves Identity in every mode.
 pub(crate) struct IdentityService(pub Plugin);
 
-/// What the interface and the strictest client say of names: 63 characters of a domain name
-/// that starts and ends with a letter.
+/// Returns whether a name satisfies the interface and the strictest client: 63 characters of a
+/// domain name that starts and ends with a letter.
 pub fn is_driver_name(name: &str) -> bool {
     let label = |label: &str| {
         let bytes = label.as_bytes();
@@ -49,7 +49,8 @@ impl Identity for IdentityService {
         &self,
         _: Request<GetPluginCapabilitiesRequest>,
     ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
-        // The same on every host and in every mode: it is the plugin's, not the process's.
+        // The same on every host and in every mode: these are capabilities of the plugin, not of
+        // the process.
         let service = |kind: service::Type| Type::Service(Service { r#type: kind.into() });
         let capabilities = [
             service(service::Type::ControllerService),
@@ -67,7 +68,7 @@ impl Identity for IdentityService {
         self.0.check_node().await?;
         let ready = match self.0.backend().ping().await {
             Ok(()) => true,
-            // Still starting: the control plane may come up after the plugin.
+            // Still starting: the control plane may start after the plugin.
             Err(_) if !self.0.backend().was_reached() => false,
             Err(status) => {
                 let text = format!("{}; IO of mounted volumes goes on", status.message());

@@ -1,12 +1,12 @@
-//! One call a volume at a time.
+//! Guard of one call a volume at a time.
 //!
-//! Callers promise that, and break the promise when they restart. A second call is turned away
-//! at once with 10 ABORTED and without effect, which they all know how to repeat; queueing it
-//! would let calls pile up behind a slow one.
+//! Callers promise that, and break the promise when they restart. A second call is refused at once
+//! with 10 ABORTED and without effect, and all callers know how to repeat it; queueing would let
+//! calls pile up behind a slow one.
 //!
-//! A call is also finished when its caller has gone: what a mount or a format has begun must
-//! not stop at a random place because a deadline passed, and its lock must not be given away
-//! while it still works. So calls run as tasks of their own that take their lock with them.
+//! A call is also finished when its caller has gone: a mount or a format that has begun must not
+//! stop at a random step because a deadline passed, and its lock must not be released while it
+//! still works. So calls run as tasks of their own that hold their lock.
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -30,7 +30,7 @@ pub struct Guard {
 }
 
 impl InFlight {
-    /// Takes the key, or says that it is taken.
+    /// Takes the key, or refuses if it is taken.
     ///
     /// # Errors
     /// 10 ABORTED.
@@ -42,7 +42,7 @@ impl InFlight {
         Ok(Guard { keys: self.keys.clone(), key: format!("{what} {key}") })
     }
 
-    /// No call holds a key.
+    /// Returns whether no call holds a key.
     pub fn is_idle(&self) -> bool {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
@@ -54,11 +54,11 @@ impl Drop for Guard {
     }
 }
 
-/// Runs a call to its end, whether its caller waits for it or not, and logs how it ended.
-/// Nothing of the request is logged: it may hold secrets.
+/// Runs a call to its end, even if its caller has gone, and logs its result. Nothing of the request
+/// is logged: it may hold secrets.
 ///
 /// # Errors
-/// What the call answers; 13 if it panicked.
+/// The call's own error; 13 if it panicked.
 pub async fn to_the_end<T: Send + 'static>(
     rpc: &'static str,
     call: impl Future<Output = Result<T, Status>> + Send + 'static,

@@ -1,13 +1,13 @@
-//! The Container Storage Interface face of Quoin: gRPC services over a unix socket.
+//! The Container Storage Interface of Quoin: gRPC services over a unix socket.
 //!
-//! It checks requests, chooses codes and puts outcomes into the interface's words; volumes
-//! live in the control plane (asked over the Cluster service), mounts in [`quoin_node`]. A
-//! [`Plugin`] serves Identity always, and Controller and Node as its [`Mode`] says, all on one
-//! socket; every other method of the interface is registered and answers 12.
+//! It checks requests, chooses codes and converts outcomes; volumes belong to the control plane
+//! (called over the Cluster service), mounts to [`quoin_node`]. A [`Plugin`] serves Identity
+//! always, and Controller and Node by its [`Mode`], all on one socket; every other method of the
+//! interface is registered and answers 12.
 //!
 //! Codes are chosen in [`refusal`]; [`limits`], [`capability`], [`capacity`], [`parameters`],
-//! [`topology`] and [`context`] each hold one part of the rules, free of I/O. [`in_flight`]
-//! keeps calls on one volume apart and brings each to its end.
+//! [`topology`] and [`context`] each hold one part of the rules, free of I/O. [`in_flight`] allows
+//! one call a volume at a time and brings each to its end.
 
 mod authority;
 mod backend;
@@ -36,5 +36,5 @@ pub use parameters::keys as parameter_keys;
 pub use plugin::{ConfigError, Mode, NodeSide, Plugin, PluginOptions};
 pub use process::{Error, Options, run};
 
-/// The name under which orchestrators know the plugin, unless configured otherwise.
+/// Name of the plugin for orchestrators, unless configured otherwise.
 pub const DRIVER_NAME: &str = "csi.quoin.io";

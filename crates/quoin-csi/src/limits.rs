@@ -1,7 +1,7 @@
 //! Lengths and alphabets of the fields that clients send.
 //!
-//! Strings hold 128 bytes, maps 4 KiB in all; paths, node ids and secrets have bounds of their
-//! own. What is longer is refused as invalid, deletes included, before anything happens.
+//! Strings hold 128 bytes, maps 4 KiB in all; paths, node ids and secrets have bounds of their own.
+//! A longer value is refused as invalid, deletes included, before anything happens.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ const NODE_ID_BYTES: usize = 256;
 /// `PATH_MAX` without its terminating zero.
 const PATH_BYTES: usize = 4095;
 
-/// A string that may be empty.
+/// Checks a string that may be empty.
 pub fn optional(field: &str, value: &str) -> Result<(), Status> {
     if value.len() > STRING_BYTES {
         let why = format!("has {} bytes; {STRING_BYTES} are allowed", value.len());
@@ -27,7 +27,7 @@ pub fn optional(field: &str, value: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// A string that may not be empty.
+/// Checks a string that may not be empty.
 pub fn required(field: &str, value: &str) -> Result<(), Status> {
     if value.is_empty() {
         return Err(missing(field));
@@ -35,7 +35,7 @@ pub fn required(field: &str, value: &str) -> Result<(), Status> {
     optional(field, value)
 }
 
-/// The name of a new object: any Unicode but control characters other than tab, LF and CR.
+/// Checks the name of a new object: any Unicode but control characters other than tab, LF and CR.
 pub fn name(field: &str, value: &str) -> Result<(), Status> {
     required(field, value)?;
     let banned = |letter: char| matches!(letter, '\0'..='\x08' | '\x0b' | '\x0c' | '\x0e'..='\x1f' | '\x7f'..='\u{9f}');
@@ -48,7 +48,7 @@ pub fn name(field: &str, value: &str) -> Result<(), Status> {
     }
 }
 
-/// A node id; empty where the RPC allows that.
+/// Checks a node id; empty where the RPC allows that.
 pub fn node_id(field: &str, value: &str) -> Result<(), Status> {
     if value.len() > NODE_ID_BYTES {
         let why = format!("has {} bytes; {NODE_ID_BYTES} are allowed", value.len());
@@ -57,7 +57,7 @@ pub fn node_id(field: &str, value: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// A map of parameters or context.
+/// Checks a map of parameters or context.
 pub fn map(field: &str, value: &HashMap<String, String>) -> Result<(), Status> {
     let bytes: usize = value.iter().map(|(key, value)| key.len() + value.len()).sum();
     if bytes > MAP_BYTES {
@@ -66,8 +66,9 @@ pub fn map(field: &str, value: &HashMap<String, String>) -> Result<(), Status> {
     Ok(())
 }
 
-/// A map of secrets. Quoin asks for none and looks at none; what a caller sends everywhere must
-/// still be well-formed. A refused key is not repeated: people mix up keys and values.
+/// Checks a map of secrets. Quoin requests and reads none, but a caller that sends them everywhere
+/// must send a well-formed map. A refused key is not repeated in the message: users confuse keys
+/// and values.
 pub fn secrets(value: &HashMap<String, String>) -> Result<(), Status> {
     let plain = |key: &String| {
         !key.is_empty()
@@ -86,7 +87,7 @@ pub fn secrets(value: &HashMap<String, String>) -> Result<(), Status> {
     Ok(())
 }
 
-/// A path that must be there and absolute.
+/// Checks a path that must be present and absolute.
 pub fn path(field: &str, value: &str) -> Result<PathBuf, Status> {
     if value.is_empty() {
         return Err(missing(field));
@@ -94,7 +95,7 @@ pub fn path(field: &str, value: &str) -> Result<PathBuf, Status> {
     optional_path(field, value).map(|path| path.expect("not empty"))
 }
 
-/// A path that may be empty, and is absolute otherwise.
+/// Checks a path that may be empty, and is absolute otherwise.
 pub fn optional_path(field: &str, value: &str) -> Result<Option<PathBuf>, Status> {
     if value.is_empty() {
         return Ok(None);
@@ -153,7 +154,7 @@ mod tests {
         refused(map("parameters", &value));
     }
 
-    /// Proves CSI-CREATEVOLUME-12, CSI-CREATEVOLUME-13: for every character there is.
+    /// Proves CSI-CREATEVOLUME-12, CSI-CREATEVOLUME-13: for every character.
     #[test]
     fn exactly_the_banned_characters_are_refused_in_names() {
         for letter in '\0'..=char::MAX {

@@ -1,5 +1,4 @@
-//! What the CSI plugin counts, for `/metrics`: calls by method and gRPC code, and how long they
-//! took.
+//! Metrics of the CSI plugin for `/metrics`: calls by method and gRPC code, and their duration.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -27,19 +26,19 @@ struct Method {
     method: String,
 }
 
-/// From a tenth of a millisecond to a minute and a half.
+/// Returns buckets from a tenth of a millisecond to a minute and a half.
 fn duration() -> Histogram {
     Histogram::new(exponential_buckets(1e-4, 2.0, 20))
 }
 
-/// Cheap to clone; all clones count together.
+/// Metrics of the process. Cheap to clone; all clones count together.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
     calls: Family<Call, Counter>,
     durations: Family<Method, Histogram>,
     controller_up: Gauge,
-    /// What is wrong with this node.
+    /// Faults of this node.
     pub health: Health,
 }
 
@@ -67,7 +66,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The text that Prometheus scrapes.
+    /// Returns the text that Prometheus scrapes.
     #[must_use]
     pub fn render(&self) -> String {
         let mut text = String::new();
@@ -76,14 +75,14 @@ impl Metrics {
         text
     }
 
-    /// Whether the controller hears this node; the text says why not.
+    /// Records whether this node reaches the controller; the text has the reason if not.
     pub(crate) fn heard(&self, problem: Option<String>) {
         self.controller_up.set(i64::from(problem.is_none()));
         self.health.set("controller", problem);
     }
 
     fn called(&self, path: &str, code: i32, began: Instant) {
-        // Who asks for methods that do not exist must not make new series.
+        // Calls of methods that do not exist must not make new series.
         const UNIMPLEMENTED: i32 = 12;
         let named = path.rsplit('/').next().filter(|_| path.starts_with("/csi.v1."));
         let method = match named {
@@ -96,7 +95,7 @@ impl Metrics {
     }
 }
 
-/// Counts what goes through the service below it.
+/// Counts the calls of the service below it.
 #[derive(Clone)]
 pub struct Counting<S> {
     inner: S,
@@ -131,7 +130,7 @@ where
         let answer = self.inner.call(request);
         Box::pin(async move {
             let response = answer.await?;
-            // A refusal stands in the headers; of what goes well the status comes at the end.
+            // A refusal has its status in the headers; a success has it at the end.
             let status = response.headers().get("grpc-status");
             let code = status.and_then(|status| status.to_str().ok()?.parse().ok()).unwrap_or(0);
             metrics.called(&path, code, began);

@@ -1,4 +1,5 @@
-//! The Node service: requests checked, put to the node library, its outcomes put into codes.
+//! The Node service: checks requests, passes them to the node library and converts its outcomes
+//! into codes.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::in_flight::to_the_end;
 use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
 use crate::{NodeSide, Plugin, context, limits, topology};
 
-/// Serves Node where the mode has it.
+/// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
 
 const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` or \
@@ -53,7 +54,7 @@ impl Node for NodeService {
         limits::required("volume_id", &request.volume_id)?;
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
-        // A malformed capability is invalid at once; an unsupported one waits for the volume.
+        // A malformed capability is refused at once; an unsupported one after the volume was found.
         let capability = match capability {
             Err(Trouble::Malformed(status)) => return Err(status),
             other => other,
@@ -326,8 +327,8 @@ impl Node for NodeService {
     }
 }
 
-/// The volume, unless the control plane cannot be asked and this node has it anyway: a pod on
-/// a node that holds the volume must start while the control plane is down.
+/// Returns the volume, unless the control plane does not answer and this node has it anyway: a pod
+/// on a node that holds the volume must start while the control plane is down.
 async fn look_up(
     backend: &Backend,
     host: &Arc<NodeHost>,
@@ -341,7 +342,8 @@ async fn look_up(
     }
 }
 
-/// After nothing was found to take away: 5 only if the volume is known not to exist.
+/// Chooses the answer after nothing was found to remove: 5 only if the volume is known not to
+/// exist.
 async fn refuse_if_unknown(backend: &Backend, volume_id: &str) -> Result<(), Status> {
     match backend.find_volume(volume_id).await {
         Ok(None) => Err(no_volume(volume_id)),
@@ -349,7 +351,7 @@ async fn refuse_if_unknown(backend: &Backend, volume_id: &str) -> Result<(), Sta
     }
 }
 
-/// A path that is not absolute is nowhere a volume of this node can be.
+/// Parses a path. A volume of this node is never at a relative one.
 fn local_path(volume_id: &str, path: &str) -> Result<std::path::PathBuf, Status> {
     limits::path("volume_path", path).map_err(|status| refusal::not_at_path(volume_id, &status))
 }

@@ -1,9 +1,8 @@
 //! The parameters of a storage class, as they become a volume's specification.
 //!
-//! One spelling is the project's own; users' words from other systems are accepted as aliases;
-//! an unknown key is refused by name, as a parameter that is silently dropped is a promise
-//! that is silently broken. Keys of Kubernetes' own sidecars (`csi.storage.k8s.io/…`) are
-//! ignored and never compared.
+//! One spelling is the project's own; names of other systems are accepted as aliases. An unknown
+//! key is refused by name, because dropping a parameter silently would break a promise silently.
+//! Keys of Kubernetes' own sidecars (`csi.storage.k8s.io/…`) are ignored and never compared.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,7 +12,7 @@ use tonic::Status;
 
 use crate::refusal::invalid;
 
-/// Added by sidecars; theirs, not the user's.
+/// Prefix of keys that sidecars add; they are not the user's.
 const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
 
 /// No controller allows more (`quoin controller run --max-replicas`).
@@ -24,7 +23,7 @@ struct Other {
     key: &'static str,
     aliases: &'static [&'static str],
     values: &'static str,
-    /// `None` if the value is none of the allowed ones.
+    /// Sets the value; `None` if it is none of the allowed ones.
     set: fn(&mut VolumeSpec, &str) -> Option<()>,
 }
 
@@ -33,7 +32,7 @@ const OTHERS: [Other; 6] = [
         key: "replicas",
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
         values: "1 to as many as the cluster allows (5, at most 8); its default is 3",
-        // How many it allows is the controller's to say.
+        // The controller decides how many are allowed.
         set: |spec, value| factor(value).map(|replicas| spec.replicas = replicas),
     },
     Other {
@@ -71,21 +70,21 @@ const OTHERS: [Other; 6] = [
     },
 ];
 
-/// Every key there is, in the project's spelling.
+/// Returns every key, in the project's spelling.
 pub fn keys() -> impl Iterator<Item = &'static str> {
     OTHERS.iter().map(|other| other.key).chain(OPTIONS.iter().map(|option| option.key))
 }
 
 fn factor(value: &str) -> Option<u32> {
-    // `parse` takes a leading plus sign, which no user means.
+    // `parse` accepts a leading plus sign, which no user means.
     value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
     value.parse().ok().filter(|number| (1..=REPLICAS_HARD_MAX).contains(number))
 }
 
-/// Takes over one value; gives the key in the project's spelling.
+/// Sets one value; returns the key in the project's spelling.
 ///
 /// # Errors
-/// `None`: no such key. The values that are right.
+/// `None`: no such key. Otherwise the valid values.
 fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Result<&'static str, Option<String>> {
     if let Some(option) = VolumeOption::find(key) {
         let taken = option.set(spec, value);
@@ -100,7 +99,7 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Result<&'static str, Op
 /// Reads parameters into a specification, its `parameters` in the project's spelling.
 ///
 /// # Errors
-/// 3 with the key, and for a wrong value with those that are right.
+/// 3 with the key, and for a wrong value with the valid ones.
 pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
     let mut spec = VolumeSpec::default();
     let mut seen: BTreeMap<&str, &str> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! What all services of one process share, and serving them.
+//! Shared state of all services of one process, and their server.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,10 +27,10 @@ use crate::metrics::Metrics;
 use crate::node::NodeService;
 use crate::refusal;
 
-/// Between two looks at whether calls are under way while the process ends.
+/// Interval of checks for calls under way while the process ends.
 const IDLE_LOOK: Duration = Duration::from_millis(500);
 
-/// Which services do their work; Identity always does.
+/// Services that are active; Identity always is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mode {
     pub controller: bool,
@@ -60,7 +60,7 @@ impl std::str::FromStr for Mode {
 pub struct NodeSide {
     /// The node id; also the node's name in the control plane.
     pub name: String,
-    /// How many volumes may be attached here; 0: the orchestrator decides.
+    /// Most volumes that may be attached here; 0: the orchestrator decides.
     pub volumes_max: u32,
     /// The operator's own segments (`quoin.io/zone`, …).
     pub topology: BTreeMap<String, String>,
@@ -68,7 +68,7 @@ pub struct NodeSide {
     pub attacher: Arc<dyn Attacher>,
 }
 
-/// What a plugin is made of.
+/// Parts of a plugin.
 pub struct PluginOptions {
     pub driver_name: String,
     pub mode: Mode,
@@ -78,7 +78,7 @@ pub struct PluginOptions {
     pub metrics: Metrics,
 }
 
-/// A configuration that cannot work; the process should say so and end.
+/// A configuration that cannot work; the process should report it and end.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error(
@@ -111,7 +111,7 @@ struct Inner {
 }
 
 impl Plugin {
-    /// Checks the options.
+    /// Makes a plugin after a check of the options.
     ///
     /// # Errors
     /// [`ConfigError`].
@@ -153,7 +153,8 @@ impl Plugin {
     pub(crate) fn node(&self) -> Option<&NodeSide> {
         self.inner.node.as_ref()
     }
-    /// Controller and node calls are kept apart: they may run in different processes anyway.
+    /// Controller and node calls are counted separately: they may run in different processes
+    /// anyway.
     pub(crate) fn controller_calls(&self) -> &InFlight {
         &self.inner.controller_calls
     }
@@ -161,13 +162,13 @@ impl Plugin {
         &self.inner.node_calls
     }
 
-    /// What a node cannot do without: its tools and the attach process.
+    /// Checks the node's requirements: its tools and the attach process.
     pub(crate) async fn check_node(&self) -> Result<(), Status> {
         let Some(node) = self.node() else { return Ok(()) };
         for tool in [quoin_node::MKFS_EXT4, quoin_node::E2FSCK] {
             node.host.tools().find(tool).map_err(refusal::precondition)?;
         }
-        // Any volume will do: what counts is that somebody answers.
+        // Any volume will do: an answer is proof enough.
         match node.attacher.device("00000000000000000000000000000000").await {
             Ok(_) => Ok(()),
             Err(error) => Err(refusal::precondition(error)),
@@ -175,7 +176,7 @@ impl Plugin {
     }
 
     /// Serves on a socket until `shutdown` is true, then lets calls that are under way end. A
-    /// caller that only holds its connection open is not waited for.
+    /// caller that only holds its connection open does not delay the end.
     ///
     /// # Errors
     /// If the transport fails.
@@ -185,7 +186,7 @@ impl Plugin {
         shutdown: watch::Receiver<bool>,
     ) -> Result<(), tonic::transport::Error> {
         let stopped = |mut shutdown: watch::Receiver<bool>| async move {
-            // A sender that is gone has nothing to say any more, which is a stop.
+            // A dropped sender counts as a stop.
             let _ = shutdown.wait_for(|stop| *stop).await;
         };
         let connections =
@@ -204,7 +205,7 @@ impl Plugin {
         }
     }
 
-    /// Until no call works on a volume, and the last answer had the time to leave.
+    /// Waits until no call works on a volume, and the last answer had the time to leave.
     async fn until_idle(&self) {
         let mut idle_looks = 0;
         while idle_looks < 2 {

@@ -1,9 +1,8 @@
-//! The `quoin node` process: the CSI socket, the heartbeat of the node, its certificate kept
-//! fresh.
+//! The `quoin node` process: the CSI socket, the reports of the node, renewal of its certificate.
 //!
-//! It lives here and not in `quoin-node`, because a face may know a role and not the other way
-//! round. It may be killed and started at any time: volumes are served by the target, devices
-//! by the attach process, and mounts belong to the kernel.
+//! The process is in this crate and not in `quoin-node`, because a face may depend on a role and
+//! not the other way round. It may be killed and started at any time: volumes are served by the
+//! target, devices by the attach process, and mounts belong to the kernel.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,10 +19,10 @@ use tonic::Request;
 use crate::metrics::Metrics;
 use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginOptions};
 
-/// The control plane holds a node for offline after three of these and a bit.
+/// Interval of reports. The control plane considers a node offline after slightly more than three.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 
-/// Everything that `quoin node` is told.
+/// Options of `quoin node`.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The node's identity (certificate, key); its name is the node id.
@@ -32,31 +31,31 @@ pub struct Options {
     pub controller: String,
     /// `unix:///absolute/path.sock`, as in `CSI_ENDPOINT`.
     pub csi_endpoint: String,
-    /// Which services do their work.
+    /// Services that are active.
     pub mode: Mode,
-    /// The name under which orchestrators know the plugin.
+    /// Name of the plugin for orchestrators.
     pub driver_name: String,
-    /// Records of what is staged and published; private, survives restarts and reboots.
+    /// Records of staged and published volumes; private, survives restarts and reboots.
     pub state_directory: PathBuf,
     /// Targets listen on `<run>/nbd/<volume id>.sock`.
     pub run_directory: PathBuf,
-    /// Where the attach process listens.
+    /// Socket of the attach process.
     pub attach_socket: PathBuf,
-    /// How many volumes may be attached here; 0: the orchestrator decides.
+    /// Most volumes that may be attached here; 0: the orchestrator decides.
     pub volumes_max: u32,
     /// The operator's segments, keys under `quoin.io/`.
     pub topology: BTreeMap<String, String>,
-    /// Under which address others reach this host; shown, may be empty.
+    /// Address at which others reach this host; for display, may be empty.
     pub address: String,
-    /// How long staging waits for the volume's target.
+    /// Longest wait of staging for the volume's target.
     pub target_deadline_ms: u64,
-    /// Made by the caller, who shows it.
+    /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
 }
 
 impl Options {
-    /// The usual layout: records beside the identity, the attach process's socket in the run
-    /// directory, all services.
+    /// Returns options with the usual layout: records beside the identity, the attach process's
+    /// socket in the run directory, all services.
     #[must_use]
     pub fn new(
         directory: impl Into<PathBuf>,
@@ -96,20 +95,19 @@ pub enum Error {
     Node(#[from] quoin_node::Error),
     #[error("serving CSI: {0}")]
     Serve(#[from] tonic::transport::Error),
-    /// The controller's word, with the way back.
+    /// The controller's statement, with the way back.
     #[error("{0}")]
     Removed(String),
     #[error("{path} cannot be made absolute: {source}")]
     Path { path: PathBuf, source: std::io::Error },
 }
 
-/// Serves until `shutdown` is true. Wrong options end it at once; a control plane that is away
-/// does not.
+/// Serves until `shutdown` is true. Wrong options end it at once; an absent control plane does not.
 ///
 /// # Errors
 /// [`Error`].
 pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
-    // What can be wrong without asking anybody comes first.
+    // Checks that need no other process come first.
     let socket_path = crate::parse_endpoint(&options.csi_endpoint)?;
     let identity = Identity::load(&options.identity_directory)?;
     let channel = identity.controller(&options.controller)?;
@@ -169,8 +167,9 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     ended
 }
 
-/// Says that the node is there, until `shutdown`. One that cannot be told is told again with
-/// the next beat; its loss is logged once. Gives the controller's word that the node was removed.
+/// Reports the node until `shutdown`. A report that fails is repeated at the next interval; the
+/// loss of the controller is logged once. Returns the controller's statement that the node was
+/// removed.
 async fn keep_reporting(
     channel: TermChannel,
     report: NodeReport,

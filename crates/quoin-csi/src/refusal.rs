@@ -1,76 +1,77 @@
-//! Every way in which a call is refused, with the code that the interface prints for it.
+//! Every refusal of a call, with the code that the interface defines for it.
 //!
-//! Codes are chosen here and nowhere else. A status carries a message for people and neither
-//! details nor a body: clients expect an error to be nothing but an error.
+//! Codes are chosen here and nowhere else. A status carries a message for users and neither details
+//! nor a body: clients expect an error to be nothing but an error.
 
 use tonic::{Code, Status};
 
-/// A required field is absent: 3.
+/// Refuses an absent required field: 3.
 pub fn missing(field: &str) -> Status {
     Status::invalid_argument(format!("{field} is required and is empty"))
 }
 
-/// A field has a value that can never be right: 3.
+/// Refuses a value that is never valid: 3.
 pub fn invalid(field: &str, why: impl std::fmt::Display) -> Status {
     Status::invalid_argument(format!("{field} {why}"))
 }
 
-/// A capability that the volume does not offer, where the RPC's table says 3.
+/// Refuses a capability that the volume does not offer, where the RPC's table has 3.
 pub fn unsupported_capability(why: &str) -> Status {
     Status::invalid_argument(why)
 }
 
-/// A capability that the volume does not offer, where the RPC's table says 9 (stage, publish).
+/// Refuses a capability that the volume does not offer, where the RPC's table has 9 (stage,
+/// publish).
 pub fn exceeds_capabilities(why: &str) -> Status {
     Status::failed_precondition(why)
 }
 
-/// A call that must come first has not, or what the plugin needs is not there: 9.
+/// Refuses where a call that must come first did not, or a requirement of the plugin is missing: 9.
 pub fn precondition(why: impl std::fmt::Display) -> Status {
     Status::failed_precondition(why.to_string())
 }
 
-/// A path at which no volume of this node can be: 5.
+/// Refuses a path at which no volume of this node can be: 5.
 pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
     Status::not_found(format!("volume {volume_id:?} is not there: {}", why.message()))
 }
 
-/// No pool lies where the request asks for the volume: 8.
+/// Refuses where no pool is in the requested topology: 8.
 pub fn nowhere(why: impl Into<String>) -> Status {
     Status::resource_exhausted(why)
 }
 
-/// A fault of the plugin itself: 13.
+/// Reports a fault of the plugin itself: 13.
 pub fn own_fault(rpc: &str) -> Status {
     Status::internal(format!("{rpc} failed by a fault of Quoin; see its log"))
 }
 
-/// No such volume: 5.
+/// Refuses an unknown volume: 5.
 pub fn no_volume(volume_id: &str) -> Status {
     Status::not_found(format!("volume {volume_id:?} does not exist"))
 }
 
-/// The same volume is being worked on: 10.
+/// Refuses while another call works on the same volume: 10.
 pub fn pending(what: &str) -> Status {
     Status::aborted(format!("an operation on {what} is under way; try again when it has ended"))
 }
 
-/// A size that cannot be had: 11.
+/// Refuses an impossible size: 11.
 pub fn out_of_range(why: impl Into<String>) -> Status {
     Status::out_of_range(why)
 }
 
-/// A token that was not given out, or is no longer honoured: 10.
+/// Refuses a token that was not issued, or is no longer valid: 10.
 pub fn bad_token() -> Status {
     Status::aborted("starting_token is not one that was given out here; start without one")
 }
 
-/// The RPC is not served, or not in this mode: 12, before any argument is looked at.
+/// Refuses an RPC that is not served, or not in this mode: 12, before any argument is read.
 pub fn not_served(rpc: &str, why: &str) -> Status {
     Status::unimplemented(format!("{rpc} is not served: {why}"))
 }
 
-/// What the node library says, in the interface's codes.
+/// Converts an error of the node library into the interface's code.
 pub fn from_node(error: &quoin_node::Error) -> Status {
     use quoin_node::Kind;
     let code = match error.kind() {
@@ -85,16 +86,16 @@ pub fn from_node(error: &quoin_node::Error) -> Status {
     Status::new(code, error.to_string())
 }
 
-/// What the control plane says: its codes are the interface's, without its metadata.
+/// Converts an error of the control plane: its codes are the interface's, without its metadata.
 pub fn from_control(status: &Status) -> Status {
     let code = match status.code() {
-        // A status in an error position is none; whatever it meant, it is not a success.
+        // OK as an error is a contradiction; in any case the call did not succeed.
         Code::Ok => Code::Internal,
-        // The client library speaks of a broken connection as unknown or cancelled.
+        // The client library reports a broken connection as unknown or cancelled.
         Code::Unknown | Code::Cancelled => Code::Unavailable,
         code => code,
     };
-    // The client library hangs the cause on what it makes up itself.
+    // The client library attaches a cause to statuses of its own making.
     let never_arrived = std::error::Error::source(status).is_some();
     let message = match (code, status.message()) {
         (Code::Unavailable, text) if never_arrived => {

@@ -1,9 +1,9 @@
-//! Where volumes are reachable from and where their replicas may lie.
+//! Segments from which volumes are reachable and in which their replicas may be.
 //!
-//! A Quoin volume is reached over the network by every node of its cluster, so each node and
-//! each volume carries the segment `quoin.io/cluster`. Further segments (`quoin.io/zone`, …)
-//! are what operators give pools and nodes; a volume that asks for some gets its replicas on
-//! pools that carry them. Keys are compared without regard to case.
+//! A Quoin volume is reached over the network by every node of its cluster, so each node and each
+//! volume carries the segment `quoin.io/cluster`. Operators give further segments (`quoin.io/zone`,
+//! …) to pools and nodes; a volume that requests some gets its replicas on pools that carry them.
+//! Keys are compared without regard to case.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,13 +13,13 @@ use tonic::Status;
 
 use crate::refusal::{self, invalid};
 
-/// The prefix of every key that Quoin gives out.
+/// Prefix of every key that Quoin issues.
 pub const PREFIX: &str = "quoin.io";
 /// The segment that all nodes and volumes of one cluster share.
 pub const CLUSTER_KEY: &str = "quoin.io/cluster";
 
-/// Checks a requirement and gives the segments that pools must match: each entry a
-/// possibility, the preferred ones first; empty if every place will do.
+/// Checks a requirement and returns the segments that pools must match: each entry a possibility,
+/// the preferred ones first; empty if every pool will do.
 ///
 /// # Errors
 /// 3 for anything that is not well-formed.
@@ -48,8 +48,8 @@ pub fn of_requirement(
     restricting(possibilities, cluster_id)
 }
 
-/// As [`of_requirement`], for a single topology; one of another cluster has no storage, which
-/// is `None`.
+/// Checks a single topology as [`of_requirement`] does; one of another cluster has no storage,
+/// which is `None`.
 ///
 /// # Errors
 /// 3 for anything that is not well-formed.
@@ -62,7 +62,7 @@ pub fn of_one(
     Ok(restricting(vec![one], cluster_id).ok())
 }
 
-/// Takes the cluster's own segment off: it holds everywhere, and pools do not carry it.
+/// Removes the cluster's own segment: it is valid everywhere, and pools do not carry it.
 fn restricting(
     possibilities: Vec<BTreeMap<String, String>>,
     cluster_id: &str,
@@ -74,7 +74,7 @@ fn restricting(
             _ => {}
         }
         if one.is_empty() {
-            // One of the possibilities is "anywhere", which all others lie in.
+            // One of the possibilities is "anywhere", which includes all others.
             return Ok(Vec::new());
         }
         here.push(control::Topology { segments: one.into_iter().collect() });
@@ -87,7 +87,7 @@ fn restricting(
     Ok(here)
 }
 
-/// What a volume reports: where it is restricted to, each with the cluster's segment.
+/// Returns the topology that a volume reports: its restrictions, each with the cluster's segment.
 pub fn of_volume(restricted_to: &[control::Topology], cluster_id: &str) -> Vec<Topology> {
     let with_cluster = |mut segments: HashMap<String, String>| {
         segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
@@ -99,7 +99,7 @@ pub fn of_volume(restricted_to: &[control::Topology], cluster_id: &str) -> Vec<T
     restricted_to.iter().map(|one| with_cluster(one.segments.clone())).collect()
 }
 
-/// What a node reports.
+/// Returns the topology that a node reports.
 ///
 /// # Errors
 /// If an operator's segment is not well-formed or has another prefix than Quoin's.
@@ -115,12 +115,12 @@ pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topol
     }
     let mut topology = Topology { segments };
     topology.segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
-    // The whole is checked: an operator who names no segments of his own breaks no rule.
+    // The whole is checked: an operator without segments violates no rule.
     folded("topology", &topology)?;
     Ok(topology)
 }
 
-/// A well-formed topology with its keys in lower case.
+/// Returns a well-formed topology with its keys in lower case.
 fn folded(field: &str, given: &Topology) -> Result<BTreeMap<String, String>, Status> {
     if given.segments.is_empty() {
         return Err(invalid(field, "has a topology without segments"));
@@ -141,7 +141,7 @@ fn folded(field: &str, given: &Topology) -> Result<BTreeMap<String, String>, Sta
     Ok(folded)
 }
 
-/// `name` or `prefix/name`.
+/// Returns whether the text is `name` or `prefix/name`.
 fn is_key(key: &str) -> bool {
     let (prefix, name) = match key.split_once('/') {
         Some((prefix, name)) => (Some(prefix), name),
@@ -150,7 +150,8 @@ fn is_key(key: &str) -> bool {
     prefix.is_none_or(is_domain) && is_label(name)
 }
 
-/// 1 to 63 characters, alphanumeric at both ends, '-', '_' and '.' in between.
+/// Returns whether the text has 1 to 63 characters, alphanumeric at both ends, '-', '_' and '.' in
+/// between.
 fn is_label(text: &str) -> bool {
     let bytes = text.as_bytes();
     let inside = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
@@ -160,7 +161,7 @@ fn is_label(text: &str) -> bool {
         && bytes[bytes.len() - 1].is_ascii_alphanumeric()
 }
 
-/// Lower-case labels of a domain name, 63 characters in all.
+/// Returns whether the text is lower-case labels of a domain name, 63 characters in all.
 fn is_domain(text: &str) -> bool {
     let label = |label: &str| {
         let bytes = label.as_bytes();

@@ -52,8 +52,8 @@ async fn a_volume_is_made_once_however_often_it_is_asked_for() {
     assert_eq!(listed[0].volume.as_ref().unwrap().volume_context, first.volume_context);
 }
 
-/// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38, CSI-CAPACITY-01:
-/// and what is compatible stays compatible.
+/// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38, CSI-CAPACITY-01: a
+/// compatible request stays compatible.
 #[tokio::test]
 async fn a_name_that_is_taken_by_another_volume_is_refused() {
     let mut world = World::start().await;
@@ -379,7 +379,7 @@ async fn capabilities_are_confirmed_all_or_none() {
     }
 }
 
-/// A call on a client that is given away, for closures.
+/// A call on a client that is moved, for closures.
 trait Owned {
     async fn validate_volume_capabilities_of(
         self,
@@ -444,7 +444,7 @@ async fn all_volumes_are_listed_once_in_pages_of_any_size() {
         let answer = world.controller.list_volumes(page(token)).await;
         assert_eq!(code(&answer), Code::Aborted, "{token}");
     }
-    // A token outlives the volume that it stands after, and the controller that gave it.
+    // A token outlives the volume after which it continues, and the controller that issued it.
     world.controller.delete_volume(delete(&ids[1])).await.unwrap();
     world.stop_control().await;
     world.start_control().await;
@@ -522,7 +522,7 @@ async fn capacity_is_what_a_volume_of_that_kind_can_have() {
             CreateVolumeRequest { capacity_range: Some(capacity_range), ..create(&name, 0) };
         assert_eq!(code(&world.controller.create_volume(request).await), expected, "{name}");
     }
-    // The largest volume took all, and with the others more is promised than there is.
+    // The largest volume took all, and with the others more is promised than available.
     let after = world.controller.get_capacity(ask(&[])).await.unwrap().into_inner();
     assert_eq!(after.available_capacity, 0);
     assert_eq!((after.maximum_volume_size, after.minimum_volume_size), (Some(most), Some(least)));

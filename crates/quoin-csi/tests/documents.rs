@@ -1,4 +1,4 @@
-//! What the shipped documents and sources say, against what the driver does.
+//! Statements of the shipped documents and sources, compared with the driver.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ fn root() -> PathBuf {
 }
 
 /// Proves CSI-CREATEVOLUME-25, CSI-PROBE-05, CSI-SECRET-05, CSI-SECRET-03: parameters, topology
-/// keys, guidance on Probe, and that no secrets are looked at.
+/// keys, guidance on Probe, and that no secrets are read.
 #[test]
 fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
     let text = std::fs::read_to_string(root().join("docs/csi.md")).unwrap();
@@ -28,7 +28,7 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
 /// Proves CSI-ENV-02.
 #[test]
 fn no_variable_of_our_own_starts_as_those_of_the_interface_do() {
-    // Put together here, so that this file is not found.
+    // The text is assembled here, so that this file does not match.
     let start = format!("\"{}_", "CSI");
     let mut directories = vec![root().join("crates")];
     let mut found = 0;

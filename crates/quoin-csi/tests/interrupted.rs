@@ -1,5 +1,5 @@
-//! Bad days: callers that give up in the middle, a control plane that is away or comes back, a
-//! node that is dead.
+//! Faults: callers that time out in the middle, a control plane that is away or comes back, a node
+//! that is dead.
 
 use std::time::Duration;
 
@@ -25,14 +25,14 @@ fn unpublish(volume: &Volume, node_id: &str) -> ControllerUnpublishVolumeRequest
     }
 }
 
-/// A request whose caller gives up after `patience`.
+/// Returns a request whose caller gives up after `patience`.
 fn hasty<T>(message: T, patience: Duration) -> Request<T> {
     let mut request = Request::new(message);
     request.set_timeout(patience);
     request
 }
 
-/// As orchestrators do: what is still under way is asked for again.
+/// Repeats a call while it is under way, as orchestrators do.
 async fn until_done<T, F>(mut call: impl FnMut() -> F) -> T
 where
     F: Future<Output = Result<Response<T>, Status>>,
@@ -48,8 +48,8 @@ where
     }
 }
 
-/// Proves CSI-TIMEOUT-02: however early the caller gives up, the same call
-/// again ends where one that was waited for would have.
+/// Proves CSI-TIMEOUT-02: however early the caller gives up, the same call again ends with the
+/// result of one that was waited for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() {
     let mut world = World::start().await;
@@ -124,14 +124,14 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
 }
 
 /// Proves CSI-CREATEVOLUME-31, CSI-DELETEVOLUME-11, CSI-CTRLPUBLISH-24, CSI-CTRLUNPUBLISH-12,
-/// CSI-VALIDATE-16, CSI-LISTVOLUMES-15, CSI-GETVOLUME-08, CSI-GETCAPACITY-14,
-/// CSI-NODESTAGE-20, CSI-NODEINFO-13: and nothing of it was done when it is back.
+/// CSI-VALIDATE-16, CSI-LISTVOLUMES-15, CSI-GETVOLUME-08, CSI-GETCAPACITY-14, CSI-NODESTAGE-20,
+/// CSI-NODEINFO-13: and nothing of it was done when it is back.
 #[tokio::test]
 async fn without_a_control_plane_no_call_claims_to_have_succeeded() {
     let mut world = World::start().await;
     let volume = world.create("db", 64 * MIB).await;
     world.stop_control().await;
-    // A plugin that never reached it knows nothing by heart.
+    // A plugin that never reached it has nothing cached.
     world.restart_plugin().await;
     let id = || volume.volume_id.clone();
     let expand = ControllerExpandVolumeRequest {
@@ -229,8 +229,9 @@ async fn a_volume_is_taken_from_a_dead_node_and_from_no_other() {
     assert_eq!(world.cluster.volumes().await[0].attachments[0].node, NODE);
 }
 
-/// Asks again as a caller does: a process that another test of this program starts holds copies of
-/// all its descriptors until it runs its own program, so a file that was closed may be open for a moment.
+/// Repeats the request as a caller does: a process that another test of this program starts holds
+/// copies of all its descriptors until it runs its own program, so a file that was closed may be
+/// open for a moment.
 async fn until_it_is_free<T>(mut ask: impl AsyncFnMut() -> Result<T, tonic::Status>) -> T {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
     loop {

@@ -1,4 +1,5 @@
-//! The CSI services over a control plane and devices of the tests. One program, so that it is linked once.
+//! The CSI services over a control plane and devices of the tests. One program, so that it is
+//! linked once.
 
 mod common;
 

@@ -354,7 +354,7 @@ async fn taking_back_what_is_not_there_depends_on_whether_the_volume_exists() {
         let expected = if path == "stage" { Code::InvalidArgument } else { expected };
         assert_eq!(code(&answer), expected, "unpublish {volume_id} {path}");
     }
-    // Nothing can be looked up: better to let go than to hang for ever.
+    // No look-up is possible: unstaging is better than hanging.
     world.stop_control().await;
     let request = NodeUnstageVolumeRequest {
         volume_id: "0".repeat(32),

@@ -1,5 +1,5 @@
-//! The node process as `quoin node` runs it: joined with a token, over mutual TLS, heard by
-//! its own heartbeat.
+//! The node process as `quoin node` runs it: joined with a token, over mutual TLS, known by its own
+//! reports.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -15,8 +15,9 @@ use quoin_identity::{Role, join, unix_channel};
 use tokio::sync::watch;
 use tonic::Code;
 
-/// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-05, CSI-CTRLPUBLISH-03, CSI-NODEINFO-05: the face
-/// reaches a controller elsewhere over mutual TLS, and its node is known by its own reports.
+/// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-05, CSI-CTRLPUBLISH-03,
+/// CSI-NODEINFO-05: the face reaches a controller elsewhere over mutual TLS, and its node is known
+/// by its own reports.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_behind() {
     let root = tempfile::tempdir().unwrap();
@@ -68,10 +69,10 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     assert_eq!(code(&controller.controller_get_volume(get).await), Code::NotFound);
 
     assert!(!process.is_finished(), "it goes on when there is nothing to do");
-    // A caller that does nothing more, and does not hear that the process ends either.
+    // A caller that sends nothing more, and does not notice the end of the process either.
     let mut silent = std::os::unix::net::UnixStream::connect(&socket).unwrap();
     silent.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").unwrap();
-    // Its settings come when the connection is served.
+    // The server's settings arrive once the connection is served.
     silent.read_exact(&mut [0; 9]).unwrap();
     stop.send_replace(true);
     let ended = tokio::time::timeout(Duration::from_secs(30), process).await;

@@ -1,4 +1,4 @@
-//! What holds for all services together: identity, modes, what is switched off, secrets.
+//! Rules of all services together: identity, modes, unserved calls, secrets.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -74,8 +74,8 @@ async fn one_socket_tells_who_it_is_and_what_it_can_do() {
     assert_eq!(again.node_id, info.node_id);
 }
 
-/// Proves CSI-ERR-10, CSI-SERVICES-06, CSI-SERVICES-07: by a handler of its own (which says
-/// why, where the transport says nothing), before validation, for every RPC that is not served.
+/// Proves CSI-ERR-10, CSI-SERVICES-06, CSI-SERVICES-07: by a handler of its own (which gives a
+/// reason, where the transport gives none), before validation, for every RPC that is not served.
 #[tokio::test]
 async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
     let mut world = World::start().await;
@@ -115,8 +115,8 @@ async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
     assert_eq!(codes, [Code::Unimplemented; 13]);
 }
 
-/// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03: modes differ in
-/// what they do, not in what the plugin is.
+/// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03: modes differ in active
+/// services, not in the plugin's identity.
 #[tokio::test]
 async fn a_mode_serves_its_own_services_and_names_the_same_capabilities() {
     let mut capabilities = Vec::new();
@@ -232,7 +232,7 @@ async fn empty_requests_are_refused_before_anything_happens() {
     assert!(world.cluster.volumes().await.is_empty());
 }
 
-/// Collects what is logged.
+/// Collects the log.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -245,8 +245,8 @@ impl Write for Log {
     }
 }
 
-/// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-SECRET-06: at the most talkative
-/// level, in refusals, and in the records.
+/// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-SECRET-06: at the most verbose level, in refusals, and
+/// in the records.
 #[tokio::test]
 async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secrets() {
     let log = Log::default();

@@ -1,4 +1,4 @@
-//! The control plane's records in the interface's words.
+//! Conversion of the control plane's records into the interface's messages.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use quoin_api::csi::{Volume, VolumeCondition, list_volumes_response};
 use crate::capacity::signed;
 use crate::{context, parameters, topology};
 
-/// The volume message, the same in every answer.
+/// Returns the volume message, the same in every answer.
 pub fn volume(volume: &api::Volume, cluster_id: &str) -> Volume {
     let restricted = volume.spec.as_ref().map_or(&[][..], |spec| &spec.accessible_topology);
     Volume {
@@ -20,7 +20,7 @@ pub fn volume(volume: &api::Volume, cluster_id: &str) -> Volume {
     }
 }
 
-/// One line of a list.
+/// Returns one line of a list.
 pub fn entry(one: &api::Volume, cluster_id: &str) -> list_volumes_response::Entry {
     list_volumes_response::Entry {
         volume: Some(volume(one, cluster_id)),
@@ -31,12 +31,12 @@ pub fn entry(one: &api::Volume, cluster_id: &str) -> list_volumes_response::Entr
     }
 }
 
-/// Every node that a volume is published to, or not yet wholly taken from.
+/// Returns every node that a volume is published to, or not yet wholly unpublished from.
 pub fn nodes(volume: &api::Volume) -> Vec<String> {
     volume.attachments.iter().map(|attachment| attachment.node.clone()).collect()
 }
 
-/// The controller's view: replicas and quorum, not mounts.
+/// Returns the condition as the controller sees it: replicas and quorum, not mounts.
 pub fn condition(volume: &api::Volume) -> VolumeCondition {
     let is_well = matches!(volume.health.as_str(), "Online" | "Opening");
     let abnormal = !is_well || volume.phase != "Ready";
@@ -50,7 +50,7 @@ pub fn condition(volume: &api::Volume) -> VolumeCondition {
     VolumeCondition { abnormal, message: cut(message) }
 }
 
-/// Whether given creation parameters are those of the volume.
+/// Returns whether given creation parameters are those of the volume.
 ///
 /// # Errors
 /// Which key differs.
@@ -70,7 +70,7 @@ pub fn same_parameters(
     Ok(())
 }
 
-/// Strings of the interface hold 128 bytes.
+/// Shortens a string to the interface's maximum of 128 bytes.
 pub fn cut(mut text: String) -> String {
     const BYTES: usize = 128;
     if text.len() > BYTES {
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Proves CSI-SIZE-01: for messages that are made up of words of unknown length.
+        /// Proves CSI-SIZE-01: for messages with parts of unknown length.
         #[test]
         fn what_is_cut_has_128_bytes_at_most_and_says_so(text: String) {
             let cut = cut(text.clone());
@@ -97,7 +97,7 @@ mod tests {
         }
     }
 
-    /// Proves CSI-CONDITION-01, CSI-CONDITION-02: from the controller's view.
+    /// Proves CSI-CONDITION-01, CSI-CONDITION-02: as the controller sees it.
     #[test]
     fn only_a_ready_and_online_volume_is_normal_and_a_condition_always_says_something() {
         for phase in ["Pending", "Ready", "Deleting"] {

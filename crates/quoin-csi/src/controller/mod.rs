@@ -1,5 +1,5 @@
-//! The Controller service: requests checked, put to the control plane, answers put into the
-//! interface's words. It holds no state of volumes, so it runs on any host, in any number.
+//! The Controller service: checks requests, passes them to the control plane and converts the
+//! answers. It holds no state of volumes, so it runs on any host, in any number.
 
 mod answer;
 
@@ -17,13 +17,13 @@ use crate::in_flight::to_the_end;
 use crate::refusal::{invalid, missing, not_served, out_of_range};
 use crate::{Plugin, context, limits, parameters, topology};
 
-/// Serves Controller where the mode has it.
+/// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
 const NO_SNAPSHOTS: &str = "the plugin does not advertise it; this version has no snapshots";
 const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
-/// What this controller can do, in the order of the interface's numbers.
+/// Capabilities of this controller, in the order of the interface's numbers.
 const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::CreateDeleteVolume,
     rpc::Type::PublishUnpublishVolume,
@@ -38,7 +38,7 @@ const CAPABILITIES: &[rpc::Type] = &[
 ];
 
 impl ControllerService {
-    /// The mode comes before anything else.
+    /// The mode is checked before anything else.
     fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
         if !self.0.mode().controller {
             return Err(not_served(rpc, "this process runs in node mode"));
@@ -132,7 +132,7 @@ impl Controller for ControllerService {
                     read_only: request.readonly || capability.is_reader_only(),
                     multi_node: false,
                     usage: capability.usage(request.readonly),
-                    // Its node service makes the device.
+                    // The node's CSI service makes the device.
                     device: false,
                 })
                 .await?;
@@ -225,7 +225,8 @@ impl Controller for ControllerService {
                 let (page, next) = backend.list_volumes(max_entries, &token).await?;
                 entries.extend(page.iter().map(|volume| answer::entry(volume, &cluster_id)));
                 token = next;
-                // Without a bound all of them are asked for, whatever the control plane's pages.
+                // Without a bound all volumes are requested, whatever the control plane's page
+                // size.
                 if max_entries != 0 || token.is_empty() {
                     break;
                 }
@@ -317,7 +318,7 @@ impl Controller for ControllerService {
                     .resize_volume(&request.volume_id, size_bytes, range.limit_bytes)
                     .await?;
             }
-            // A raw device that is nowhere attached gets its size when it is.
+            // A raw device that is attached nowhere gets its size at the next attachment.
             let node_expansion_required = !(is_block && volume.attachments.is_empty());
             Ok(Response::new(ControllerExpandVolumeResponse {
                 capacity_bytes: signed(volume.size_bytes),
@@ -392,7 +393,7 @@ impl Controller for ControllerService {
     }
 }
 
-/// No parameter can be changed later, so none is a mutable one.
+/// Refuses mutable parameters: no parameter can be changed later.
 fn refuse_mutable(given: &std::collections::HashMap<String, String>) -> Result<(), Status> {
     match given.keys().min() {
         Some(key) => Err(invalid(
@@ -403,7 +404,7 @@ fn refuse_mutable(given: &std::collections::HashMap<String, String>) -> Result<(
     }
 }
 
-/// A file system that cannot be made on so little would be refused by the node only.
+/// Refuses a volume that is too small for its file system; otherwise the node alone would find out.
 fn refuse_too_small(capabilities: &[Capability], size_bytes: u64) -> Result<(), Status> {
     let is_xfs = |c: &Capability| c.file_system() == Some(quoin_node::FileSystem::Xfs);
     if size_bytes < api::XFS_BYTES_MIN && capabilities.iter().any(is_xfs) {

@@ -1,9 +1,9 @@
 //! The real controller, in this process: its records on disk, its sockets, its rules.
 //!
-//! What it hears of is small: three pools that obey and report as pools do and keep no data,
-//! and a target that listens where it is told to serve and answers nothing. What a volume
-//! holds is no matter of the face; `quoin dev` with real pools and targets is driven by the
-//! same clients elsewhere.
+//! Its cluster is small: three pools that obey and report as pools do and store no data, and a
+//! target that listens where it is ordered to serve and answers nothing. The data of a volume does
+//! not concern the CSI services; `quoin dev` with real pools and targets is driven by the same
+//! clients elsewhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,9 +20,9 @@ use tokio::task::JoinHandle;
 use tonic::Status;
 use tonic::transport::Channel;
 
-/// Of each of the three pools; 80 % of it may be used.
+/// Size of each of the three pools; 80 % of it may be used.
 pub const POOL_BYTES: u64 = 100 << 30;
-/// Nodes other than the plugin's own.
+/// A node other than the plugin's own.
 pub const OTHER_NODE: &str = "node-b";
 const HEARTBEAT: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(10);
@@ -38,12 +38,12 @@ pub struct ControlPlane {
 struct Running {
     stop: watch::Sender<bool>,
     serving: JoinHandle<()>,
-    /// Where agents come in over mutual TLS.
+    /// Address at which agents connect over mutual TLS.
     address: String,
 }
 
 impl ControlPlane {
-    /// A new cluster, served on `socket`, its pools and nodes heard.
+    /// Starts a new cluster, served on `socket`, and waits for reports of its pools and nodes.
     pub async fn start(home: PathBuf, socket: PathBuf) -> Self {
         quoin_control::init(&home, Default::default()).await.unwrap();
         let client = ClusterClient::new(unix_channel(&socket));
@@ -56,11 +56,11 @@ impl ControlPlane {
         control
     }
 
-    /// The controller's process starts, with the records that the last one left.
+    /// Starts the controller's process, with the records that the last one left.
     pub async fn serve(&mut self) {
         let mut options = quoin_control::Options::new(&self.home);
         options.admin_socket = self.socket.clone();
-        // The last one's connections may take a moment to let go of the records.
+        // The last one's connections may take a moment to release the records.
         let controller = loop {
             match quoin_control::open(&options).await {
                 Ok(controller) => break Arc::new(controller),
@@ -80,7 +80,7 @@ impl ControlPlane {
         self.running = Some(Running { stop, serving, address });
     }
 
-    /// It ends; its records stay.
+    /// Ends the process; its records stay.
     pub async fn stop(&mut self) {
         let Some(running) = self.running.take() else { return };
         running.stop.send_replace(true);
@@ -95,7 +95,7 @@ impl ControlPlane {
         self.client.clone()
     }
 
-    /// A node whose target listens on `<run>/nbd/<volume id>.sock` for what it is to serve.
+    /// Adds a node whose target listens on `<run>/nbd/<volume id>.sock` for volumes assigned to it.
     pub fn add_node(&mut self, name: &str, volumes_max: u32, run: &Path) {
         let report = NodeReport { node: name.to_owned(), volumes_max, ..Default::default() };
         let admin = unix_channel(&self.socket);
@@ -103,12 +103,12 @@ impl ControlPlane {
         self.agents.insert(name.to_owned(), agent);
     }
 
-    /// Neither it nor its target says anything from now on.
+    /// Stops all reports of the node and its target.
     pub fn kill_node(&mut self, name: &str) {
         self.agents.remove(name).unwrap().abort();
     }
 
-    /// Until all three pools and these nodes have been heard.
+    /// Waits until all three pools and these nodes have reported.
     pub async fn heard(&mut self, nodes: usize) {
         loop {
             let pools = self.client.list_pools(ListPoolsRequest {}).await.unwrap().into_inner();
@@ -120,7 +120,7 @@ impl ControlPlane {
         }
     }
 
-    /// What there is; a volume on its way out is not there for the face.
+    /// Returns the existing volumes; one that is being deleted does not exist for the CSI services.
     pub async fn volumes(&self) -> Vec<Volume> {
         let answer = self.client().list_volumes(ListVolumesRequest::default()).await.unwrap();
         let mut volumes = answer.into_inner().volumes;
@@ -128,7 +128,7 @@ impl ControlPlane {
         volumes
     }
 
-    /// The volume's target opens it and says that one replica lags.
+    /// Makes the volume's target open it and report that one replica lags.
     pub async fn degrade(&self, id: &str, node: &str) {
         let mut agent = AgentClient::new(unix_channel(&self.socket));
         let asked = AcquireEpochRequest {
@@ -185,7 +185,7 @@ async fn pool(admin: Channel, index: u32) {
     }
 }
 
-/// Carries out what the controller says, and tells it, until it is away.
+/// Carries out the controller's orders and reports, until the controller is away.
 async fn obey(
     agent: &mut AgentClient<Channel>,
     report: &mut PoolReport,

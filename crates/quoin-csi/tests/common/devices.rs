@@ -9,7 +9,7 @@ use quoin_node::{AttachRequest, Attacher, Error};
 
 pub struct LoopAttacher {
     directory: PathBuf,
-    /// Devices made so far.
+    /// Number of devices made so far.
     pub made: AtomicUsize,
 }
 
@@ -27,7 +27,7 @@ impl LoopAttacher {
         self.directory.join(volume)
     }
 
-    /// Not by `losetup -j`, which opens every loop device of the host and waits with one whose
+    /// Not by `losetup -j`, which opens every loop device of the host and blocks on a device whose
     /// server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
         let file = self.file(volume);

@@ -1,4 +1,5 @@
-//! A plugin on a real socket, over a real controller, with loop devices for the attach process.
+//! A plugin on a real socket, over a real controller, with loop devices instead of the attach
+//! process.
 #![allow(dead_code)]
 
 pub mod control;
@@ -26,10 +27,10 @@ pub use control::ControlPlane;
 pub use devices::LoopAttacher;
 
 pub const NODE: &str = "node-a";
-/// What the node takes.
+/// Most volumes of the node.
 pub const VOLUMES_MAX: u32 = 2;
 pub const MIB: i64 = 1 << 20;
-/// An id of a form that Quoin never gives out, as conformance clients use them.
+/// An id of a form that Quoin never issues, as conformance clients use them.
 pub const UNKNOWN: &str = "fake-vol-id-0123456789";
 
 pub struct World {
@@ -93,7 +94,7 @@ impl World {
         self.cluster.stop().await;
     }
 
-    /// Starts it again.
+    /// Starts the control plane again.
     pub async fn start_control(&mut self) {
         self.cluster.serve().await;
     }
@@ -110,7 +111,7 @@ impl World {
         self.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap()
     }
 
-    /// Created, published to this node; the stage request for it.
+    /// Creates a volume and publishes it to this node; returns the stage request for it.
     pub async fn published(&mut self, capability: VolumeCapability) -> NodeStageVolumeRequest {
         let volume = self.create("db", 64 * MIB).await;
         self.controller
@@ -201,7 +202,7 @@ async fn start_plugin(
     })
 }
 
-/// True where mounts can be made; else a word to the reader.
+/// Returns true where mounts can be made; otherwise prints why not.
 pub fn can_mount() -> bool {
     let can = LoopAttacher::is_possible();
     if !can {
@@ -229,7 +230,7 @@ pub fn block_capability(mode: AccessMode) -> VolumeCapability {
 pub fn writer() -> VolumeCapability {
     mount_capability("ext4", AccessMode::SingleNodeWriter)
 }
-/// Capabilities that are malformed, one way each.
+/// Returns capabilities that are malformed, one way each.
 pub fn malformed() -> Vec<Option<VolumeCapability>> {
     vec![
         None,
@@ -261,7 +262,7 @@ pub fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-/// The code of an answer; every refusal must be plain: a message, no details.
+/// Returns the code of an answer; every refusal must be plain: a message, no details.
 pub fn code<T>(answer: &Result<Response<T>, Status>) -> Code {
     match answer {
         Ok(_) => Code::Ok,
