@@ -1,11 +1,11 @@
-//! Compiles the `.proto` files with a pure-Rust compiler: no protoc on the user's machine.
+//! Compiles the `.proto` files with a pure-Rust compiler: the user's machine needs no protoc.
 //!
-//! Messages that carry secrets get a `Debug` that shows their name only, so that no log line,
-//! error or assertion can print one by accident, whoever formats the message.
+//! Messages that carry secrets get a `Debug` that shows their name only, so that no log line, error
+//! or assertion prints one by accident.
 
 use std::fmt::Write as _;
 
-/// Fields whose content may be sensitive wherever they occur.
+/// Fields whose content may be sensitive in every message.
 const SENSITIVE_FIELDS: [&str; 2] = ["secrets", "mount_flags"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// A `Debug` that names the message and shows nothing of it.
+/// Writes a `Debug` that names the message and shows none of its content.
 fn write_debug(out: &mut String, path: &str, name: &str) -> std::fmt::Result {
     writeln!(
         out,
@@ -60,7 +60,7 @@ fn write_debug(out: &mut String, path: &str, name: &str) -> std::fmt::Result {
     )
 }
 
-/// The module name that nested messages are generated into.
+/// Returns the module name that nested messages are generated into.
 fn snake_case(name: &str) -> String {
     let mut out = String::new();
     for (index, letter) in name.chars().enumerate() {

@@ -1,10 +1,10 @@
 //! The options of a volume: each has a type here, a field of [`VolumeOptions`] and a row of
 //! [`OPTIONS`].
 //!
-//! The message [`VolumeSpec`] is a request: an option that is empty, 0 or unspecified was not given.
-//! [`VolumeOptions`] is complete, with every default filled in; records hold it.
-//! The faces (parameters of storage classes, documents, the command line) go over the table and have
-//! no list of their own, so an option that is added is known to all of them.
+//! The message [`VolumeSpec`] is a request: an option that is empty, 0 or unspecified was not
+//! given. [`VolumeOptions`] is complete, with every default filled in; records hold it. The faces
+//! (parameters of storage classes, documents, the command line) iterate over the table and have no
+//! list of their own, so all of them know an added option.
 
 mod replace_after;
 mod written;
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::control::{self, VolumeSpec};
 pub use replace_after::{NotATime, ReplaceAfter, parse_time, write_time};
 
-/// Why a word is none of an option's.
+/// A word that is not among an option's values.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NotAChoice(String);
 
@@ -34,7 +34,7 @@ impl fmt::Display for NotAChoice {
     }
 }
 
-/// An option whose value is one of a few words; the first is the default.
+/// Defines an option whose value is one of a few words; the first is the default.
 macro_rules! choices {
     ($(#[$doc:meta])* $name:ident, $choices:literal: $($(#[$meaning:meta])* $choice:ident = $word:literal),+) => {
         $(#[$doc])*
@@ -45,7 +45,7 @@ macro_rules! choices {
 
         impl $name {
             pub const ALL: &[Self] = &[$(Self::$choice),+];
-            /// For refusals and help.
+            /// Values for refusals and help.
             const CHOICES: &str = $choices;
 
             pub const fn as_str(self) -> &'static str {
@@ -79,11 +79,11 @@ macro_rules! choices {
 }
 
 choices!(
-    /// When a replica holds a write.
+    /// Moment at which a replica holds a write.
     Durability, "cache | media":
-    /// Its operating system has it.
+    /// In its operating system's cache.
     Cache = "cache",
-    /// Its medium has it.
+    /// On its medium.
     Media = "media"
 );
 choices!(
@@ -105,7 +105,7 @@ choices!(
     NoSpace = "enospc"
 );
 choices!(
-    /// When a read may be answered.
+    /// Condition under which a read may be answered.
     Reads, "leased | confirmed":
     /// While the target holds its lease.
     Leased = "leased",
@@ -119,7 +119,7 @@ choices!(
     Xfs = "xfs"
 );
 choices!(
-    /// How a node makes a block device.
+    /// Way in which a node makes a block device.
     Frontend, "fuse | nbd":
     Fuse = "fuse",
     Nbd = "nbd"
@@ -140,10 +140,10 @@ impl BlockSize {
     }
 }
 
-/// The smallest limit of bytes a second: less than a block would look like a volume that hangs.
+/// The smallest limit of bytes a second: with less than a block a volume would seem to hang.
 pub const BANDWIDTH_LIMIT_MIN: u64 = 4096;
 
-/// The options of a volume, complete. Serialized as records have them.
+/// The options of a volume, complete. Serialized in the form of the records.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VolumeOptions {
     #[serde(with = "written::variant")]
@@ -158,10 +158,10 @@ pub struct VolumeOptions {
     pub reads: Reads,
     #[serde(with = "written::number")]
     pub block_size: BlockSize,
-    /// `None`: the node's own.
+    /// `None`: the node's default.
     #[serde(with = "written::word_or_empty")]
     pub fs_type: Option<FileSystem>,
-    /// `None`: the best that the node can do.
+    /// `None`: the best that the node supports.
     #[serde(with = "written::word_or_empty")]
     pub frontend: Option<Frontend>,
     /// IOs a second; 0: no limit.
@@ -183,12 +183,12 @@ pub struct WrongOption {
 }
 
 impl VolumeOptions {
-    /// Completes what was asked for.
+    /// Completes the requested options with defaults.
     ///
     /// # Errors
-    /// The first option that is none of its choices.
+    /// The first option whose value is none of its choices.
     pub fn complete(asked: &VolumeSpec, spread: Spread) -> Result<Self, WrongOption> {
-        // A text is checked by its row, as the faces do.
+        // Each text is checked by its row, as in the faces.
         for option in &OPTIONS {
             if let Some(given) = option.given(asked) {
                 let checked = option.set(&mut VolumeSpec::default(), &given);
@@ -234,7 +234,7 @@ impl VolumeOptions {
 pub enum Values {
     /// One of these words.
     Words(&'static str),
-    /// A number of something a second, at least so much.
+    /// A number of units a second, with its minimum.
     Rate { what: &'static str, least: u64 },
     /// A time, or off.
     Time,
@@ -252,38 +252,38 @@ impl fmt::Display for Values {
     }
 }
 
-/// One option of a volume, as every face gives and shows it.
+/// One option of a volume, as every face accepts and shows it.
 pub struct VolumeOption {
-    /// As documents, storage classes and refusals have it.
+    /// Name in documents, storage classes and refusals.
     pub key: &'static str,
     /// Other spellings that storage classes may use.
     pub aliases: &'static [&'static str],
     pub values: Values,
-    /// For `--help`.
+    /// Text of `--help`.
     pub help: &'static str,
     /// Shown value where the record names none.
     pub absent: &'static str,
-    /// Whether it can be changed while the volume exists.
+    /// True if it can be changed while the volume exists.
     pub changes: bool,
     given: fn(&VolumeSpec) -> String,
     set: fn(&mut VolumeSpec, &str) -> Result<(), String>,
 }
 
 impl VolumeOption {
-    /// Value in a message; `None`: not given.
+    /// Returns the value in a message; `None`: not given.
     pub fn given(&self, spec: &VolumeSpec) -> Option<String> {
         Some((self.given)(spec)).filter(|given| !given.is_empty() && given != "0")
     }
 
-    /// Takes a value over.
+    /// Sets a value.
     ///
     /// # Errors
-    /// The rule that it breaks.
+    /// The rule that it violates.
     pub fn set(&self, spec: &mut VolumeSpec, value: &str) -> Result<(), String> {
         (self.set)(spec, value)
     }
 
-    /// The option of this key or alias.
+    /// Returns the option of this key or alias.
     pub fn find(key: &str) -> Option<&'static Self> {
         OPTIONS.iter().find(|one| one.key == key || one.aliases.contains(&key))
     }
@@ -297,7 +297,7 @@ fn checked<T: FromStr<Err: fmt::Display>>(text: &str) -> Result<String, String> 
     check::<T>(text).map(|_| text.to_owned())
 }
 
-/// Digits alone: `parse` takes a leading plus sign, which no user means.
+/// Parses digits alone: `parse` accepts a leading plus sign, which no user means.
 fn rate(text: &str, what: &'static str, least: u64) -> Result<u64, String> {
     let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
     let number = text.parse().ok().filter(|number| is_number && *number >= least);
@@ -308,7 +308,7 @@ fn rate(text: &str, what: &'static str, least: u64) -> Result<u64, String> {
 const IOS: &str = "IOs";
 const BYTES: &str = "bytes";
 
-/// Every option there is, in the order in which they are shown.
+/// All options, in the order in which they are shown.
 pub static OPTIONS: [VolumeOption; 11] = [
     VolumeOption {
         key: "durability",
@@ -467,7 +467,7 @@ impl From<Durability> for control::Durability {
     }
 }
 
-/// A message that says nothing of an option.
+/// An option that a message leaves unspecified.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Unspecified;
 

@@ -1,6 +1,6 @@
-//! What the processes of a cluster say to the controller and to one another: each field, value and
-//! call that was recorded is still there under its number, so that processes of two versions
-//! understand each other. Additions are free.
+//! Messages between the processes of a cluster and the controller: each recorded field, value and
+//! call is still there under its number, so that processes of two versions understand each other.
+//! Additions are free.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use quoin_recorded::Recorded;
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 const RAISE: &str = "nothing: take a new number for what is new, and keep the old one readable";
 
-/// One line for each field, value and call: where it is, its number, its type.
+/// Returns one line for each field, value and call: its place, its number, its type.
 fn facts(proto: &str) -> BTreeSet<String> {
     let text: String = proto
         .lines()
@@ -60,7 +60,7 @@ fn every_message_and_call_that_was_recorded_is_still_understood() {
     }
     let before = recorded.read_text("proto.txt");
     if before.lines().any(|fact| !here.contains(fact)) {
-        // Says what is missing, or takes it as it is now where that was asked for.
+        // Compares with the recording, or records the present text where that was requested.
         recorded.holds_text("proto.txt", &text);
     }
 }

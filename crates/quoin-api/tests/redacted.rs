@@ -1,4 +1,4 @@
-//! What the generated messages promise beyond their fields.
+//! Properties of the generated messages beyond their fields.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! After what time a replica that is gone is replaced, and times as people write them.
+//! Time after which a replica that is gone is replaced, and the text form of times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,21 +6,21 @@ use std::time::Duration;
 
 /// Text for "never".
 const OFF: &str = "off";
-/// Longer is meant to be never, and said so.
+/// Longest time. A longer one means never, for which there is a word.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 const UNITS: [(&str, u64); 5] =
     [("ms", 1), ("s", 1000), ("m", 60_000), ("h", 3_600_000), ("d", 86_400_000)];
 
-/// How long a replica must be gone before another one is made in its place.
+/// Time for which a replica must be gone before another one is made instead.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum ReplaceAfter {
     After(Duration),
-    /// Only what people declare changes anything.
+    /// Only users' requests change anything.
     Never,
 }
 
 impl ReplaceAfter {
-    /// Of a cluster that does not say: longer than a host takes to be restarted.
+    /// Default of a cluster: longer than the restart of a host.
     pub const DEFAULT: Self = Self::After(Duration::from_secs(600));
 }
 
@@ -37,7 +37,7 @@ impl fmt::Display for ReplaceAfter {
     }
 }
 
-/// Not a time such as "10m", nor "off".
+/// A text that is neither a time such as "10m" nor "off".
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is neither a time, as in 90s, 10m or 2h, of a second to a year, nor off")]
 pub struct NotATime(String);
@@ -51,13 +51,13 @@ impl FromStr for ReplaceAfter {
         }
         let wrong = || NotATime(text.chars().take(40).collect());
         let after = parse_time(text).ok_or_else(wrong)?;
-        // Less would replace a replica for each hiccup of a network.
+        // A shorter time would replace a replica for each hiccup of a network.
         let sound = (Duration::from_secs(1)..=LONGEST).contains(&after);
         sound.then_some(Self::After(after)).ok_or_else(wrong)
     }
 }
 
-/// A whole number and its unit, as in 90s; `None`: it is not one.
+/// Parses a whole number and its unit, as in 90s; `None`: the text has another form.
 pub fn parse_time(text: &str) -> Option<Duration> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
@@ -65,7 +65,7 @@ pub fn parse_time(text: &str) -> Option<Duration> {
     number.parse::<u64>().ok()?.checked_mul(size).map(Duration::from_millis)
 }
 
-/// In the largest unit that fits.
+/// Writes a time in the largest unit that fits.
 pub fn write_time(time: Duration, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let ms = time.as_millis() as u64;
     let mut units = UNITS.iter().rev();

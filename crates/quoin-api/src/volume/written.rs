@@ -1,4 +1,4 @@
-//! How records write the options of a volume.
+//! Form of a volume's options in records.
 
 /// A choice by the name of its variant, as in `Cache`.
 pub mod variant {
