@@ -1,6 +1,6 @@
 //! Every request of the CSI controller and identity services, over a socket, to a plugin whose
-//! controller is the real one with no pools (so nothing is ever made). Node requests are left
-//! out: they would mount on this host what the fuzzer says.
+//! controller is the real one with no pools (so nothing is ever made). Node requests are left out:
+//! they would mount on this host by the fuzzer's choice.
 
 use std::panic;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,12 +21,12 @@ use tonic::{Code, Status};
 struct World {
     runtime: Runtime,
     channel: Channel,
-    // Both end with the process.
+    // Both are removed at the end of the process.
     _directory: tempfile::TempDir,
     _running: watch::Sender<bool>,
 }
 
-/// A panic in a service ends one task of the runtime only: it is counted here.
+/// Panics counted: one in a service ends only a task of the runtime.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 
 fn world() -> &'static World {
@@ -80,7 +80,7 @@ pub fn run(input: &[u8]) {
     }
 }
 
-/// `None`: not even a request.
+/// Sends one request; `None`: the bytes do not decode as a request.
 async fn ask(channel: Channel, call: u8, bytes: &[u8]) -> Option<Result<(), Status>> {
     fn parsed<T: Message + Default>(bytes: &[u8]) -> Option<T> {
         T::decode(bytes).ok()

@@ -1,4 +1,4 @@
-//! Frames between target and pool: raw, and with right checksums on hostile content.
+//! Frames between target and pool: raw, and with valid checksums on hostile content.
 
 use bytes::Bytes;
 use quoin_types::entry::{Chain, Entry, EntryKind};
@@ -11,7 +11,7 @@ use quoin_wire::frame::{HEADER_LEN, Header, Limits};
 use quoin_wire::hello::Spoken;
 use quoin_wire::{Frame, Hello};
 
-/// The first byte says how the rest is read: as a frame, or as kind, head and data of one.
+/// The first byte chooses how the rest is read: as a frame, or as kind, head and data of one.
 pub fn run(input: &[u8]) {
     let Some((how, rest)) = input.split_first() else { return };
     let limits = if how & 1 == 0 { Limits::SESSION } else { Limits::HELLO };
@@ -42,7 +42,7 @@ fn parse(bytes: &[u8], limits: &Limits) {
     let Some(frame) = bytes.get(..header.frame_len()) else { return };
     let Ok(incoming) = decode(&header, Bytes::copy_from_slice(frame)) else { return };
     if let Frame::Hello(hello) = &incoming.frame {
-        // A version that is not spoken is refused in words.
+        // An unsupported version is refused with a message.
         let _ = hello.negotiate(&Spoken::HERE).suits(hello);
     }
 }
@@ -83,12 +83,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
     if encode::from_replica(session, &refuse, &mut frame).is_ok() {
         seeds.extend(both_ways(&frame));
     }
-    // Every kind there is, with a head that its decoder must find too short or too long.
+    // Every kind, with a head that its decoder must find too short or too long.
     seeds.extend((0..40).map(|kind| [&[2, kind][..], &[0; 90]].concat()));
     seeds
 }
 
-/// As a whole frame, and as its kind, head and data.
+/// Returns the frame whole, and as its kind, head and data.
 fn both_ways(frame: &FrameBuffer) -> [Vec<u8>; 2] {
     let data: Vec<u8> = frame.data.concat();
     let blocks = (data.len() / BLOCK_SIZE) as u8;

@@ -1,4 +1,4 @@
-//! What newcomers and peers say of themselves before they are believed.
+//! Statements of newcomers and peers about themselves, before they are verified.
 
 use quoin_identity::{ClusterId, JoinToken, Role, check_name, peer_of};
 

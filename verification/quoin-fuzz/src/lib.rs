@@ -1,13 +1,13 @@
 //! Hostile input for everything that reads a network, a disk or a record.
 //!
-//! A [`Target`] takes any bytes and must return: no panic, no memory without bound, no hang. What
-//! it can check beyond that it asserts. The same functions are run three ways: by the bounded
+//! A [`Target`] takes any bytes and must return: no panic, no memory without bound, no hang. It
+//! asserts everything else that it can check. The same functions are run three ways: by the bounded
 //! replay in this crate's tests (the corpus in `fuzz/corpus`, the seeds, some thousand mutations),
-//! by `cargo xtask fuzz` (mutations for as long as one likes; an input that fails is written
-//! down), and by libFuzzer through the crate in `fuzz/`, guided by coverage.
+//! by `cargo xtask fuzz` (mutations for any length of time; an input that fails is written to a
+//! file), and by libFuzzer through the crate in `fuzz/`, guided by coverage.
 //!
-//! Checksums would keep a fuzzer out of everything behind them, so the targets put right ones on
-//! what was changed: a peer and a disk can have those too.
+//! Checksums would keep a fuzzer out of all code behind them, so the targets correct the checksums
+//! of changed parts: a peer and a disk can have valid ones too.
 
 mod csi;
 mod frames;
@@ -21,12 +21,12 @@ mod records;
 #[derive(Clone, Copy)]
 pub struct Target {
     pub name: &'static str,
-    /// What reads it.
+    /// Code that reads it.
     pub about: &'static str,
     pub run: fn(&[u8]),
-    /// Valid inputs to begin with.
+    /// Valid inputs to start from.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Mutations that a bounded replay affords.
+    /// Mutations in a bounded replay.
     pub replayed: u32,
 }
 
@@ -75,7 +75,7 @@ pub const TARGETS: [Target; 6] = [
     },
 ];
 
-/// The target of this name.
+/// Returns the target of this name.
 pub fn target(name: &str) -> Option<&'static Target> {
     TARGETS.iter().find(|target| target.name == name)
 }

@@ -1,4 +1,4 @@
-//! `quoin-fuzz`: mutations for as long as one likes; an input that fails is written down first.
+//! `quoin-fuzz`: mutations for any length of time; each input is written to a file before it runs.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,18 +13,18 @@ use rand_chacha::ChaCha8Rng;
 /// Feeds hostile input to whatever reads networks, disks and records
 #[derive(Parser)]
 struct Options {
-    /// What to feed; all in turn if not given
+    /// Target to feed; all in turn if not given
     targets: Vec<String>,
     /// Seconds for each target
     #[arg(long, default_value_t = 30, value_name = "N")]
     seconds: u64,
-    /// Where the mutations begin; the same seed makes the same inputs
+    /// Seed of the mutations; the same seed makes the same inputs
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
     /// Run only this input (with one target)
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
-    /// Where an input that failed is left
+    /// Directory for inputs that failed
     #[arg(long, default_value = "target/fuzz", value_name = "DIR")]
     failures: PathBuf,
 }
@@ -79,7 +79,7 @@ fn feed(target: &Target, options: &Options) -> std::io::Result<()> {
         let from = rng.random_range(0..inputs.len());
         let other = rng.random_range(0..inputs.len());
         let input = mutate(&mut rng, &inputs[from], &inputs[other]);
-        // Written before it is run: whatever it does to this process, it is there afterwards.
+        // Written before it is run, so that it is there afterwards even if this process dies.
         std::fs::write(&file, &input)?;
         (target.run)(&input);
         fed += 1;

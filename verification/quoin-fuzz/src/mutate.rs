@@ -1,4 +1,4 @@
-//! Changes to inputs, for where no coverage guides: the usual small injuries, several at once.
+//! Mutations of inputs without guidance by coverage: the usual small damages, several at once.
 
 use rand::Rng;
 
@@ -19,7 +19,7 @@ const EDGES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// `input` with one to eight injuries; `other` lends bytes.
+/// Returns `input` with one to eight damages; `other` provides bytes.
 pub fn mutate(rng: &mut impl Rng, input: &[u8], other: &[u8]) -> Vec<u8> {
     let mut out = input.to_vec();
     for _ in 0..rng.random_range(1..=8) {
@@ -66,7 +66,7 @@ fn injure(rng: &mut impl Rng, out: &mut Vec<u8>, other: &[u8]) {
     }
 }
 
-/// Over what is there, as far as it is there.
+/// Overwrites present bytes, as far as there are any.
 fn write(out: &mut [u8], at: usize, bytes: &[u8]) {
     for (place, byte) in out[at..].iter_mut().zip(bytes) {
         *place = *byte;

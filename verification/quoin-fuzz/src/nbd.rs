@@ -1,4 +1,4 @@
-//! An NBD client that says anything, in pieces of any length.
+//! An NBD client that sends anything, in pieces of any length.
 
 use bytes::{Bytes, BytesMut};
 use quoin_nbd::protocol::{
@@ -11,11 +11,11 @@ use quoin_types::block::{
 
 const SIZE_BYTES: u64 = 1 << 20;
 const LIMITS: Limits = Limits { requests_in_flight_max: 16, bytes_in_flight_max: 1 << 20 };
-/// No answer to one input is longer: each request reads at most the volume, and each takes
-/// about 28 bytes of it.
+/// Largest answer to one input: each request reads at most the volume, and takes about 28 bytes of
+/// the input.
 const OUTPUT_BYTES_MAX: usize = 1 << 30;
 
-/// The first byte says in which pieces the rest arrives.
+/// The first byte chooses in which pieces the rest arrives.
 pub fn run(input: &[u8]) {
     let Some((piece, rest)) = input.split_first() else { return };
     let device =

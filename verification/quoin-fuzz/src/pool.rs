@@ -1,4 +1,4 @@
-//! A pool's file with anything in it, checksums put right where the damage would end at them.
+//! A pool's file with any content, with corrected checksums where they would hide the damage.
 
 use std::io::IoSlice;
 use std::sync::OnceLock;
@@ -16,7 +16,7 @@ use quoin_types::{
 const POOL_BYTES: u64 = 8 << 20;
 const VOLUME_BLOCKS: u64 = 300;
 const GUID: ReplicaGuid = ReplicaGuid(0xf0);
-/// An input is patches of a lived-in pool: block (2 bytes), place in it (2), length (1), bytes.
+/// An input is patches of a used pool: block (2 bytes), place in it (2), length (1), bytes.
 const PATCH_HEAD: usize = 5;
 const PATCHES_MAX: usize = 64;
 const BACKGROUND_STEPS_MAX: usize = 200;
@@ -35,7 +35,7 @@ pub fn run(input: &[u8]) {
         use_pool(pool);
     }
     if how & 2 == 0 {
-        // What it finds is its report; that it comes to an end is the test.
+        // The findings are a report; the test is that it terminates.
         let _ = offline::inspect(offline.fork());
         let _ = offline::check(offline, |_| {});
     }
@@ -45,7 +45,7 @@ fn options() -> PoolOptions {
     PoolOptions { cache_bytes: 1 << 20, log_keep_bytes: 64 << 10, ..PoolOptions::default() }
 }
 
-/// What a driver does with a pool, whatever is in it; errors are answers.
+/// Uses a pool as a driver does, whatever is in it; errors are answers.
 fn use_pool(mut pool: Pool<MemoryDisk>) {
     for guid in pool.replicas() {
         let Some(mut replica) = pool.replica(guid) else { continue };
@@ -98,7 +98,8 @@ fn patch(disk: &MemoryDisk, head: &[u8], bytes: &[u8], reseal: bool) {
     let _ = disk.write_at(offset, &[IoSlice::new(&block)]);
 }
 
-/// Those of superblocks, ring blocks and batch headers of one block (docs/store.md).
+/// Corrects the checksums of superblocks, ring blocks and batch headers of one block
+/// (docs/store.md).
 fn put_checksums_right(block: &mut [u8]) {
     match &block[..4] {
         b"QUOI" => {
@@ -180,7 +181,8 @@ fn sync(pool: &mut Pool<MemoryDisk>) {
 fn lived_in_blocks() -> &'static [u64] {
     static BLOCKS: OnceLock<Vec<u64>> = OnceLock::new();
     BLOCKS.get_or_init(|| {
-        // Data blocks are many and their content has no meaning: what has a magic comes often.
+        // Data blocks are many and their content has no meaning: blocks with a magic are chosen
+        // often.
         let disk = lived_in();
         let all = disk.written_blocks();
         let mut block = vec![0; BLOCK_SIZE];

@@ -1,4 +1,4 @@
-//! The controller's records as they lie in its store, and volumes as they are asked for.
+//! The controller's records as its store has them, and volumes as users request them.
 
 use prost::Message as _;
 use quoin_api::control::VolumeSpec;
@@ -7,14 +7,14 @@ use quoin_control::records::{PoolRecord, VolumeRecord};
 use quoin_control::spec;
 use quoin_types::Membership;
 
-/// The first byte says what the rest is.
+/// The first byte chooses what the rest is.
 pub fn run(input: &[u8]) {
     let Some((what, rest)) = input.split_first() else { return };
     match what % 4 {
         0 => {
             let Ok(record) = serde_json::from_slice::<VolumeRecord>(rest) else { return };
             let membership = Membership::from(&record.membership);
-            // Whether it may be used; that it answers is the test.
+            // Either result is right; the test is that it answers.
             let _ = membership.check();
             let _ = record.epoch();
             for replica in &record.replicas {
@@ -30,7 +30,7 @@ pub fn run(input: &[u8]) {
             let defaults = spec::Defaults { replicas: 3, spread: Spread::Pool };
             if let Ok(complete) = spec::complete(&asked, defaults) {
                 assert!((1..=complete.replicas).contains(&complete.consistency_factor));
-                // What was completed once needs no completion.
+                // Completed options need no further completion.
                 let again = spec::complete(&VolumeSpec::from(&complete), defaults);
                 assert_eq!(again.ok(), Some(complete));
             }

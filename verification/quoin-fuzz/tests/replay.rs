@@ -8,7 +8,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::{Resource, Rlimit, setrlimit};
 
-/// Of address space: whoever wants more than this for some kilobytes of input is aborted.
+/// Limit of address space: a process that needs more for some kilobytes of input is aborted.
 const MEMORY_BYTES_MAX: u64 = 8 << 30;
 
 fn replay(name: &str) {
