@@ -1,7 +1,7 @@
-//! Clients that record what they did and saw, and the judge of it.
+//! Clients that record their calls and answers, and the check of these histories.
 //!
-//! Each block has one writer at a time, since the NBD client sends a request again when the
-//! target was restarted; anybody reads. The histories of all blocks must be linearizable, by the
+//! Each block has one writer at a time, since the NBD client sends a request again when the target
+//! was restarted; any client reads. The histories of all blocks must be linearizable, by the
 //! checker that the simulator uses.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,11 +19,11 @@ use rand_chacha::ChaCha8Rng;
 
 pub const BLOCKS: u64 = 512;
 const WORKERS: u64 = 4;
-/// A history longer than this is judged and begun anew.
+/// Longest history; a longer one is checked and begun anew.
 const HISTORY_MAX: usize = 4000;
 
 struct Block {
-    /// What it held at the instant `since`.
+    /// Content of the block at the instant `since`.
     initial: Tags,
     since: u64,
     ops: Vec<BlockOp>,
@@ -36,7 +36,7 @@ struct Shared {
     tags: AtomicU32,
     stop: AtomicBool,
     blocks: Vec<Mutex<Block>>,
-    /// Held by whoever writes a block.
+    /// Held by the writer of a block.
     writing: Vec<Mutex<()>>,
     slowest_us: AtomicU64,
     checked: AtomicU64,
@@ -49,7 +49,7 @@ pub struct Clients {
     workers: Vec<JoinHandle<()>>,
 }
 
-/// What they did.
+/// Totals of the clients' work.
 #[derive(Debug, Default)]
 pub struct Judgement {
     pub checked: u64,
@@ -92,7 +92,7 @@ impl Clients {
     }
 
     /// # Errors
-    /// The first thing that went wrong.
+    /// The first failure.
     pub fn check(&self) -> Result<()> {
         match &*lock(&self.shared.wrong) {
             Some(wrong) => bail!("{wrong}"),
@@ -104,7 +104,7 @@ impl Clients {
         self.shared.checked.load(Ordering::SeqCst)
     }
 
-    /// Until some requests that began after now are answered.
+    /// Waits until some requests that began after now are answered.
     pub fn flows(&self, budget: Duration) -> Result<()> {
         let (began, before) = (Instant::now(), self.shared.clock.load(Ordering::SeqCst));
         while self.shared.clock.load(Ordering::SeqCst) < before + 40 {
@@ -117,7 +117,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Ends the clients, reads every block once more, and judges all histories.
+    /// Ends the clients, reads every block once more, and checks all histories.
     pub fn finish(mut self) -> Result<Judgement> {
         self.shared.stop.store(true, Ordering::SeqCst);
         for worker in self.workers.drain(..) {
@@ -159,7 +159,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 fn step(shared: &Shared, rng: &mut ChaCha8Rng) -> Result<()> {
-    // A hot tenth takes half of it, so that writes meet reads.
+    // A hot tenth gets half of the requests, so that writes meet reads.
     let block =
         if rng.random() { rng.random_range(0..BLOCKS / 10) } else { rng.random_range(0..BLOCKS) };
     match rng.random_range(0..100) {
@@ -210,7 +210,7 @@ fn read(shared: &Shared, block: u64) -> Result<()> {
     };
     let op = shared.tags.fetch_add(1, Ordering::SeqCst);
     let mut history = lock(&shared.blocks[block as usize]);
-    // Called before this history began: it may have seen what was there before.
+    // A call from before this history began may have seen earlier content.
     if invoked > history.since {
         history.ops.push(BlockOp { op, invoked, answered, act: Act::Read { mask: 0xff, tags } });
     }
@@ -230,7 +230,8 @@ fn judge(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
     }
 }
 
-/// Judges what there is and goes on from what the block holds now: its one writer is this one.
+/// Checks the history so far and begins anew from the block's present content: its one writer is
+/// the caller.
 fn judge_and_restart(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
     judge(shared, number, block)?;
     let mut content = block.initial;

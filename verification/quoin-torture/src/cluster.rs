@@ -1,4 +1,4 @@
-//! A Quoin of real processes, each on its host, started again when it ends.
+//! A Quoin of real processes, each on its host, restarted when it ends.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,7 +15,7 @@ use crate::network::Network;
 
 pub const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
 pub const HOSTS: [&str; 5] = ["control", "pool-a", "pool-b", "pool-c", "node"];
-/// The pool that has a small disk of its own, where there can be one.
+/// The pool that has a small disk of its own, where possible.
 const SMALL_DISK_POOL: &str = "pool-b";
 const POOL_CAPACITY: &str = "6GiB";
 const START_BUDGET: Duration = Duration::from_secs(60);
@@ -24,17 +24,17 @@ const STOP_BUDGET: Duration = Duration::from_secs(30);
 struct Process {
     host: &'static str,
     arguments: Vec<String>,
-    /// Of its version.
+    /// Binary of its version.
     quoin: PathBuf,
     child: Option<Child>,
 }
 
 pub struct Cluster {
-    /// What people's commands are given with, and what a new process runs.
+    /// Binary of users' commands and of new processes.
     pub quoin: PathBuf,
     pub directory: PathBuf,
     processes: BTreeMap<&'static str, Process>,
-    // After the processes: they live in it.
+    // Dropped after the processes, which use it.
     pub network: Option<Network>,
     pub small_disk: Option<SmallDisk>,
 }
@@ -182,7 +182,7 @@ impl Cluster {
         self.ensure(name)
     }
 
-    /// Starts it if it does not run.
+    /// Starts the process if it does not run.
     fn ensure(&mut self, name: &str) -> Result<()> {
         let process = self.processes.get_mut(name).context("a process of this name")?;
         if let Some(child) = &mut process.child
@@ -207,7 +207,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Whatever has ended is started again.
+    /// Restarts every process that has ended.
     pub fn tend(&mut self) -> Result<()> {
         let names: Vec<_> = self.processes.keys().copied().collect();
         names.into_iter().try_for_each(|name| self.ensure(name))
@@ -225,7 +225,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Stops it as for an update, and starts the binary that takes its place.
+    /// Stops a process as for an update, and starts the binary that replaces it.
     pub fn replace(&mut self, name: &str, quoin: &Path) -> Result<()> {
         self.end(name, Signal::TERM)?;
         let process = self.processes.get_mut(name).context("a process of this name")?;
@@ -233,8 +233,8 @@ impl Cluster {
         self.ensure(name)
     }
 
-    /// Stops these together, and starts them again when the last one has ended: a target takes
-    /// some seconds to end where the pools of its volumes are away.
+    /// Stops these together, and restarts them when the last one has ended: a target takes some
+    /// seconds to end where the pools of its volumes are away.
     pub fn restart(&mut self, names: &[&str]) -> Result<()> {
         for name in names {
             self.signal(name, Signal::TERM)?;
@@ -245,7 +245,7 @@ impl Cluster {
         self.tend()
     }
 
-    /// Ends one that may be paused, by force where it does not obey.
+    /// Ends a process that may be paused, by force where it does not obey.
     fn end(&mut self, name: &str, signal: Signal) -> Result<()> {
         let process = self.processes.get_mut(name).context("a process of this name")?;
         let Some(mut child) = process.child.take() else { return Ok(()) };
@@ -265,12 +265,12 @@ impl Cluster {
         Ok(())
     }
 
-    /// Whether it is a part of this cluster.
+    /// Returns whether the process is a part of this cluster.
     pub fn has(&self, name: &str) -> bool {
         self.processes.contains_key(name)
     }
 
-    /// The file of a pool.
+    /// Returns the file of a pool.
     pub fn pool_file(&self, pool: &str) -> PathBuf {
         let small = self.small_disk.as_ref().filter(|_| pool == SMALL_DISK_POOL);
         small.map_or(&self.directory, |disk| &disk.mount).join(format!("{pool}.data"))
@@ -294,7 +294,7 @@ impl Cluster {
         Ok(volume["id"].as_str().context("the volume's id")?.to_owned())
     }
 
-    /// What is not in sync, for people; empty: all is whole.
+    /// Returns a text of the replicas that are not in sync; empty: all are.
     pub fn unhealed(&self) -> Result<String> {
         let replicas = self.json(&["replica", "list"])?;
         let all = replicas.as_array().context("a list of replicas")?;
@@ -323,7 +323,7 @@ impl Cluster {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Until `done`, keeping processes up; what it fails with meanwhile is not final.
+    /// Waits until `done`, and keeps processes up; its errors meanwhile are not final.
     pub fn wait(&mut self, what: &str, done: impl Fn(&Self) -> Result<bool>) -> Result<()> {
         self.wait_for(what, START_BUDGET, done)
     }
@@ -349,9 +349,9 @@ impl Cluster {
         }
     }
 
-    /// SIGTERM to all, front to back, and the end of what does not obey.
+    /// Sends SIGTERM to all, front to back, and kills those that do not obey.
     pub fn stop(&mut self) {
-        // The holder before attach, which would leave it what is in use.
+        // The holder ends before attach, which would leave it devices in use.
         for name in
             ["agent", "holder", "attach", "target", "pool-a", "pool-b", "pool-c", "controller"]
         {

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use crate::files::run;
 
 const IMAGE_BYTES: u64 = 8 << 30;
-/// Less than this is not worth taking.
+/// Smallest free space that is taken.
 const CRUMB_BYTES: u64 = 4 << 10;
 
 pub struct SmallDisk {
@@ -33,7 +33,7 @@ impl SmallDisk {
         self.mount.join("ballast")
     }
 
-    /// Takes all that is free.
+    /// Takes all free space.
     pub fn fill(&self) -> Result<()> {
         let path = self.ballast();
         let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
@@ -48,7 +48,7 @@ impl SmallDisk {
         Ok(())
     }
 
-    /// Gives it back.
+    /// Frees the space again.
     pub fn relieve(&self) -> Result<()> {
         std::fs::remove_file(self.ballast()).context("give a disk its free space back")
     }
@@ -56,7 +56,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily, in case that somebody still looks at what is left.
+        // A lazy unmount, in case that a process still reads files there.
         if let Err(error) = run(Command::new("umount").arg("-l").arg(&self.mount)) {
             eprintln!("{error:#}");
         }

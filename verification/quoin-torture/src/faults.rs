@@ -1,4 +1,4 @@
-//! What is done to a cluster, one fault after the other, each undone before the next.
+//! Faults of a cluster, one after the other, each undone before the next.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -57,7 +57,7 @@ const ALL: [(Fault, u32); 15] = [
 #[derive(Default)]
 pub struct Injected(pub BTreeMap<Fault, u64>);
 
-/// One that this machine can do, of `only` if that names any.
+/// Draws a fault that this machine can do, of `only` if that names any.
 pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster, only: &[Fault]) -> Result<Fault> {
     use Fault::{CutController, CutPool, CutTwoPools, DelayedLink, FillDisk, FlappingLink};
     let possible = |fault: Fault| match fault {
@@ -74,7 +74,7 @@ pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster, only: &[Fault]) -> Result<F
 }
 
 impl Injected {
-    /// Does it and undoes it.
+    /// Injects a fault and undoes it.
     pub fn inject(
         &mut self,
         fault: Fault,
@@ -147,7 +147,7 @@ fn cut(cluster: &Cluster, hosts: &[&str], lasts: Duration) -> Result<()> {
     hosts.iter().try_for_each(|host| network.heal(host))
 }
 
-/// Anywhere in what the pool has written.
+/// Flips bytes anywhere in the written part of the pool.
 fn flip(cluster: &Cluster, rng: &mut ChaCha8Rng) -> Result<()> {
     let path = cluster.pool_file(ROTTEN_POOL);
     let file = File::options().read(true).write(true).open(&path);
@@ -156,7 +156,7 @@ fn flip(cluster: &Cluster, rng: &mut ChaCha8Rng) -> Result<()> {
     let mut flipped = 0;
     for _ in 0..FLIPS * 20 {
         let from = rng.random_range(0..size);
-        // Holes have nothing to spoil.
+        // Holes have no bytes to flip.
         let Ok(at) = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(from)) else { continue };
         let at = at + rng.random_range(0..(64 << 10).min(size - at));
         let mut byte = [0];

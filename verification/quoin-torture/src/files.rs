@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::cluster::Cluster;
 
-/// A round of fio that takes longer than this stands still.
+/// Longest round of fio; a longer one counts as stalled.
 const ROUND_BUDGET: Duration = Duration::from_secs(240);
 
 pub struct Files {
@@ -22,7 +22,7 @@ pub struct Files {
     pub checks: u64,
 }
 
-/// Whether a volume can be a block device here; else why not.
+/// Returns whether a volume can be a block device here; otherwise why not.
 pub fn possible() -> Result<(), &'static str> {
     if !rustix::process::geteuid().is_root() {
         return Err("no root");
@@ -36,7 +36,7 @@ pub fn possible() -> Result<(), &'static str> {
 impl Files {
     pub fn make(cluster: &Cluster, name: &str, xfs: bool) -> Result<Self> {
         cluster.volume(name, "768MiB", &[])?;
-        // Attached already: the same again says where.
+        // A volume that is attached already: the same command prints its device.
         let device = cluster.command(&["volume", "attach", name])?.trim().to_owned();
         let (program, force) = if xfs { ("mkfs.xfs", "-f") } else { ("mkfs.ext4", "-F") };
         run(Command::new(program).args(["-q", force, &device]))?;
@@ -62,7 +62,7 @@ impl Files {
         Ok(())
     }
 
-    /// Keeps fio going: a round that has ended must have ended well.
+    /// Restarts fio when a round has ended; each must have succeeded.
     pub fn tend(&mut self) -> Result<()> {
         if let Some((child, began)) = &mut self.fio {
             let Some(status) = child.try_wait()? else {
@@ -81,7 +81,7 @@ impl Files {
         let child = Command::new("fio")
             .args(["--name=torture", "--rw=randwrite", "--bs=4k-64k", "--size=96m", "--direct=1"])
             .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", "--fsync=64"])
-            // Else it leaves a file with its state wherever the torture was started.
+            // Otherwise fio leaves a file with its state in the working directory.
             .args(["--ioengine=libaio", "--iodepth=8", "--randrepeat=0", "--verify_state_save=0"])
             .arg(format!("--directory={}", self.mount.display()))
             .stdin(Stdio::null())

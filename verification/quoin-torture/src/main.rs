@@ -1,14 +1,14 @@
-//! `quoin-torture`: the real binaries on hosts of their own, under faults that never stop.
+//! `quoin-torture`: the real binaries on hosts of their own, under continuous faults.
 //!
 //! Five hosts (network namespaces): the controller, three pools, and a node with its target and
-//! attach process. On them a raw volume whose clients record a history that is judged, and, as
+//! attach process. They have a raw volume whose clients record a history that is checked, and, as
 //! root with FUSE, an ext4 and an xfs file system on which fio writes and verifies and which are
-//! checked at each stop. Faults are drawn from a seed. At the end: what was done, what was
-//! checked, the longest turn of each pool's thread, the longest pause that a client felt, and what
-//! was lost (nothing, or it fails).
+//! checked at each stop. Faults are drawn from a seed. The report has the faults, the checks, the
+//! longest turn of each pool's thread, the longest pause of a client, and the lost data (none, or
+//! the run fails).
 //!
-//! With `--upgrade-from` the same cluster and clients live through upgrades and the way back instead
-//! of faults. With `--hosts` another cluster lives through hosts that are lost and return ([`hosts`]).
+//! With `--upgrade-from` the same cluster and clients run through upgrades and downgrades instead
+//! of faults. With `--hosts` another cluster has hosts that are lost and return ([`hosts`]).
 
 mod client;
 mod cluster;
@@ -40,10 +40,10 @@ use crate::turns::Turns;
 /// Tortures real Quoin processes and checks every byte
 #[derive(Parser)]
 struct Options {
-    /// How long faults go on
+    /// Duration of the faults
     #[arg(long, default_value_t = 10.0, value_name = "N")]
     minutes: f64,
-    /// Draws the faults; the same seed draws the same ones (their instants differ)
+    /// Seed of the faults; the same seed draws the same ones (their instants differ)
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Only these faults, separated by commas
@@ -52,8 +52,8 @@ struct Options {
     /// The binary to torture
     #[arg(long, value_name = "FILE")]
     quoin: PathBuf,
-    /// No faults: begin with this older binary, and replace it process by process by the other
-    /// one, in several orders, and back
+    /// No faults: begin with this older binary, and replace it process by process by the other one,
+    /// in several orders, and back
     #[arg(long, value_name = "FILE")]
     upgrade_from: Option<PathBuf>,
     /// No file systems, only the raw volume
@@ -61,12 +61,12 @@ struct Options {
     no_files: bool,
     #[command(flatten)]
     hosts: HostOptions,
-    /// Where the cluster's directory is made
+    /// Directory in which the cluster's directory is made
     #[arg(long, value_name = "DIR")]
     under: Option<PathBuf>,
 }
 
-/// Between two checks of the file systems.
+/// Interval between two checks of the file systems.
 const STOP_EVERY: Duration = Duration::from_secs(120);
 const FLOW_BUDGET: Duration = Duration::from_secs(90);
 const HEAL_BUDGET: Duration = Duration::from_secs(240);
@@ -93,7 +93,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Ctrl-C ends the faults; everything is checked and taken down as at the end.
+/// Makes Ctrl-C end the faults; everything is checked and removed as at the end.
 fn catch_interrupts() {
     extern "C" fn note(_: i32) {
         INTERRUPTED.store(true, Ordering::SeqCst);
@@ -193,7 +193,7 @@ fn rounds(
         );
         injected.inject(fault, cluster, rng)?;
         clients.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
-        // Sometimes the next one strikes while this one is not healed yet.
+        // Sometimes the next fault is injected before the cluster has healed from this one.
         if rng.random_range(0..3) != 0 {
             heal(cluster, clients)?;
         }

@@ -1,8 +1,8 @@
 //! Hosts: a network namespace for each, all plugged into a bridge that has one of its own.
 //!
-//! A host's link is cut on the switch's side, so that the host itself sees nothing but silence.
-//! Where namespaces cannot be made (no root, no `ip`), all processes share loopback and links are
-//! not harmed; the summary says so.
+//! A host's link is cut on the switch's side, so that the host itself observes only silence. Where
+//! namespaces cannot be made (no root, no `ip`), all processes share loopback and links have no
+//! faults; the summary reports it.
 
 use std::process::{Command, Stdio};
 
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 pub struct Network {
     prefix: String,
     hosts: Vec<String>,
-    /// Whether the kernel can delay packets.
+    /// True if the kernel can delay packets.
     pub delays: bool,
 }
 
@@ -39,12 +39,12 @@ impl Network {
         format!("{}-switch", self.prefix)
     }
 
-    /// The namespace of a host.
+    /// Returns the namespace of a host.
     pub fn namespace(&self, host: &str) -> String {
         format!("{}-{host}", self.prefix)
     }
 
-    /// Its address.
+    /// Returns the address of a host.
     pub fn address(&self, host: &str) -> String {
         let index = self.hosts.iter().position(|h| h == host).unwrap_or(0);
         format!("10.77.7.{}", index + 1)
@@ -66,7 +66,7 @@ impl Network {
         Ok(())
     }
 
-    /// Nothing comes from this host or reaches it.
+    /// Drops all packets from and to this host.
     pub fn cut(&self, host: &str) -> Result<()> {
         self.on_switch(&["link", "set", host, "down"])
     }
@@ -75,7 +75,7 @@ impl Network {
         self.on_switch(&["link", "set", host, "up"])
     }
 
-    /// Each packet to this host takes so much longer; 0: none does.
+    /// Delays each packet to this host by this time; 0: none.
     pub fn delay(&self, host: &str, delay_ms: u32) -> Result<()> {
         let (switch, time) = (self.switch(), format!("{delay_ms}ms"));
         let mut command = Command::new("tc");

@@ -1,6 +1,6 @@
-//! How long a pool's thread served nobody: its histogram of turns, as `/metrics` shows it.
+//! Time for which a pool's thread served no session: its histogram of turns, from `/metrics`.
 //!
-//! A killed pool begins to count anew, so its numbers are taken again and again.
+//! A killed pool starts its counts anew, so the numbers are read repeatedly.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -13,32 +13,32 @@ use crate::cluster::{Cluster, POOLS};
 
 const PATIENCE: Duration = Duration::from_secs(2);
 const BUCKET: &str = "quoin_pool_turn_seconds_bucket{";
-/// A turn longer than this is one too long, paused pools aside.
+/// Bound of long turns, apart from paused pools.
 const LONG_SECONDS: f64 = 0.02;
 
-/// Where a pool shows its metrics, on its own host.
+/// Returns the address of a pool's metrics, on its own host.
 pub fn address(index: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, 7501 + index).into()
 }
 
-/// What one life of a pool showed: turns up to each bound, in seconds.
+/// Histogram of one process of a pool: turns up to each bound, in seconds.
 type Histogram = Vec<(f64, u64)>;
 
-/// The longest turn of each pool, over all of its lives.
+/// The longest turn of each pool, over all of its restarts.
 #[derive(Default)]
 pub struct Turns(BTreeMap<&'static str, Longest>);
 
 #[derive(Clone, Copy, Default)]
 struct Longest {
     turns: u64,
-    /// The bound of the bucket that it is in.
+    /// Bound of its bucket.
     at_most_seconds: f64,
-    /// Of the last life that was looked at, longer than [`LONG_SECONDS`].
+    /// Number of turns longer than [`LONG_SECONDS`] of the last process that was polled.
     long: u64,
 }
 
 impl Turns {
-    /// Looks at all pools; one that does not answer is looked at the next time.
+    /// Polls all pools; one that does not answer is polled the next time.
     pub fn look(&mut self, cluster: &Cluster) {
         for (index, pool) in (0..).zip(POOLS) {
             let Ok(histogram) = read(cluster, pool, address(index)) else { continue };
@@ -65,14 +65,14 @@ impl Turns {
     }
 }
 
-/// The lowest bound that no turn passed.
+/// Returns the lowest bound that no turn exceeded.
 fn bound(histogram: &Histogram, turns: u64) -> f64 {
     histogram.iter().find(|(_, count)| *count == turns).map_or(0.0, |(le, _)| *le)
 }
 
 fn read(cluster: &Cluster, pool: &str, address: SocketAddr) -> Result<Histogram> {
     let host = cluster.network.as_ref().map(|network| network.namespace(pool));
-    // A thread of its own: it goes to that host and does not come back.
+    // A thread of its own: it enters that host's namespace and does not return.
     let thread = std::thread::spawn(move || -> Result<String> {
         if let Some(host) = host {
             use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};

@@ -1,8 +1,8 @@
-//! Two versions of Quoin in one cluster: each process replaced by itself, under the clients that
-//! are judged, in the documented order, back, and in the orders that people take by mistake.
+//! Two versions of Quoin in one cluster: each process replaced by itself, under checked clients, in
+//! the documented order, back, and in mistaken orders.
 //!
-//! At every mixture a volume is made, used and deleted by commands of either version; in the
-//! middle a replica is made anew, so that a rebuild goes from one version to the other.
+//! At every mixture a volume is made, used and deleted by commands of either version; in the middle
+//! a replica is made anew, so that a rebuild runs from one version to the other.
 
 use std::path::Path;
 use std::time::Instant;
@@ -14,10 +14,10 @@ use crate::cluster::{Cluster, POOLS};
 use crate::files::Files;
 use crate::{FLOW_BUDGET, HEAL_BUDGET, INTERRUPTED, heal};
 
-/// As docs/operating.md has it.
+/// The order of docs/operating.md.
 const FORWARD: [&str; 7] =
     ["controller", "pool-a", "pool-b", "pool-c", "target", "attach", "agent"];
-/// The way that nobody should go.
+/// A mistaken order.
 const NODE_FIRST: [&str; 7] =
     ["agent", "target", "attach", "pool-c", "controller", "pool-b", "pool-a"];
 
@@ -71,7 +71,7 @@ impl Version<'_> {
     }
 }
 
-/// What must work while processes of both versions run.
+/// Checks the functions that must work while processes of both versions run.
 fn mixture(
     cluster: &mut Cluster,
     clients: &Clients,
@@ -86,7 +86,7 @@ fn mixture(
             .with_context(|| format!("with the {} one's commands", version.name))?;
     }
     heal(cluster, clients)?;
-    // With pools, target and controller of either version about.
+    // Pools, target and controller of both versions are running.
     if step != 3 {
         return Ok("");
     }
@@ -98,7 +98,7 @@ fn mixture(
 
 fn make_and_delete(cluster: &mut Cluster) -> Result<()> {
     const NAME: &str = "passing";
-    // The controller, or a pool that makes a replica, may be starting still.
+    // The controller, or a pool that makes a replica, may still be starting.
     cluster.wait("a volume made", |c| match c.command(&["volume", "get", NAME]) {
         Ok(_) => Ok(true),
         Err(_) => c
@@ -115,7 +115,7 @@ fn make_and_delete(cluster: &mut Cluster) -> Result<()> {
     })
 }
 
-/// Takes one replica away and makes another in its place: two changes of membership and a rebuild.
+/// Removes one replica and makes another instead: two changes of membership and a rebuild.
 fn make_a_replica_anew(cluster: &mut Cluster) -> Result<()> {
     cluster.command(&["replica", "remove", "raw", POOLS[1], "--wait"])?;
     let listed = |c: &Cluster| -> Result<usize> {

@@ -1,4 +1,4 @@
-//! What happens to the hosts, one event after the other, drawn from a seed.
+//! Events of the hosts, one after the other, drawn from a seed.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use super::site::Site;
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, clap::ValueEnum)]
 pub enum Event {
-    /// A host is cut off for a while; its volumes wait and go on
+    /// A host is cut off for a while; its volumes wait and continue
     CutHost,
     /// A host is cut off, its volume is moved, and the host comes back
     LoseHost,
-    /// All processes of a host are killed; its volumes go on elsewhere or there
+    /// All processes of a host are killed; its volumes continue elsewhere or there
     CrashHost,
     /// A volume is unmounted here and mounted there
     MoveVolume,
@@ -25,7 +25,8 @@ pub enum Event {
     KillAttach,
     /// The controller is killed, and its records are restored on another host
     LoseController,
-    /// The controller's host is cut off, its records are restored on another host, and it comes back
+    /// The controller's host is cut off, its records are restored on another host, and it comes
+    /// back
     TwoControllers,
 }
 
@@ -41,11 +42,11 @@ const ALL: [(Event, u32); 9] = [
     (Event::TwoControllers, 3),
 ];
 
-/// An overtaken controller ends within this after it can be told.
+/// Time within which an overtaken controller ends once it is reachable.
 const OVERTAKEN_BUDGET: Duration = Duration::from_secs(60);
 
 pub struct Events {
-    /// Which may happen here, with their weights.
+    /// Events that are possible here, with their weights.
     possible: Vec<(Event, u32)>,
     pub happened: BTreeMap<Event, u64>,
 }
@@ -66,7 +67,7 @@ impl Events {
         Ok(self.possible.choose_weighted(rng, |(_, weight)| *weight)?.0)
     }
 
-    /// Lets an event happen, up to the moment in which all hosts are back.
+    /// Runs an event, up to the moment in which all hosts are back.
     pub fn happen(&mut self, event: Event, site: &mut Site, rng: &mut ChaCha8Rng) -> Result<()> {
         *self.happened.entry(event).or_default() += 1;
         let volume = rng.random_range(0..site.volumes.len());
@@ -129,7 +130,7 @@ fn volumes_at(site: &Site, at: usize) -> Vec<usize> {
     (0..site.volumes.len()).filter(|volume| site.volumes[*volume].at == at).collect()
 }
 
-/// Never the controller's host: that is another event.
+/// Loses a host other than the controller's, whose loss is another event.
 fn lose_host(site: &mut Site, rng: &mut ChaCha8Rng, pause: Duration) -> Result<()> {
     let lost = other_than(rng, site, &[site.controller]);
     site.switch.cut(&site.hosts[lost])?;
@@ -158,7 +159,7 @@ fn two_controllers(site: &mut Site, rng: &mut ChaCha8Rng, pause: Duration) -> Re
     }
     site.flows()?;
     site.switch.heal(&site.hosts[former])?;
-    // Both run. The former one must find out, and end for good.
+    // Both run. The former one must notice that it was overtaken, and end permanently.
     let began = std::time::Instant::now();
     while site.hosts[former].is_running("controller")? {
         site.flows().context("while two controllers run")?;
@@ -169,7 +170,7 @@ fn two_controllers(site: &mut Site, rng: &mut ChaCha8Rng, pause: Duration) -> Re
     }
     site.retire_controller(former)?;
     stale.into_iter().try_for_each(|one| site.clear(one))?;
-    // What only the pool of that host holds is found now.
+    // Data that only the pool of that host holds is found now.
     site.recover(&[])?;
     site.back_up()
 }

@@ -1,4 +1,4 @@
-//! A host: a network, a table of mounts and a name of its own, and the processes that run there.
+//! A host: a network, a mount table and a host name of its own, and the processes that run there.
 //!
 //! The kernel and the file system are shared, so each host has its directories and sees no block
 //! devices but through its own attach process.
@@ -21,7 +21,7 @@ pub struct Switch {
     holder: Holder,
 }
 
-/// A process that keeps namespaces until its input ends.
+/// A process that keeps namespaces alive until its input ends.
 struct Holder(Child);
 
 impl Holder {
@@ -52,7 +52,7 @@ impl Holder {
 impl Drop for Holder {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
-        // It fails only where the holder has ended.
+        // The wait fails only where the holder has ended.
         let _ = self.0.wait();
     }
 }
@@ -69,7 +69,7 @@ impl Switch {
         run(command.args(arguments.split(' '))).map(drop)
     }
 
-    /// Nothing comes from this host or reaches it. The host sees nothing but silence.
+    /// Drops all packets from and to this host. The host observes only silence.
     pub fn cut(&self, host: &Host) -> Result<()> {
         self.ip(&format!("link set {} down", host.name))
     }
@@ -87,7 +87,7 @@ struct Process {
 pub struct Host {
     pub name: String,
     pub address: String,
-    /// All files of the host.
+    /// Directory of all files of the host.
     pub directory: PathBuf,
     holder: Holder,
     quoin: PathBuf,
@@ -103,7 +103,7 @@ impl Host {
         for made in [&directory.join("run/csi"), &directory.join("mnt"), &logs] {
             std::fs::create_dir_all(made)?;
         }
-        // Stable names of devices are a host's own.
+        // Each host has stable device names of its own.
         let script = format!(
             "hostname {name}; ip link set lo up; mkdir -p /dev/quoin; mount -t tmpfs none /dev/quoin"
         );
@@ -125,7 +125,7 @@ impl Host {
         Ok(host)
     }
 
-    /// A command on this host.
+    /// Returns a command on this host.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
@@ -141,13 +141,13 @@ impl Host {
         self.directory.join(name).display().to_string()
     }
 
-    /// A file of the host as this process reaches it, through the host's table of mounts.
+    /// Returns the path of the host's file for this process, through the host's mount table.
     pub fn seen(&self, name: &str) -> PathBuf {
         let below = self.directory.join(name);
         PathBuf::from(format!("/proc/{}/root{}", self.holder.pid(), below.display()))
     }
 
-    /// Runs `quoin` on this host as people do. The devices of other hosts are hidden from it.
+    /// Runs `quoin` on this host as users do. The devices of other hosts are hidden from it.
     pub fn quoin(&self, socket: &str, arguments: &[&str]) -> Result<String> {
         let mut command = self.command("unshare");
         let script = "mount -t tmpfs none /sys/block && exec \"$@\"";
@@ -204,7 +204,7 @@ impl Host {
             if roles.contains(role)
                 && let Some(mut child) = process.child.take()
             {
-                // It fails only where the process has ended.
+                // The kill fails only where the process has ended.
                 let _ = child.kill();
                 killed.push(child);
             }
@@ -217,14 +217,15 @@ impl Host {
         self.kill(&roles)
     }
 
-    /// Takes a process out of the host; it is killed where it runs.
+    /// Removes a process from the host; it is killed where it runs.
     pub fn forget(&mut self, role: &'static str) -> Result<()> {
         self.kill(&[role])?;
         self.processes.remove(role);
         Ok(())
     }
 
-    /// SIGTERM to all, front to back. The holder goes before attach, which would leave it devices.
+    /// Sends SIGTERM to all, front to back. The holder goes before attach, which would leave it
+    /// devices.
     pub fn stop(&mut self) {
         for role in ["node", "holder", "attach", "target", "pool", "controller"] {
             let Some(process) = self.processes.get_mut(role) else { continue };
@@ -244,14 +245,14 @@ impl Host {
 }
 
 impl Host {
-    /// Unmounts and frees what the kernel would keep after the host, as after a failure.
+    /// Unmounts and frees everything that the kernel would keep after the host, as after a failure.
     fn free_devices(&self) {
         let script = format!(
             "losetup --list --noheadings --output NAME,BACK-FILE | grep ' {}/' | \
              while read -r device file; do umount --lazy $device; losetup -d $device; done",
             self.directory.display()
         );
-        // Nothing is left where all went well.
+        // Nothing is left where no step failed.
         let _ = self.command("sh").args(["-c", &script]).stderr(Stdio::null()).status();
     }
 }
@@ -263,7 +264,7 @@ impl Drop for Host {
     }
 }
 
-/// Runs a command that must work, and gives what it printed.
+/// Runs a command that must succeed, and returns its output.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
     if !output.status.success() {

@@ -1,10 +1,10 @@
 //! `quoin-torture --hosts`: hosts that are lost and return, and a controller that moves.
 //!
-//! Four hosts (namespaces for network, mounts and name), each with a pool and a node; one of them has
-//! the controller as well. Volumes with an ext4 file system are mounted on some of them, each with a
-//! writer that keeps which fsyncs returned. At each hand-over the file system must be clean, and each
-//! block must hold the last acknowledged write or the one that was under way: so nothing that was
-//! acknowledged is lost, and nothing of a fenced host is in the volume.
+//! Four hosts (namespaces for network, mounts and host name), each with a pool and a node; one of
+//! them has the controller as well. Volumes with an ext4 file system are mounted on some of them,
+//! each with a writer that records which fsyncs returned. At each hand-over the file system must be
+//! clean, and each block must hold the last acknowledged write or the one that was under way: so no
+//! acknowledged write is lost, and no write of a fenced host is in the volume.
 
 mod events;
 mod host;
@@ -25,7 +25,7 @@ use site::Site;
 
 const VOLUMES: usize = 2;
 
-/// Which events happen, and for how long.
+/// Choice of the events, and their duration.
 #[derive(clap::Args)]
 pub struct HostOptions {
     /// Hosts that are lost and return, and a controller that moves, instead of faults of processes

@@ -1,4 +1,4 @@
-//! The cluster on its hosts: who runs the controller, where each volume is mounted, and the steps by
+//! The cluster on its hosts: the host of the controller, the mount of each volume, and the steps by
 //! which an operator moves them.
 
 use std::path::{Path, PathBuf};
@@ -18,17 +18,17 @@ const POOL_CAPACITY: &str = "4GiB";
 const VOLUME_SIZE: &str = "128MiB";
 pub const FLOW_BUDGET: Duration = Duration::from_secs(90);
 pub const HEAL_BUDGET: Duration = Duration::from_secs(240);
-/// A mount of a fenced volume fails its IO within this, or its processes are killed.
+/// Time within which a mount of a fenced volume fails its IO; after it its processes are killed.
 const STALE_BUDGET: Duration = Duration::from_secs(30);
 
 /// A volume with a file system, mounted on one of the hosts.
 pub struct Volume {
     pub name: String,
-    /// The host that it is mounted on.
+    /// Host that it is mounted on.
     pub at: usize,
     device: String,
     writer: Option<Writer>,
-    /// As of the last hand-over.
+    /// Content at the last hand-over.
     content: Content,
 }
 
@@ -40,18 +40,18 @@ pub struct Counts {
     pub longest_pause: Duration,
     /// Mounts of fenced volumes whose IO failed by itself.
     pub stale_mounts_that_failed: u64,
-    /// Those that needed their attach process killed.
+    /// Stale mounts whose attach process had to be killed.
     pub stale_mounts_that_hung: u64,
 }
 
 pub struct Site {
     pub volumes: Vec<Volume>,
-    // Before the switch: they are plugged into it.
+    // Dropped before the switch that they are plugged into.
     pub hosts: Vec<Host>,
     pub switch: Switch,
-    /// The host of the controller that rules.
+    /// Host of the controller that rules.
     pub controller: usize,
-    /// Controllers that there were; each has a directory of its own.
+    /// Number of controllers so far; each has a directory of its own.
     controllers: u32,
     directory: PathBuf,
     backup: Option<PathBuf>,
@@ -104,7 +104,7 @@ impl Site {
 
     fn start_controller(&mut self, host: usize, state: &str) -> Result<()> {
         self.hosts[host].ip(&format!("addr add {CONTROL}/24 dev eth0"))?;
-        // As a switch forgets where an address was when it is announced from elsewhere.
+        // Neighbour entries are flushed, as an announcement of the address from elsewhere would do.
         for other in (0..self.hosts.len()).filter(|other| *other != host) {
             self.hosts[other].ip("neigh flush dev eth0")?;
         }
@@ -186,7 +186,7 @@ impl Site {
         self.hosts[self.controller].path("run/admin.sock")
     }
 
-    /// A command on the controller's host.
+    /// Runs a command on the controller's host.
     pub fn command(&self, arguments: &[&str]) -> Result<String> {
         self.hosts[self.controller].quoin(&self.socket(), arguments)
     }
@@ -196,7 +196,7 @@ impl Site {
         serde_json::from_str(&text).with_context(|| format!("quoin {}", arguments.join(" ")))
     }
 
-    /// Whether controllers of this version have terms, by which an overtaken one ends.
+    /// Returns whether controllers of this version have terms, by which an overtaken one ends.
     pub fn has_terms(&self) -> bool {
         self.json(&["cluster", "info"]).is_ok_and(|info| !info["term"].is_null())
     }
@@ -205,7 +205,7 @@ impl Site {
         self.hosts.iter_mut().try_for_each(Host::tend)
     }
 
-    /// Until `done`, with processes kept up; what it fails with meanwhile is not final.
+    /// Waits until `done`, with processes kept up; its errors meanwhile are not final.
     pub fn wait(&mut self, what: &str, done: impl Fn(&Self) -> Result<bool>) -> Result<()> {
         let began = Instant::now();
         loop {
@@ -222,7 +222,7 @@ impl Site {
         }
     }
 
-    /// All replicas in sync, every writer writing.
+    /// Waits until all replicas are in sync and every writer writes.
     pub fn heal(&mut self) -> Result<()> {
         self.wait("all replicas in sync", |site| {
             let replicas = site.json(&["replica", "list"])?;
@@ -242,7 +242,7 @@ impl Site {
         })
     }
 
-    /// A new volume with a file system on a host, and its writer.
+    /// Makes a volume with a file system on a host, and its writer.
     pub fn make_volume(&mut self, name: &str, at: usize) -> Result<()> {
         self.command(&["volume", "create", name, "--size", VOLUME_SIZE, "--replicas", "3"])?;
         let device = self.attach(name, at)?;
@@ -281,7 +281,7 @@ impl Site {
         self.command(&arguments).map(drop)
     }
 
-    /// Where a volume is mounted on a host.
+    /// Returns the mount point of a volume on a host.
     fn mount_point(&self, volume: usize, at: usize) -> String {
         self.hosts[at].path(&format!("mnt/{}", self.volumes[volume].name))
     }
@@ -310,14 +310,14 @@ impl Site {
         Ok(())
     }
 
-    /// Takes a volume to a host where it is attached nowhere, and judges what is there.
+    /// Moves a volume to a host while it is attached nowhere, and checks its content.
     fn take_over(&mut self, volume: usize, left: &Left, to: usize, is_clean: bool) -> Result<()> {
         self.counts.writes += left.writes;
         self.counts.longest_pause = self.counts.longest_pause.max(left.slowest);
         let name = self.volumes[volume].name.clone();
         let device = self.attach(&name, to)?;
         if !is_clean {
-            // The journal's content is brought in; by 1 it says that it did.
+            // The journal is replayed; exit code 1 means that it was.
             let mut command = self.hosts[to].command("e2fsck");
             let status = command.args(["-p", &device]).output()?.status;
             ensure!(matches!(status.code(), Some(0 | 1)), "e2fsck -p of {name}: {status}");
@@ -334,7 +334,7 @@ impl Site {
         self.write(volume)
     }
 
-    /// The ordinary way: unmounted here, attached there.
+    /// Moves a volume in the ordinary way: unmounted here, attached there.
     pub fn move_volume(&mut self, volume: usize, to: usize) -> Result<()> {
         let from = self.volumes[volume].at;
         let left = self.volumes[volume].writer.take().context("a writer")?.finish()?;
@@ -346,12 +346,12 @@ impl Site {
         self.take_over(volume, &left, to, true)
     }
 
-    /// Moves a volume off a host that does not answer. The writer there goes on as far as it can.
+    /// Moves a volume off a host that does not answer. The writer there continues as far as it can.
     pub fn fail_over(&mut self, volume: usize, to: usize) -> Result<Stale> {
         let from = self.volumes[volume].at;
         let writer = self.volumes[volume].writer.take().context("a writer")?;
         self.detach(volume, from, true)?;
-        // What is acknowledged from here on would be a lie.
+        // Acknowledgements from here on would be false.
         let left = writer.left();
         self.take_over(volume, &left, to, false)?;
         ensure!(
@@ -364,7 +364,7 @@ impl Site {
         Ok(Stale { volume, at: from, writer })
     }
 
-    /// Clears the mount that a lost host still has when it is back.
+    /// Clears the mount that a lost host still has after its return.
     pub fn clear(&mut self, stale: Stale) -> Result<()> {
         let Stale { volume, at, writer } = stale;
         writer.stop();
@@ -392,7 +392,7 @@ impl Site {
         self.hosts[at].tend()
     }
 
-    /// All processes of a host are killed; the mounts on it are dead.
+    /// Kills all processes of a host; the mounts on it are dead.
     pub fn crash(&mut self, at: usize) -> Result<Vec<(usize, Left)>> {
         self.hosts[at].crash()?;
         let mut lost = Vec::new();
@@ -414,7 +414,7 @@ impl Site {
         Ok(lost)
     }
 
-    /// Attaches what a crash left, elsewhere or on the same host.
+    /// Attaches a volume after a crash, elsewhere or on the same host.
     pub fn recover_volume(&mut self, volume: usize, left: &Left, to: usize) -> Result<()> {
         let from = self.volumes[volume].at;
         if from != to {
@@ -423,7 +423,7 @@ impl Site {
         self.take_over(volume, left, to, false)
     }
 
-    /// Keeps the records of now.
+    /// Backs up the present records.
     pub fn back_up(&mut self) -> Result<()> {
         self.backups += 1;
         let file = self.directory.join(format!("backup-{}", self.backups));
@@ -434,7 +434,7 @@ impl Site {
         Ok(())
     }
 
-    /// Brings the records back on another host, without the pools of those that are cut off.
+    /// Restores the records on another host, without the pools of hosts that are cut off.
     pub fn move_controller(&mut self, to: usize, without: &[usize]) -> Result<()> {
         self.controllers += 1;
         let state = self.controller_state(to);
@@ -445,7 +445,7 @@ impl Site {
         self.recover(without)
     }
 
-    /// Makes the records agree with what the pools hold.
+    /// Makes the records agree with the pools' holdings.
     pub fn recover(&mut self, without: &[usize]) -> Result<()> {
         let pools: Vec<String> =
             without.iter().map(|host| format!("pool-{}", self.hosts[*host].name)).collect();
@@ -458,11 +458,11 @@ impl Site {
         })
     }
 
-    /// The controller's address is taken from a host that has it no longer by right.
+    /// Removes the controller's address from a host that lost the right to it.
     pub fn retire_controller(&mut self, at: usize) -> Result<()> {
         self.hosts[at].forget("controller")?;
         self.hosts[at].ip(&format!("addr del {CONTROL}/24 dev eth0"))?;
-        // It may have been learnt from the former one.
+        // Neighbours may have learnt the address from the former host.
         for other in (0..self.hosts.len()).filter(|other| *other != self.controller) {
             self.hosts[other].ip("neigh flush dev eth0")?;
         }
@@ -489,13 +489,13 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        // After a failure: dead devices let the writers go, and the mounts with them.
+        // After a failure: dead devices release the writers, and the mounts with them.
         for volume in 0..self.volumes.len() {
             let at = self.volumes[volume].at;
             if let Some(writer) = &self.volumes[volume].writer {
                 writer.stop();
             }
-            // They fail where nothing is mounted.
+            // The commands fail where nothing is mounted.
             let _ = self.hosts[at].kill(&["holder", "attach"]);
             let _ = self.unmount(volume, at);
         }

@@ -1,6 +1,6 @@
-//! A writer that keeps which of its writes were acknowledged, and the judge of a file after a
+//! A writer that records which of its writes were acknowledged, and the check of a file after a
 //! hand-over: each block holds the last acknowledged write or the one that was under way, and
-//! nothing else. A write of a fenced host in it is found by its version.
+//! nothing else. A write of a fenced host is recognised by its version.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -37,7 +37,7 @@ fn block(run: u64, index: u64, version: u64) -> Vec<u8> {
 
 #[derive(Default)]
 struct Log {
-    /// What each block holds by the last acknowledged write.
+    /// Version of each block by the last acknowledged write.
     content: Content,
     /// The write whose fsync has not returned.
     under_way: Option<(u64, u64)>,
@@ -52,7 +52,7 @@ pub struct Writer {
     thread: JoinHandle<std::io::Result<()>>,
 }
 
-/// What a writer may have left in its file.
+/// Possible content of the file of a writer.
 pub struct Left {
     content: Content,
     under_way: Option<(u64, u64)>,
@@ -65,7 +65,7 @@ fn lock(log: &Mutex<Log>) -> MutexGuard<'_, Log> {
 }
 
 impl Writer {
-    /// Writes on from what the file holds. `generation` is another one for each writer.
+    /// Continues to write from the file's present content. `generation` differs for each writer.
     pub fn start(path: &Path, run: u64, generation: u64, content: Content) -> Result<Self> {
         let file = File::options().create(true).write(true).truncate(false).open(path);
         let file = file.with_context(|| format!("open {}", path.display()))?;
@@ -102,7 +102,7 @@ impl Writer {
         self.thread.is_finished()
     }
 
-    /// Until some writes that began after now are acknowledged.
+    /// Waits until some writes that began after now are acknowledged.
     pub fn flows(&self, budget: Duration) -> Result<()> {
         let (began, before) = (Instant::now(), self.writes());
         while self.writes() < before + 5 {
@@ -113,7 +113,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What was acknowledged by now. The writer may go on.
+    /// Returns the acknowledged writes so far. The writer may continue.
     pub fn left(&self) -> Left {
         let log = lock(&self.log);
         let Log { content, under_way, writes, slowest } = &*log;
@@ -136,17 +136,17 @@ impl Writer {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// How a writer that has ended, or will, did end.
+    /// Returns the result of a writer that has ended, or will.
     pub fn ended(self) -> Result<std::io::Result<()>> {
         self.thread.join().ok().context("the writer panicked")
     }
 }
 
 impl Left {
-    /// Reads the file after a hand-over; what it holds.
+    /// Reads the file after a hand-over; returns its content.
     ///
     /// # Errors
-    /// A block holds neither what was acknowledged last nor the write that was under way.
+    /// A block holds neither the last acknowledged write nor the one that was under way.
     pub fn judge(&self, path: &PathBuf, run: u64) -> Result<Content> {
         let bytes = std::fs::read(path).with_context(|| format!("read {}", path.display()))?;
         let zeros = vec![0; BLOCK];
