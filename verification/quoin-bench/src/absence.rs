@@ -1,6 +1,6 @@
-//! What it takes to bring a replica back that was away for a while: the bytes that are moved to
-//! it, beside those that changed meanwhile. The volume is a multiple of what changes, so that a
-//! full rebuild would be seen.
+//! Cost of the return of a replica that was away for a while: the bytes that are moved to it,
+//! beside those that changed meanwhile. The volume is a multiple of the change, so that a full
+//! rebuild would be visible.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::{Class, Error, Options};
 pub const NAME: &str = "delta-rebuild";
 const VOLUME: &str = "absence";
 const POOL: &str = "pool-c";
-/// The volume is so many times what changes.
+/// Size of the volume as a multiple of the changed data.
 const VOLUME_SHARE: u64 = 4;
 const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(20);
@@ -35,16 +35,17 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     let back = Instant::now();
     await_phase(&product, |phase| phase == "InSync")?;
     let took = back.elapsed();
-    // What the log alone gave it came as entries, which its pool counts since its start.
+    // Data from the log alone arrived as entries, which its pool counts since its start.
     let entries = sum(product.pids_of_pool(POOL), "quoin_pool_written_bytes_total")?;
     let moved = copied_bytes(&product)? - copied_before + entries;
     let mib = f64::from(1 << 20);
     let fact =
         |what: &str, value, unit, goal| Fact { name: format!("{NAME}-{what}"), value, unit, goal };
     Ok(vec![
-        // With the map's rounding, and nothing of the three quarters that did not change.
+        // The goal allows for the map's rounding, but not for the three quarters that did not
+        // change.
         fact("moved", moved / mib, "MiB", options.delta_mib as f64 * 1.1),
-        // Of which the most is until the pool runs and the target has called it again.
+        // Most of the time passes until the pool runs and the target has connected to it again.
         fact("time", took.as_secs_f64(), "s", 10.0 + options.delta_mib as f64 / 100.0),
     ])
 }
@@ -53,7 +54,7 @@ fn copied_bytes(product: &Product) -> Result<f64, Error> {
     sum(product.pids_of("target"), "quoin_target_rebuild_moved_bytes_total")
 }
 
-/// A counter of all these processes. One that none of them has is a mistake, and not nothing.
+/// Returns a counter of all these processes. A counter that none of them has is an error, not zero.
 fn sum(pids: Vec<u32>, counter: &str) -> Result<f64, Error> {
     let counts = pids.iter().filter_map(|pid| scrape(*pid, counter));
     counts

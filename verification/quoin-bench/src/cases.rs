@@ -1,4 +1,4 @@
-//! What is measured.
+//! The measured cases.
 
 use std::path::Path;
 

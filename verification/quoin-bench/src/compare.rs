@@ -1,4 +1,4 @@
-//! Pairs of measurements, floor and Quoin in turn, so that a drifting machine hits both alike.
+//! Pairs of measurements, floor and Quoin in turn, so that a drifting machine affects both alike.
 
 use std::time::Duration;
 
@@ -85,7 +85,7 @@ fn medians(all: &[Figures]) -> Figures {
     }
 }
 
-/// 0 of none.
+/// Returns the median; 0 of no values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     match values.len() {

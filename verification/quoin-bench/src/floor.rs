@@ -26,7 +26,7 @@ impl Floor {
             }
             ready.push(floor.spawn(command)?);
         }
-        // They fill their files at the same time.
+        // The sinks fill their files at the same time.
         let addresses = ready.into_iter().map(wait_for_line).collect::<Result<Vec<_>, _>>()?;
         let mut command = Command::new(quoin);
         command
@@ -60,7 +60,7 @@ impl Drop for Floor {
     }
 }
 
-/// The line that a process of the floor prints when it can be connected to: where it listens.
+/// Returns the line that a process of the floor prints once it accepts connections: its address.
 fn wait_for_line(output: ChildStdout) -> Result<String, Error> {
     let mut line = String::new();
     let read = BufReader::new(output).read_line(&mut line);

@@ -1,5 +1,5 @@
-//! What has no floor to be compared with: what idle volumes and full caches cost, how soon a pool
-//! that died answers again, and what is noticed of changes ([`crate::members`]).
+//! Cases without a floor: the cost of idle volumes and full caches, the time until a pool that died
+//! answers again, and the effect of changes on clients ([`crate::members`]).
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,10 +11,10 @@ use crate::product::{Away, Product};
 use crate::{Class, Error, Options, absence, heal, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
-/// What has just been made settles before it counts as idle, for this share of the time watched.
+/// Share of the measured time for which a new cluster settles before it counts as idle.
 const SETTLE_SHARE: f64 = 0.5;
-/// So often is all of it written that a map is folded and written out with it: its log alone is
-/// no node in any cache.
+/// Number of times that the whole is written, so that a map is folded and written out: its log
+/// alone puts no node into a cache.
 const FULL_CACHE_WRITES: u64 = 4;
 const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(2);
@@ -24,7 +24,7 @@ pub struct Fact {
     pub name: String,
     pub value: f64,
     pub unit: &'static str,
-    /// What it is meant to stay under.
+    /// Upper bound.
     pub goal: f64,
 }
 
@@ -54,7 +54,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
         }
     }
-    // Short names: sockets lie in there, and their paths have a limit.
+    // Short names: they contain sockets, whose paths have a limit.
     let mixes = [(members::MIXED_REBUILD, 30, "mixed"), (members::REBUILD, 100, "members")];
     for (name, writes_percent, directory_name) in mixes {
         if options.wants(name) {
@@ -91,7 +91,7 @@ fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, 
     for number in 0..volumes {
         let socket = product.volume(&format!("idle-{number}"), Class::Cache, IDLE_VOLUME_BYTES)?;
         let mut generator = Generator::connect(&socket)?;
-        // Each has been used, so that nothing is idle only because it never began.
+        // Each has been used, so that none is idle only because it never began.
         generator.read_one()?;
         connections.push(generator);
     }
@@ -117,15 +117,16 @@ fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, 
     Ok(facts)
 }
 
-/// Memory of the process of a role that takes the most.
+/// Returns the memory of the largest process of a role.
 fn largest_mib(product: &Product, role: &str) -> f64 {
     let pids = product.pids_of(role);
     let bytes = pids.iter().filter_map(|pid| usage::resident_bytes(*pid)).max();
     bytes.unwrap_or_default() as f64 / f64::from(1 << 20)
 }
 
-/// Memory of a pool whose caches are full. What they hold are nodes of maps, and a leaf is a leaf
-/// however few of its blocks were written: so many GiB are mapped with little data.
+/// Measures the memory of a pool whose caches are full. The caches hold nodes of maps, and a leaf
+/// takes the same space however few of its blocks were written: so many GiB are mapped with little
+/// data.
 fn full_cache(quoin: &Path, directory: &Path, cache_gib: u64) -> Result<Fact, Error> {
     let pool_size = format!("{}GiB", cache_gib + cache_gib / 2 + 1);
     let product = Product::start_with(quoin, directory, &["--pool-size", &pool_size])?;
@@ -141,7 +142,7 @@ fn full_cache(quoin: &Path, directory: &Path, cache_gib: u64) -> Result<Fact, Er
     })
 }
 
-/// Kills all pools, and sees when they are healthy again with nothing of theirs in memory, and when
+/// Kills all pools. Measures when they are healthy again with nothing of theirs in memory, and when
 /// their data can be read.
 fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>, Error> {
     // A volume may fill four fifths of a pool.
@@ -158,7 +159,7 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     pools.iter().try_for_each(|pool| product.drop_cached(pool))?;
     let back = Instant::now();
     away.into_iter().try_for_each(Away::give_back)?;
-    // This ends only when a pool answers; meanwhile the pools' own words are asked for.
+    // The read ends only when a pool answers; meanwhile the pools' health pages are polled.
     let reader = std::thread::spawn(move || {
         let outcome = generator.read_one();
         (outcome, Instant::now())
@@ -195,7 +196,7 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     };
     let memory = Fact {
         name: format!("cold-start-{data_gib}-gib-memory-pool"),
-        // The most that one took while the data was written.
+        // Peak of one pool while the data was written.
         value: peak as f64 / f64::from(1 << 20),
         unit: "MiB",
         goal: 300.0,
@@ -203,17 +204,18 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     Ok(vec![
         memory,
         fact("", (healthy - started).as_secs_f64(), 2.0),
-        // With the lease of two seconds that a replica waits out when it cannot know who holds it.
+        // The time includes the lease of two seconds for which a replica waits when it cannot know
+        // the holder.
         fact("-first-read", (answered - back).as_secs_f64(), 4.0),
     ])
 }
 
-/// Whether a role that serves `/healthz` says that all is well with it.
+/// Returns whether a role that serves `/healthz` reports that it is healthy.
 fn is_healthy(pid: u32) -> bool {
     get(pid, "/healthz").is_some_and(|answer| answer.as_bytes().get(8..12) == Some(b" 200"))
 }
 
-/// One figure of a role's metrics, summed over what its labels tell apart; `None`: it has none.
+/// Returns one figure of a role's metrics, summed over its labels; `None`: it has none.
 pub fn scrape(pid: u32, name: &str) -> Option<f64> {
     sum_of(&get(pid, "/metrics")?, name)
 }
@@ -227,7 +229,7 @@ fn sum_of(metrics: &str, name: &str) -> Option<f64> {
     metrics.lines().filter_map(value).reduce(|sum, value| sum + value)
 }
 
-/// What a role answers on its HTTP port.
+/// Returns a role's answer on its HTTP port.
 fn get(pid: u32, path: &str) -> Option<String> {
     let line = usage::command_line(pid)?;
     let address = line.split(' ').skip_while(|word| *word != "--http").nth(1)?;

@@ -1,5 +1,5 @@
-//! A pool with a share of many volumes is lost for good: how long until every volume has all its
-//! replicas again, what memory that takes at its peak, and how often the controller writes records.
+//! Permanent loss of a pool with a share of many volumes: the time until every volume has all its
+//! replicas again, the peak of memory, and the number of records that the controller writes.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -14,11 +14,11 @@ pub const NAME: &str = "heal";
 const POOLS: &str = "6";
 const LOST: &str = "pool-c";
 const REPLACE_AFTER: Duration = Duration::from_secs(5);
-/// For each replica; far more than it may take on a busy machine.
+/// Time limit for each replica; far more than it may take on a busy machine.
 const TIMEOUT_EACH: Duration = Duration::from_secs(20);
 const POLL: Duration = Duration::from_millis(500);
 const CHUNK_BYTES: u64 = 1 << 20;
-/// Of each volume, where the data is not more.
+/// Size of each volume, where the data is not larger.
 const VOLUME_BYTES: u64 = 16 << 20;
 
 /// A volume with known content.
@@ -43,7 +43,7 @@ impl Filled {
         Ok(filled)
     }
 
-    /// Each word says where it is of which volume.
+    /// Returns the content; each word encodes its position and its volume.
     fn content(&self, offset: u64) -> Vec<u8> {
         let words = (offset..offset + CHUNK_BYTES).step_by(8);
         words.flat_map(|at| (self.number << 40 | at).to_le_bytes()).collect()
@@ -72,7 +72,7 @@ impl Filled {
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     let (volumes, bytes) = (options.heal_volumes, options.heal_mib << 20);
     eprintln!("measuring {NAME} with {volumes} volumes of {} MiB of data", options.heal_mib);
-    // Whole volumes are what placement looks at; the files are sparse.
+    // Placement counts whole volumes; the files are sparse.
     let pool_mib = (volumes * (VOLUME_BYTES >> 20).max(options.heal_mib)).max(1024);
     let (size, after) = (format!("{pool_mib}MiB"), format!("{}s", REPLACE_AFTER.as_secs()));
     let flags = ["--pools", POOLS, "--pool-size", &size, "--replace-after", &after];
@@ -116,7 +116,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     Ok(vec![
         fact("made", making.as_secs_f64(), "s", volumes as f64),
         fact("replicas-lost", lost, "replicas", 3.0 * volumes as f64),
-        // The time that the policy waits is not counted.
+        // The delay of the policy is not counted.
         fact("time", took.saturating_sub(REPLACE_AFTER).as_secs_f64(), "s", 2.0 * lost),
         fact("cpu", cpu.as_secs_f64(), "s", lost),
         fact("record-writes", writes / lost, "a replica", 10.0),
@@ -126,7 +126,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     ])
 }
 
-/// What is told apart from the healing itself.
+/// Counts from before the loss, which are not part of the healing.
 struct Before {
     lost: usize,
     writes: f64,
@@ -143,13 +143,13 @@ impl Before {
     }
 }
 
-/// Replicas that are in sync, those aside that are on the pool that is no more.
+/// Returns the number of replicas in sync, without those on the lost pool.
 fn whole(product: &Product) -> Result<usize, Error> {
     let all = product.all_replicas()?;
     Ok(all.iter().filter(|r| r.pool != LOST && r.phase == "InSync").count())
 }
 
-/// How often the controller has written a record since its start.
+/// Returns how often the controller has written a record since its start.
 fn record_writes(product: &Product) -> Result<f64, Error> {
     let controllers = product.pids_of("controller");
     let writes = controllers.first().and_then(|pid| scrape(*pid, "quoin_record_writes_total"));

@@ -6,11 +6,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::{Error, usage};
 
-/// What a shell reports of a command that was interrupted.
+/// Exit code that a shell reports of an interrupted command.
 const EXIT_CODE: i32 = 130;
 
-/// From now on either signal ends all processes that this one started, removes `scratch`, and
-/// ends this one.
+/// Makes either signal end all processes that this one started, remove `scratch`, and end this one.
 pub fn clean_up_when_interrupted(scratch: PathBuf) -> Result<(), Error> {
     let fail = || Error::io("listen for signals");
     let runtime =
@@ -21,7 +20,7 @@ pub fn clean_up_when_interrupted(scratch: PathBuf) -> Result<(), Error> {
     let wait = move || {
         runtime.block_on(either(interrupt, terminate));
         let own = std::process::id();
-        // What is being started just now is found by the next look.
+        // A process that is being started at this moment is found by the next poll.
         loop {
             let family: Vec<u32> =
                 usage::family(own).into_iter().filter(|pid| usage::is_alive(*pid)).collect();
@@ -31,7 +30,7 @@ pub fn clean_up_when_interrupted(scratch: PathBuf) -> Result<(), Error> {
             }
             usage::end(&others);
         }
-        // What cannot be removed is in a temporary directory anyway.
+        // The directory is temporary, so a file that cannot be removed does no harm.
         let _ = std::fs::remove_dir_all(&scratch);
         eprintln!("interrupted; nothing stays of it");
         std::process::exit(EXIT_CODE);

@@ -1,10 +1,10 @@
 //! Quoin beside the floor, measured in one run by one load generator.
 //!
-//! The **floor** is the same work with no product in it: a relay that takes NBD requests on a
-//! unix socket and sends each write to three sinks over loopback TCP; a sink `pwrite`s it to a
-//! preallocated file and answers; two answers are needed. It comes in the durability classes
-//! that a product can be in (see [`Class`]). A figure of Quoin is meant only as a ratio to the
-//! floor of the same class in the same run: [`compare`] runs the two in turn and takes medians.
+//! The **floor** is the same work with no product in it: a relay that takes NBD requests on a unix
+//! socket and sends each write to three sinks over loopback TCP; a sink `pwrite`s it to a
+//! preallocated file and answers; two answers are needed. It has the same durability classes as the
+//! product (see [`Class`]). A figure of Quoin is meaningful only as a ratio to the floor of the
+//! same class in the same run: [`compare`] runs the two in turn and takes medians.
 //!
 //! | module | idea |
 //! |---|---|
@@ -13,12 +13,12 @@
 //! | `floor` | starts and ends those processes |
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
 //! | `usage` | CPU time and memory of processes, from /proc |
-//! | `cases`, `report` | what is measured, and how it is shown |
-//! | `rebuild` | how fast a lost replica is made whole |
-//! | `security` | what encrypting data connections costs |
+//! | `cases`, `report` | the measured cases, and the output |
+//! | `rebuild` | speed of the rebuild of a lost replica |
+//! | `security` | cost of encryption of data connections |
 //! | `heal` | many volumes after the loss of a pool |
-//! | `further` | what has no floor: idle cost, memory of full caches, cold start |
-//! | `absence` | what the return of a replica that was away moves |
+//! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
+//! | `absence` | data moved at the return of a replica that was away |
 
 mod absence;
 pub mod cases;
@@ -42,10 +42,10 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// When the floor (and the volume it is compared with) acknowledges a write.
+/// Moment at which the floor (and the volume beside it) acknowledges a write.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Class {
-    /// From the page cache of two of three.
+    /// In the page cache of two of three.
     Cache,
     /// After `fdatasync` on two of three; one sync serves a whole batch.
     Media,
@@ -99,7 +99,7 @@ pub struct Options {
     /// Volumes of the idle case
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub volumes: usize,
-    /// Seconds that the idle case watches them, after half as many for them to come to rest
+    /// Seconds for which the idle case measures them, after half as many in which they settle
     #[arg(long, default_value_t = 20.0, value_name = "SECONDS", value_parser = seconds)]
     pub idle_seconds: f64,
     /// Size of the volume that fills the pools' caches, in GiB; 128 MiB of cache hold 25
@@ -111,10 +111,10 @@ pub struct Options {
     /// Data of the rebuild case, in MiB
     #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
     pub rebuild_mib: u64,
-    /// What changes while a replica is away in the case delta-rebuild, in MiB
+    /// Data that changes while a replica is away in the case delta-rebuild, in MiB
     #[arg(long, default_value_t = 256, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
     pub delta_mib: u64,
-    /// Seconds that it is away
+    /// Seconds of the replica's absence
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = seconds)]
     pub absence: f64,
     /// Volumes of the case that loses a pool
@@ -136,21 +136,22 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl Options {
-    /// How long each measurement takes.
+    /// Returns the duration of each measurement.
     fn time(&self) -> Duration {
-        // More pairs rather than longer ones: what disturbs one of five leaves the median alone.
+        // More pairs rather than longer ones: a disturbance of one of five does not change the
+        // median.
         let usual = if self.quick { 1.2 } else { 3.0 };
         Duration::from_secs_f64(self.seconds.unwrap_or(usual))
     }
 
-    /// `--only` leaves out what it does not name.
+    /// Returns whether `--only` includes the case.
     fn wants(&self, case: &str) -> bool {
         self.only.as_ref().is_none_or(|text| case.contains(text.as_str()))
     }
 }
 
-/// Runs the benchmark; `quoin` is the binary that Quoin's processes and the floor's are made of
-/// (the floor by its hidden command `bench-part`).
+/// Runs the benchmark; `quoin` is the binary of Quoin's processes and the floor's (the floor by its
+/// hidden command `bench-part`).
 pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
@@ -172,12 +173,12 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// A directory that goes when the benchmark does.
+/// A directory that is removed with the benchmark.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed is in a temporary directory anyway.
+        // The directory is temporary, so a file that cannot be removed does no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -209,7 +210,7 @@ pub enum Part {
 }
 
 pub fn run_part(part: &Part) -> Result<(), Error> {
-    // However the benchmark ends, its parts end with it.
+    // The benchmark's parts end with it in every case.
     let signal = Some(rustix::process::Signal::KILL);
     rustix::process::set_parent_process_death_signal(signal)
         .map_err(|error| Error::io("ask to end with the benchmark")(error.into()))?;
@@ -219,7 +220,7 @@ pub fn run_part(part: &Part) -> Result<(), Error> {
     }
 }
 
-/// Tells the benchmark where a part listens.
+/// Reports the address of a part to the benchmark.
 fn announce(place: impl std::fmt::Display) -> Result<(), Error> {
     writeln!(std::io::stdout(), "{place}").map_err(Error::io("tell the benchmark"))
 }

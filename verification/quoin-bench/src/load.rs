@@ -1,7 +1,7 @@
 //! The load generator: one NBD connection, a fixed number of requests in flight, a fixed time.
 //!
-//! It is the same for the floor and for Quoin, and as light as it can be: requests are queued
-//! and sent with one write per wake-up, replies are read as they come.
+//! It is the same for the floor and for Quoin, and as light as possible: requests are queued and
+//! sent with one write per wake-up, replies are read as they arrive.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, nbd};
 
-/// For what ends after a count of requests.
+/// Time limit of runs that end after a count of requests.
 const NO_LIMIT: Duration = Duration::from_secs(3600);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,12 +21,12 @@ pub enum Pattern {
     Sparse,
 }
 
-/// What [`Pattern::Sparse`] takes one block of.
+/// Range of which [`Pattern::Sparse`] takes one block.
 const SPARSE_BYTES: u64 = 1 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    /// Of a hundred requests; the others are reads.
+    /// Writes of a hundred requests; the others are reads.
     pub writes_percent: u64,
     pub pattern: Pattern,
     pub block_bytes: u32,
@@ -34,7 +34,7 @@ pub struct Load {
     pub time: Duration,
 }
 
-/// What came out: completed requests, their latencies, the time they took in all.
+/// Result of a run: completed requests, their latencies, the time in all.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub requests: u64,
@@ -48,7 +48,7 @@ impl Outcome {
         self.requests as f64 / self.seconds
     }
 
-    /// All of them as one.
+    /// Merges all parts into one.
     pub fn merge(parts: Vec<Self>) -> Self {
         let mut all = Self { requests: 0, seconds: 0.0, latencies_ns: Vec::new() };
         for part in parts {
@@ -60,7 +60,7 @@ impl Outcome {
         all
     }
 
-    /// Latency in microseconds below which this share of the requests stayed.
+    /// Returns the latency in microseconds below which this share of the requests stayed.
     pub fn percentile_us(&self, share: f64) -> f64 {
         let Some(last) = self.latencies_ns.len().checked_sub(1) else { return 0.0 };
         let index = ((last as f64) * share).round() as usize;
@@ -82,7 +82,7 @@ impl Generator {
             .map_err(Error::io(format!("connect to {}", socket.display())))?;
         let size_bytes = nbd::negotiate(&mut stream)
             .map_err(|error| Error::Failed(format!("{}: {error}", socket.display())))?;
-        // Not compressible and not all alike, should anybody look.
+        // The data is neither compressible nor uniform.
         let mut random = 0x5eed;
         let data = (0..(1 << 20)).map(|_| next(&mut random) as u8).collect();
         Ok(Self { stream, size_bytes, random, sequential: 0, data })
@@ -97,13 +97,13 @@ impl Generator {
         self.write_over(Pattern::Sequential, block_bytes)
     }
 
-    /// Writes as much as the device holds, here and there: what a log made of it then is what it
-    /// looks like after a day of use, and not what it looks like when it is new.
+    /// Writes as much as the device holds, at random positions: the resulting log is that of a
+    /// volume in use and not of a new one.
     pub fn wear_in(&mut self) -> Result<(), Error> {
         self.write_over(Pattern::Random, 4096)
     }
 
-    /// Reads a block somewhere; waits for as long as it takes.
+    /// Reads a random block; waits for as long as it takes.
     pub fn read_one(&mut self) -> Result<(), Error> {
         let (pattern, time) = (Pattern::Random, NO_LIMIT);
         let load = Load { writes_percent: 0, pattern, block_bytes: 4096, depth: 1, time };
@@ -129,7 +129,7 @@ impl Generator {
         self.flush()
     }
 
-    /// Reads or writes a block of each MiB, all of them so many times, and flushes what is written.
+    /// Reads or writes a block of each MiB, all of them so many times, and flushes the writes.
     pub fn touch_each_mib(&mut self, write: bool, times: u64) -> Result<(), Error> {
         self.sequential = 0;
         let (pattern, time) = (Pattern::Sparse, NO_LIMIT);

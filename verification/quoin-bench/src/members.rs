@@ -1,5 +1,5 @@
-//! What clients notice while replicas and targets come and go: how much a rebuild takes from their
-//! IO, how long a change of the membership holds it up, and how long the death of the target.
+//! Effects on clients while replicas and targets change: the share of IO that a rebuild takes, the
+//! pause at a change of the membership, and at the death of the target.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ const VOLUME: &str = "members";
 const POOL: &str = "pool-c";
 const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(5);
-/// Measurements before the rebuild; the median is what it is compared with.
+/// Measurements before the rebuild; their median is the baseline.
 const UNDISTURBED: usize = 5;
-/// A rebuild that was over before it could be timed is tried again with twice the data, up to so many
-/// times of it.
+/// Largest multiple of the data with which a rebuild is repeated that ended before it could be
+/// timed; each repeat takes twice the data.
 const GROWN_MAX: u64 = 8;
 const CHANGE_VOLUME_BYTES: u64 = 256 << 20;
 
@@ -29,8 +29,9 @@ fn load(writes_percent: u64, depth: usize, time: Duration) -> Load {
 }
 
 /// Random IO of 4 KiB at depth 8 before and while a replica is rebuilt: under `name` so many of a
-/// hundred requests are writes. Writes alone, all over the volume and as fast as they are answered, are
-/// the worst that a rebuild can meet, as each of its rounds leaves nearly as much behind as it copies.
+/// hundred requests are writes. Writes alone, all over the volume and as fast as they are answered,
+/// are the worst case of a rebuild, as each of its rounds leaves nearly as much behind as it
+/// copies.
 pub fn during_rebuild(
     name: &str,
     writes_percent: u64,
@@ -56,7 +57,7 @@ pub fn during_rebuild(
     }
 }
 
-/// Nothing: the rebuild was over before it could be timed.
+/// Measures one such rebuild; `None`: it was over before it could be timed.
 fn during_rebuild_of(
     mib: u64,
     name: &str,
@@ -70,7 +71,7 @@ fn during_rebuild_of(
     let mut generator = Generator::connect(&socket)?;
     generator.fill(128 << 10)?;
     generator.flush()?;
-    // A new log knows no clean-up: what is compared with is one in use.
+    // A new log has no clean-up: the baseline is one in use.
     generator.wear_in()?;
     let load = load(writes_percent, 8, options.time());
     generator.run(load)?;
@@ -118,12 +119,12 @@ fn during_rebuild_of(
     Ok(Some(vec![
         fact("rate-lost", lost(all.per_second()), "%", 30.0),
         fact("p99", slower, "x", 3.0),
-        // Of the one measurement in which it was most.
+        // The measurement with the largest loss.
         fact("rate-lost-worst", lost(worst), "%", 60.0),
     ]))
 }
 
-/// The longest that one of many writes at depth 1 took, for each kind of change of who has a copy.
+/// Measures the longest of many writes at depth 1, for each kind of change of the replicas.
 pub fn change(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     eprintln!("measuring {CHANGE}");
     let product = Product::start_with(quoin, directory, &["--pools", "5"])?;
@@ -157,8 +158,8 @@ pub fn change(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     changes.into_iter().map(pause).collect()
 }
 
-/// From the death of a target to the first write that its successor answers: it waits until the
-/// lease is over that the dead one may still answer by.
+/// Measures from the death of a target to the first write that its successor answers: the successor
+/// waits until the lease of the dead one is over.
 pub fn target_death(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     eprintln!("measuring {DEATH}");
     let product = Product::start(quoin, directory)?;
@@ -169,7 +170,7 @@ pub fn target_death(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> 
     usage::end(&product.pids_of("target"));
     let died = Instant::now();
     let one = load(100, 1, Duration::from_millis(1));
-    // Refused while there is no target, and held up until it may answer.
+    // Connections are refused while there is no target, and wait until it may answer.
     while Generator::connect(&socket).and_then(|mut generator| generator.run(one)).is_err() {
         if died.elapsed() > TIMEOUT {
             return Err(Error::Failed("no other target served the volume".into()));

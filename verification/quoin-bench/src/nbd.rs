@@ -1,5 +1,5 @@
-//! The few words of NBD that a load generator and a floor need: fixed newstyle by export name,
-//! simple replies. (Quoin's own server and client speak the whole protocol.)
+//! The part of NBD that a load generator and a floor need: fixed newstyle by export name, simple
+//! replies. (Quoin's own server and client support the whole protocol.)
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -39,7 +39,7 @@ impl Request {
         out.extend_from_slice(&self.length.to_be_bytes());
     }
 
-    /// `bytes` holds at least [`REQUEST_LEN`] bytes.
+    /// Decodes a request; `bytes` holds at least [`REQUEST_LEN`] bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, Error> {
         if bytes[..4] != REQUEST_MAGIC.to_be_bytes() {
             return Err(Error::Failed("the client sent no NBD request".into()));
@@ -65,7 +65,7 @@ pub fn encode_reply(handle: u64, out: &mut Vec<u8>) {
     out.extend_from_slice(&handle.to_be_bytes());
 }
 
-/// The handle of a reply without error; `bytes` holds at least [`REPLY_LEN`] bytes.
+/// Returns the handle of a reply without error; `bytes` holds at least [`REPLY_LEN`] bytes.
 pub fn decode_reply(bytes: &[u8]) -> Result<u64, Error> {
     if bytes[..4] != REPLY_MAGIC.to_be_bytes() {
         return Err(Error::Failed("the server sent no simple NBD reply".into()));
@@ -77,7 +77,8 @@ pub fn decode_reply(bytes: &[u8]) -> Result<u64, Error> {
     Ok(be64(&bytes[8..]))
 }
 
-/// Sends one request with its data and waits for its reply; what was read follows on the stream.
+/// Sends one request with its data and waits for its reply; the data of a read follows on the
+/// stream.
 pub fn ask(stream: &mut UnixStream, request: &Request, data: &[u8]) -> Result<(), Error> {
     let mut out = Vec::with_capacity(REQUEST_LEN + data.len());
     request.encode(&mut out);
@@ -88,7 +89,7 @@ pub fn ask(stream: &mut UnixStream, request: &Request, data: &[u8]) -> Result<()
     decode_reply(&reply).map(|_| ())
 }
 
-/// The client's side of the negotiation; returns the size of the export in bytes.
+/// Negotiates as the client; returns the size of the export in bytes.
 pub fn negotiate(stream: &mut UnixStream) -> Result<u64, Error> {
     let what = "NBD negotiation";
     let mut hello = [0; 18];
@@ -107,7 +108,7 @@ pub fn negotiate(stream: &mut UnixStream) -> Result<u64, Error> {
     Ok(be64(&export))
 }
 
-/// The server's side of the negotiation.
+/// Negotiates as the server.
 pub fn accept(stream: &mut UnixStream, size_bytes: u64) -> Result<(), Error> {
     let what = "NBD negotiation";
     let mut out = Vec::new();

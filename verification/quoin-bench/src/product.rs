@@ -1,5 +1,5 @@
-//! A Quoin of the benchmark's own: `quoin dev` in a fresh directory, driven by its commands as a
-//! user would.
+//! A Quoin of the benchmark's own: `quoin dev` in a fresh directory, driven by its commands as by a
+//! user.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ pub struct Product {
     dev: Child,
 }
 
-/// A row of `quoin replica list -o json`, as far as it is needed here.
+/// A row of `quoin replica list -o json`, with the fields that are needed here.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Replica {
@@ -29,7 +29,7 @@ impl Product {
         Self::start_with(quoin, dir, &[])
     }
 
-    /// The same with more flags of `quoin dev`.
+    /// Starts one with further flags of `quoin dev`.
     pub fn start_with(quoin: &Path, dir: &Path, flags: &[&str]) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("create {}", dir.display())))?;
         let log = std::fs::File::create(dir.join("dev.log")).map_err(Error::io("create a log"))?;
@@ -37,7 +37,7 @@ impl Product {
         let dev = Command::new(quoin)
             .args(["dev", "--no-attach", "--dir"])
             .arg(dir.join("data"))
-            // Nothing that was not asked for is in a measurement.
+            // A measurement includes no work that was not requested.
             .args(["--rebalance-at", "off"])
             .args(flags)
             .stdin(Stdio::null())
@@ -52,7 +52,7 @@ impl Product {
         while product.online("pool") < pools || product.online("node") < 1 {
             let ended = !matches!(product.dev.try_wait(), Ok(None));
             if ended || Instant::now() > end {
-                // The file goes with the directory.
+                // The file is removed with the directory.
                 let said = std::fs::read_to_string(product.dir.join("dev.log")).unwrap_or_default();
                 return Err(Error::Failed(format!(
                     "quoin dev did not bring up {pools} pools and a node: {}",
@@ -64,7 +64,7 @@ impl Product {
         Ok(product)
     }
 
-    /// Runs `quoin ARGS` against this Quoin and returns what it printed.
+    /// Runs `quoin ARGS` against this Quoin and returns its output.
     pub fn command(&self, arguments: &[&str]) -> Result<String, Error> {
         let output = Command::new(&self.quoin)
             .args(arguments)
@@ -82,7 +82,7 @@ impl Product {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Pools or nodes that are.
+    /// Returns the number of pools or nodes that are online.
     fn online(&self, what: &str) -> usize {
         let text = self.command(&[what, "list", "-o", "json"]).unwrap_or_default();
         text.matches("Online").count()
@@ -93,7 +93,7 @@ impl Product {
         self.volume_with(name, class, size_bytes, 3)
     }
 
-    /// The same with this many replicas.
+    /// Makes a volume with this many replicas, as above.
     pub fn volume_with(
         &self,
         name: &str,
@@ -126,7 +126,7 @@ impl Product {
         Ok(PathBuf::from(socket))
     }
 
-    /// What is known of a volume's replica in this pool.
+    /// Returns the row of a volume's replica in this pool.
     pub fn replica(&self, volume: &str, pool: &str) -> Result<Replica, Error> {
         self.replicas(volume)?
             .into_iter()
@@ -134,19 +134,19 @@ impl Product {
             .ok_or_else(|| Error::Failed(format!("volume {volume} has no replica in {pool}")))
     }
 
-    /// What is known of all replicas of a volume.
+    /// Returns the rows of all replicas of a volume.
     pub fn replicas(&self, volume: &str) -> Result<Vec<Replica>, Error> {
         Ok(self.all_replicas()?.into_iter().filter(|r| r.volume == volume).collect())
     }
 
-    /// The same of all volumes.
+    /// Returns the rows of all volumes' replicas.
     pub fn all_replicas(&self) -> Result<Vec<Replica>, Error> {
         let text = self.command(&["replica", "list", "-o", "json"])?;
         serde_json::from_str(&text)
             .map_err(|error| Error::Failed(format!("quoin replica list: {error}")))
     }
 
-    /// Kills a pool and removes all it holds before it is started again.
+    /// Kills a pool and removes all its data before it is restarted.
     pub fn wipe_pool(&self, pool: &str) -> Result<(), Error> {
         let away = self.take_away(pool)?;
         let held = self.dir.join("data/pools").join(pool).join("data");
@@ -159,7 +159,8 @@ impl Product {
         away.give_back()
     }
 
-    /// What a pool that is away holds is read from the disk when it is back, not from memory.
+    /// Drops a stopped pool's data from the page cache, so that it is read from the disk
+    /// afterwards.
     pub fn drop_cached(&self, pool: &str) -> Result<(), Error> {
         let path = self.dir.join("data/pools").join(pool).join("data");
         let failed = || Error::io(format!("drop what is cached of {}", path.display()));
@@ -169,7 +170,7 @@ impl Product {
             .map_err(|error| failed()(error.into()))
     }
 
-    /// Kills a pool, which is not started again before it is given back.
+    /// Kills a pool, which is not restarted before it is given back.
     pub fn take_away(&self, pool: &str) -> Result<Away, Error> {
         let hold = self.dir.join(format!("data/run/hold-{pool}"));
         std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
@@ -177,19 +178,19 @@ impl Product {
         Ok(Away { hold })
     }
 
-    /// The process of one pool.
+    /// Returns the process of one pool.
     pub fn pids_of_pool(&self, pool: &str) -> Vec<u32> {
         let word = format!("/pools/{pool}/");
         let is_it = |pid: &u32| usage::command_line(*pid).is_some_and(|line| line.contains(&word));
         self.pids_of("pool").into_iter().filter(is_it).collect()
     }
 
-    /// All of Quoin's processes.
+    /// Returns all of Quoin's processes.
     pub fn pids(&self) -> Vec<u32> {
         usage::family(self.dev.id())
     }
 
-    /// Those of one role (`pool`, `target`, …), which is their first argument.
+    /// Returns the processes of one role (`pool`, `target`, …), which is their first argument.
     pub fn pids_of(&self, role: &str) -> Vec<u32> {
         let is_role = |pid: &u32| {
             usage::command_line(*pid).is_some_and(|line| line.split(' ').nth(1) == Some(role))
@@ -201,7 +202,7 @@ impl Product {
         if let Ok(pid) = i32::try_from(self.dev.id())
             && let Some(pid) = rustix::process::Pid::from_raw(pid)
         {
-            // It fails only if the process has ended already.
+            // The kill fails only if the process has ended already.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
         let end = Instant::now() + Duration::from_secs(20);
@@ -227,11 +228,11 @@ impl Away {
 }
 
 impl Drop for Product {
-    /// Its pools go with it: the next measurement has the disk's room and the machine's memory for
+    /// Removes its pools: the next measurement has the disk's space and the machine's memory for
     /// itself.
     fn drop(&mut self) {
         self.stop();
-        // What is left is removed with the whole directory.
+        // Remaining files are removed with the whole directory.
         let _ = std::fs::remove_dir_all(self.dir.join("data"));
     }
 }

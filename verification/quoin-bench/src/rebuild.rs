@@ -1,4 +1,4 @@
-//! How fast a replica whose pool was lost is made whole, beside the sequential floor: both are
+//! Speed of the rebuild of a replica whose pool was lost, beside the sequential floor: both are
 //! counted in blocks of 128 KiB a second, the floor's written by a client to all its sinks, Quoin's
 //! copied by a rebuild that no client disturbs.
 
@@ -52,7 +52,8 @@ fn sequential_floor(
     Ok(compare(&mut side, None, load, options.pairs)?.floor)
 }
 
-/// From the first sight of the new replica, so that no restart is counted, until it is in sync.
+/// Measures from the first report of the new replica, so that no restart is counted, until it is in
+/// sync.
 fn rebuild(product: &Product, size_bytes: u64) -> Result<Figures, Error> {
     let old = product.replica("rebuild", POOL)?;
     product.wipe_pool(POOL)?;

@@ -21,13 +21,13 @@ struct Sink {
     written: usize,
     input: Vec<u8>,
     have: usize,
-    /// Writes it has done.
+    /// Number of writes that it has done.
     done: u64,
-    /// Handles of the reads it was asked for, in order.
+    /// Handles of the reads that it has received, in order.
     reads: VecDeque<u64>,
 }
 
-/// Prints its socket's path once it can be connected to.
+/// Runs the relay; prints its socket's path once it accepts connections.
 pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), Error> {
     let listener =
         UnixListener::bind(socket).map_err(Error::io(format!("listen on {}", socket.display())))?;
@@ -58,7 +58,7 @@ pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), E
     }
 }
 
-/// Writes what is there; true if all of it went out.
+/// Writes the pending bytes; true if all of them were sent.
 fn drain(
     stream: &mut impl Write,
     output: &mut Vec<u8>,
@@ -82,7 +82,7 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
     let mut output: Vec<u8> = Vec::new();
     let mut written = 0;
     let mut next_sink = 0;
-    // Writes of this client in order; the number of the first.
+    // Unanswered writes of this client, in order; `acknowledged` is the number of the first.
     let mut pending: VecDeque<u64> = VecDeque::new();
     let mut acknowledged = sinks[0].done;
     for sink in sinks.iter_mut() {

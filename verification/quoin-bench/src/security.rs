@@ -1,6 +1,7 @@
-//! What data connections between hosts cost: TCP with a proof of each frame, and with encryption.
+//! Cost of security on data connections between hosts: TCP with a proof of each frame, and with
+//! encryption.
 //!
-//! The same case as `write-128k-qd8`, where bytes count most, with pools that are met by the
+//! The same case as `write-128k-qd8`, where bytes count most, with pools that are reached over the
 //! network only, as on other hosts; beside the same floor, so the ratios compare all three.
 
 use std::path::Path;
@@ -12,11 +13,11 @@ use crate::load::{Generator, Load, Pattern};
 use crate::product::Product;
 use crate::{Class, Error, Options};
 
-/// The cases, and what the cluster of each is set to.
+/// The cases, and the setting of each one's cluster.
 const CASES: [(&str, &str); 2] =
     [("write-128k-qd8-authenticated", "authenticate"), ("write-128k-qd8-encrypted", "encrypt")];
 
-/// The cases that are asked for.
+/// Runs the selected cases.
 pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseResult>, Error> {
     let wanted = CASES.iter().filter(|(name, _)| options.wants(name));
     wanted.map(|(name, mode)| measure(options, quoin, &scratch.join(mode), name, mode)).collect()

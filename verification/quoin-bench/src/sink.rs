@@ -51,7 +51,7 @@ fn prepare(path: &Path, size_bytes: u64) -> Result<File, Error> {
     Ok(file)
 }
 
-/// Prints its address once it can be connected to.
+/// Runs the sink; prints its address once it accepts connections.
 pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
     let file = prepare(path, size_bytes)?;
     let listen = Error::io("listen on a port of its own");

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// CPU time (user and system) that these processes have used so far; those that are gone count 0.
+/// Returns the CPU time (user and system) that these processes have used so far; those that have
+/// ended count 0.
 pub fn cpu(pids: &[u32]) -> Duration {
     let ticks: u64 = pids.iter().filter_map(|pid| cpu_ticks(*pid)).sum();
     // SAFETY: sysconf reads a constant and touches no memory of ours.
@@ -19,12 +20,12 @@ fn cpu_ticks(pid: u32) -> Option<u64> {
     Some(user + system)
 }
 
-/// Resident memory in bytes.
+/// Returns the resident memory in bytes.
 pub fn resident_bytes(pid: u32) -> Option<u64> {
     status_bytes(pid, "VmRSS:")
 }
 
-/// The most resident memory that it ever had, in bytes.
+/// Returns the peak of resident memory, in bytes.
 pub fn peak_bytes(pid: u32) -> Option<u64> {
     status_bytes(pid, "VmHWM:")
 }
@@ -35,7 +36,7 @@ fn status_bytes(pid: u32, field: &str) -> Option<u64> {
     Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
 }
 
-/// A process and all its descendants.
+/// Returns a process and all its descendants.
 pub fn family(root: u32) -> Vec<u32> {
     let mut parents: Vec<(u32, u32)> = Vec::new();
     if let Ok(entries) = std::fs::read_dir("/proc") {
@@ -63,22 +64,23 @@ pub fn family(root: u32) -> Vec<u32> {
     family
 }
 
-/// The command line of a process, its arguments separated by blanks.
+/// Returns the command line of a process, its arguments separated by blanks.
 pub fn command_line(pid: u32) -> Option<String> {
     let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
 }
 
-/// Whether it has not ended. One that has has no command line, even before its parent has noticed.
+/// Returns whether the process has not ended. An ended one has no command line, even before its
+/// parent has noticed.
 pub fn is_alive(pid: u32) -> bool {
     command_line(pid).is_some_and(|line| !line.is_empty())
 }
 
-/// `kill -9` of them all; returns when none of them is left to answer anything.
+/// Kills them all as `kill -9` does; returns once none of them is left.
 pub fn end(pids: &[u32]) {
     for pid in pids {
         if let Some(pid) = i32::try_from(*pid).ok().and_then(rustix::process::Pid::from_raw) {
-            // It fails only if the process has ended already.
+            // The kill fails only if the process has ended already.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
     }
