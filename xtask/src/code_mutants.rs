@@ -1,18 +1,20 @@
-//! `cargo xtask mutants --code`: the code is broken, and not the rules.
+//! `cargo xtask mutants --code`: breaks the code, not the rules.
 //!
 //! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
 //! store's recovery, or the drivers around them. One build for each of thousands of changes would
 //! take days, so a shard of them is woven into one copy of the tree, each behind a switch
-//! (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the tests
-//! that reach the change are asked one by one, those of the changed crate first, the quickest first;
-//! for the core the simulator's seeds are among them. Changes that do not compile are unviable; the few that the compiler evaluates
-//! (constants) have no switch and are named as not tried.
+//! (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
+//! tests that reach the change are run one by one, those of the changed crate first, the quickest
+//! first; for the core the simulator's seeds are among them. Changes that do not compile are
+//! unviable; the few that the compiler evaluates (constants) have no switch and are listed as not
+//! tried.
 //!
-//! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
-//! the file (equal changes in one function are told apart by their number), and another run goes on
-//! where the last one was ended, on whatever machine. A shard is drawn by these names, so that it is
-//! the same sample after such an edit. What was noticed once is asked again with `--anew` only. Of a
-//! change that changes nothing a person writes `same`, a tab and why: it is not asked about.
+//! Results are kept in the tree ([`LEDGER`]), under names that survive an edit elsewhere in the
+//! file (equal changes in one function are distinguished by their number), and another run
+//! continues where the last one ended, on any machine. A shard is drawn by these names, so that it
+//! is the same sample after such an edit. A change that was noticed once is tried again with
+//! `--anew` only. For a change without any effect a developer writes `same`, a tab and the reason:
+//! it is not tried.
 
 mod confined;
 mod oracle;
@@ -31,11 +33,11 @@ struct Subject {
     name: &'static str,
     /// Files, as cargo-mutants takes them.
     code: &'static [&'static str],
-    /// Crates whose tests are asked.
+    /// Crates whose tests are run.
     packages: &'static [&'static str],
     /// A sample of about two hundred.
     shard: &'static str,
-    /// Whether the simulator's seeds are asked as well.
+    /// True if the simulator's seeds are run as well.
     has_seeds: bool,
 }
 
@@ -86,20 +88,20 @@ const SUBJECTS: [Subject; 2] = [
         has_seeds: false,
     },
 ];
-/// The switches of the other kind of mutants are no product's.
+/// The switches of the other kind of mutants belong to no product.
 const NOT_CODE: &str = "crates/quoin-types/src/mutant.rs";
-/// Beside a shard's list: the names of the changes that do not compile.
+/// File beside a shard's list: the names of the changes that do not compile.
 const UNVIABLE: &str = "unviable.json";
-/// What is known of each change that was tried.
+/// Result of each change that was tried.
 const LEDGER: &str = "docs/code-mutants.tsv";
-/// The simulator is an oracle of its own by its seeds.
+/// The simulator is run by its seeds instead.
 const NOT_ASKED: [&str; 3] = ["seeds", "mutants", "quoin_sim"];
-/// What the simulator is asked: a hundred seeds of the swarms, which find most for their time, then
+/// Arguments of the simulator: a hundred seeds of the swarms, which find most for their time, then
 /// broad ones.
 const SEEDS: [&[&str]; 2] =
     [&["--swarm", "all", "--seeds", "7", "--stop"], &["--seeds", "30", "--stop"]];
-/// `[--of SUBJECT] [--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: the sample, resumed; ends
-/// with the changes that no test has noticed.
+/// `[--of SUBJECT] [--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: runs the sample, resumed;
+/// ends with the changes that no test has noticed.
 pub fn run(arguments: &[String]) -> Result<()> {
     let mut subject = &SUBJECTS[0];
     let (mut shard, mut anew, mut by, mut only) = (None, false, "", "");
@@ -149,7 +151,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     if anew && only.is_empty() {
         let _ = std::fs::remove_file(folder.join(UNVIABLE));
     }
-    // One tree for all shards, so that what is the same is built once.
+    // One tree for all shards, so that unchanged parts are built once.
     let tree = shared.join("tree");
     let woven = weave(subject, &list, &tree, &shared, &names, by)?;
     let oracles = oracle::all(subject, &woven.executables, &tree, &folder, by)?;
@@ -175,7 +177,7 @@ fn held(ledger: &Mutex<Ledger>) -> MutexGuard<'_, Ledger> {
     ledger.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What cargo-mutants would do of a shard: its list, and a name of each.
+/// Returns the changes of a shard by cargo-mutants: its list, and a name of each.
 fn listed(subject: &Subject, shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
     let parts = shard.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
     let Some((part, parts)) = parts.filter(|(k, n): &(u64, u64)| k < n) else {
@@ -201,7 +203,7 @@ fn listed(subject: &Subject, shard: &str, folder: &Path) -> Result<(PathBuf, Vec
     Ok((list, names))
 }
 
-/// The name without line and column; the second of one name in a file gets a number.
+/// Returns the name without line and column; the second of one name in a file gets a number.
 fn lasting_name(name: &str, seen: &mut BTreeMap<String, u32>) -> String {
     let lasting = match name.splitn(4, ':').collect::<Vec<_>>()[..] {
         [file, _line, _column, what] => format!("{file}:{what}"),
@@ -212,18 +214,18 @@ fn lasting_name(name: &str, seen: &mut BTreeMap<String, u32>) -> String {
     if *count == 1 { lasting } else { format!("{lasting} #{count}") }
 }
 
-/// FNV-1a: the same everywhere and for ever.
+/// FNV-1a: the same on every machine and in every version.
 fn fnv(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     })
 }
 
-/// The files that git knows, as they are now, but those that weaving writes.
+/// Copies the files that git knows, in their present state, except those that weaving writes.
 fn copy(tree: &Path, list: &Path) -> Result<()> {
     let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
     let changed = || list.iter().filter_map(|m| m["file"].as_str());
-    // A crate with a change has the switch in the file that it begins with.
+    // A crate with a change has the switch in its root file.
     let roots = changed().filter_map(|f| Some(format!("{}/src/lib.rs", f.split_once("/src/")?.0)));
     let woven: BTreeSet<String> = changed().map(str::to_owned).chain(roots).collect();
     let output = Command::new("git")
@@ -234,7 +236,7 @@ fn copy(tree: &Path, list: &Path) -> Result<()> {
     for file in String::from_utf8(output.stdout)?.split('\0').filter(|f| !f.is_empty()) {
         let Ok(now) = std::fs::read(run::workspace_root().join(file)) else { continue };
         let to = tree.join(file);
-        // What is the same keeps its time, and is not built again.
+        // An unchanged file keeps its time, and is not built again.
         if woven.contains(file) && to.exists() || std::fs::read(&to).is_ok_and(|old| old == now) {
             continue;
         }
@@ -251,7 +253,7 @@ struct Woven {
     executables: Vec<serde_json::Value>,
 }
 
-/// Weaves and builds; what does not compile is left out, until the rest does.
+/// Weaves and builds; changes that do not compile are left out, until the rest does.
 fn weave(
     subject: &Subject,
     list: &Path,
@@ -261,8 +263,8 @@ fn weave(
     by: &str,
 ) -> Result<Woven> {
     let manifest = run::workspace_root().join("xtask/weave/Cargo.toml");
-    // Each change that does not compile costs a build; what did not once does not again, as long
-    // as its name is the same.
+    // Each change that does not compile costs a build. Known ones are left out, as long as their
+    // names are the same.
     let kept = list.with_file_name(UNVIABLE);
     let known: BTreeSet<String> = std::fs::read(&kept)
         .ok()
@@ -296,7 +298,8 @@ fn weave(
         let packages = subject.packages.iter().filter(of_those);
         build.args(packages.flat_map(|package| ["--package", package]));
         build.args(["--message-format", "json", "--quiet", "--target-dir"]);
-        // Optimised, as a run is ten times the build; with the checks that tests have.
+        // Optimised, as a run takes ten times as long as the build; with the checks that tests
+        // have.
         build.arg(shared.join("target")).env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
         let output = build.stderr(Stdio::null()).output().context("cannot start cargo")?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -322,7 +325,7 @@ fn weave(
     }
 }
 
-/// The change that an error of the compiler lies in: the last switch before it.
+/// Returns the change that contains an error of the compiler: the last switch before it.
 fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
     let message = &message["message"];
     if message["level"] != "error" {
@@ -336,7 +339,7 @@ fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
     rest.split_once("u32)")?.0.trim().parse().ok()
 }
 
-/// Lines of a change's name, a tab, and what was said of it.
+/// Lines of a change's name, a tab, and its result.
 struct Ledger {
     path: PathBuf,
     known: BTreeMap<String, String>,
@@ -352,7 +355,7 @@ impl Ledger {
         Ok(Self { path: path.to_owned(), known: text.lines().filter_map(line).collect() })
     }
 
-    /// Written whole and moved there, so that a run may be ended at any moment.
+    /// Writes a new file whole and renames it, so that a run may be ended at any moment.
     fn keep(&mut self, name: &str, said: String) -> Result<()> {
         self.known.insert(name.to_owned(), said);
         let mut text = String::new();
@@ -365,22 +368,22 @@ impl Ledger {
     }
 }
 
-/// Asks about one change after the other.
+/// Tries one change after the other.
 struct Trial<'a> {
     names: &'a [String],
     /// The quickest first.
     oracles: &'a [Oracle],
     tree: &'a Path,
-    /// Whether all tests are asked: what they all miss is missed, and else stays what it was.
+    /// True if all tests are run: only then a change that none noticed counts as missed.
     is_whole: bool,
 }
 
 impl Trial<'_> {
-    /// Another change may be tried at the same time, but for the holder of `alone`.
+    /// Tries one change. Others may be tried at the same time, except by the holder of `alone`.
     fn of(&self, number: u32, ledger: &Mutex<Ledger>, alone: &RwLock<()>) -> Result<()> {
         let name = &self.names[usize::try_from(number)?];
         let before = held(ledger).known.get(name).cloned();
-        // What was missed is asked again: there may be a new test.
+        // Missed changes are tried again: there may be a new test.
         let is_open = |said: &String| said.starts_with("missed") || said == "open";
         if before.as_ref().is_some_and(|said| !is_open(said)) {
             return Ok(());
@@ -405,8 +408,8 @@ impl Trial<'_> {
         held(ledger).keep(name, said)
     }
 
-    /// What the ledger says if a test notices. It must do so twice and be content with the sound code
-    /// in between: a busy machine, and not the change, may have been the cause.
+    /// Returns the ledger's text if a test notices. It must fail twice and pass on sound code in
+    /// between: a busy machine, and not the change, may have been the cause.
     fn noticed(&self, number: u32, oracle: &Oracle, alone: &RwLock<()>) -> Result<Option<String>> {
         let shared = || alone.read().unwrap_or_else(PoisonError::into_inner);
         let first = {

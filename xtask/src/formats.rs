@@ -1,5 +1,5 @@
-//! `cargo xtask record-formats`: keeps what this build writes to disks, peers and the controller's
-//! store, for the tests that hold every later build against it.
+//! `cargo xtask record-formats`: records the bytes that this build writes to disks, peers and the
+//! controller's store, for the tests that compare every later build with them.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -9,12 +9,12 @@ use crate::run;
 
 #[derive(Args)]
 pub struct Options {
-    /// Replace what differs too; only before the first release
+    /// Replace differing ones too; only before the first release
     #[arg(long)]
     again: bool,
 }
 
-/// What `quoin-recorded` looks for.
+/// Variable that `quoin-recorded` reads.
 const ENVIRONMENT: &str = "QUOIN_RECORD_FORMATS";
 
 pub fn run(options: &Options) -> Result<()> {
@@ -34,7 +34,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Whether any version was tagged.
+/// Returns whether any version was tagged.
 fn is_released() -> Result<bool> {
     let root = run::workspace_root();
     let tags = Command::new("git").current_dir(root).args(["tag", "--list", "v*"]).output()?;

@@ -1,5 +1,5 @@
-//! The rules of the tree that no compiler checks: which crate may use which, how long a file
-//! may be, and that nothing unfinished is called finished.
+//! The rules of the tree that no compiler checks: the dependencies between crates, the length of a
+//! file, and that no unfinished work counts as finished.
 
 use crate::invariants;
 use crate::run::{self, workspace_root};
@@ -7,8 +7,8 @@ use crate::trace::collect_files;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 
-/// The crates from the bottom up. A crate may use those of lower layers only, so a cycle or
-/// a step upwards (storage that knows CSI, a core that knows sockets) cannot creep in.
+/// The crates from the bottom up. A crate may use those of lower layers only, so a cycle or a step
+/// upwards (storage that knows CSI, a core that knows sockets) cannot creep in.
 const LAYERS: [&[&str]; 11] = [
     &["quoin-types", "quoin-api", "quoin-telemetry", "quoin-model", "quoin-recorded"],
     &["quoin-replication", "quoin-reactor", "quoin-nbd"],
@@ -23,20 +23,20 @@ const LAYERS: [&[&str]; 11] = [
     &["quoin"],
 ];
 
-/// Crates whose whole list of Quoin crates is fixed, tighter than their layer says.
+/// Crates whose whole list of Quoin crates is fixed, stricter than their layer.
 const EXACT: [(&str, &[&str]); 10] = [
     ("quoin-types", &[]),
     ("quoin-replication", &["quoin-types"]),
     ("quoin-api", &[]),
     ("quoin-telemetry", &[]),
     ("quoin-nbd", &["quoin-types"]),
-    // The simulator's word counts because nothing but the real core and store is under it.
-    // (The command that hunts mutants asks the model as well.)
+    // The simulator's verdict counts because nothing but the real core and store is under it. (The
+    // command that hunts mutants runs the model as well.)
     (
         "quoin-sim",
         &["quoin-types", "quoin-replication", "quoin-store", "quoin-wire", "quoin-model"],
     ),
-    // The model is the protocol written a second time: nothing of the first may be in it.
+    // The model is the protocol written a second time: it must contain nothing of the first.
     ("quoin-model", &[]),
     ("quoin-store", &["quoin-types", "quoin-replication"]),
     ("quoin-recorded", &[]),
@@ -46,10 +46,10 @@ const EXACT: [(&str, &[&str]); 10] = [
 /// The crates of the core.
 const PURE: [&str; 2] = ["quoin-types", "quoin-replication"];
 
-/// What the core may use of crates.io: nothing that does I/O, keeps time or starts threads.
+/// Libraries of crates.io that the core may use: none that does I/O, keeps time or starts threads.
 const CORE_LIBRARIES: [&str; 3] = ["bytes", "crc-fast", "thiserror"];
 
-/// Names that the core must not use: time, IO and chance are given to it.
+/// Names that the core must not use: it receives time, IO and chance.
 const CORE_FORBIDDEN: [&str; 9] = [
     "std::fs",
     "std::net",
@@ -73,7 +73,7 @@ const BANNED_WORDS: [(&str, &str); 5] = [
 
 const LINES_PER_FILE_MAX: usize = 700;
 
-/// Marks of unfinished work; spelled in halves so that this file passes its own check.
+/// Marks of unfinished work; written in halves so that this file passes its own check.
 const UNFINISHED: [&str; 6] = [
     concat!("TO", "DO"),
     concat!("FIX", "ME"),
@@ -85,7 +85,7 @@ const UNFINISHED: [&str; 6] = [
 
 /// The one file of the CSI services that chooses a code for a refusal.
 const REFUSALS: &str = "crates/quoin-csi/src/refusal.rs";
-/// How a status is made.
+/// Expressions that make a status.
 const CODES: [&str; 11] = [
     "invalid_argument",
     "failed_precondition",
@@ -100,7 +100,7 @@ const CODES: [&str; 11] = [
     "new",
 ];
 
-/// Every rule of this module; all violations in one error.
+/// Checks every rule of this module; all violations in one error.
 pub fn check() -> Result<()> {
     let mut violations = dependency_violations()?;
     violations.extend(core_violations()?);
@@ -119,7 +119,7 @@ fn dependency_violations() -> Result<Vec<String>> {
     let mut violations = Vec::new();
     for package in packages {
         let name = package["name"].as_str().unwrap_or_default();
-        // Tests may use anything; what is shipped may not.
+        // Tests may use anything; shipped crates may not.
         let shipped: Vec<&str> = package["dependencies"]
             .as_array()
             .map(Vec::as_slice)
@@ -164,7 +164,7 @@ fn violations_of(name: &str, uses: &[&str]) -> Vec<String> {
     violations
 }
 
-/// The core's own source, tests left out, uses nothing of the outside.
+/// Checks that the core's own source, tests left out, uses nothing from outside.
 fn core_violations() -> Result<Vec<String>> {
     let mut files = Vec::new();
     collect_files(&workspace_root().join("crates/quoin-replication/src"), &mut files)?;
@@ -202,7 +202,8 @@ fn file_violations() -> Result<Vec<String>> {
     Ok(violations)
 }
 
-/// The banned words of a line, also as parts of names. This file, which lists them, has them in quotes.
+/// Returns the banned words of a line, also as parts of names. This file, which lists them, has
+/// them in quotes.
 fn banned_in(line: &str) -> Vec<(&'static str, &'static str)> {
     let mut parts: Vec<String> = Vec::new();
     let mut last = ' ';
@@ -224,7 +225,7 @@ fn banned_in(line: &str) -> Vec<(&'static str, &'static str)> {
     BANNED_WORDS.iter().copied().filter(|(word, _)| is_in(word)).collect()
 }
 
-/// Codes of the CSI services are chosen in one place.
+/// Checks that codes of the CSI services are chosen in one place.
 fn refusal_violations() -> Result<Vec<String>> {
     let root = workspace_root();
     let mut files = Vec::new();

@@ -1,4 +1,4 @@
-//! The named invariants of the protocol: each that docs/replication.md promises stands in
+//! The named invariants of the protocol: each that docs/replication.md promises is listed in
 //! ARCHITECTURE.md with the places that assert it, and each such place does so by that name, in
 //! code that is in release builds.
 
@@ -7,12 +7,12 @@ use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Where the names are promised, and under which heading.
+/// File that promises the names, and the heading of their table.
 const PROMISED: (&str, &str) = ("docs/replication.md", "## Invariants");
-/// Where it is said what asserts them.
+/// File that lists the assertions of each, and the heading.
 const MAPPED: (&str, &str) = ("ARCHITECTURE.md", "## Named invariants");
 
-/// Every violation, in words.
+/// Returns every violation as a message.
 pub fn violations() -> Result<Vec<String>> {
     let root = workspace_root();
     let read = |path: &str| {
@@ -28,7 +28,7 @@ pub fn violations() -> Result<Vec<String>> {
     Ok(compare(&promised, &mapped, code))
 }
 
-/// Names to the rest of their row, of the table below a heading.
+/// Returns the rows of the table below a heading: names to the rest of their row.
 fn rows(text: &str, heading: &str) -> Result<BTreeMap<String, String>> {
     let mut lines = text.lines().skip_while(|line| *line != heading).skip(1);
     let table = lines.by_ref().take_while(|line| !line.starts_with("## "));
@@ -71,14 +71,14 @@ fn compare(
     violations
 }
 
-/// The code of a file that release builds have: no comments, no tests, no debug assertions.
+/// Returns the code of a file that release builds have: no comments, no tests, no debug assertions.
 fn released(text: &str) -> String {
     let text = text.split("#[cfg(test)]").next().unwrap_or_default();
     let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
     lines.filter(|line| !line.contains("debug_assert")).collect::<Vec<_>>().join("\n")
 }
 
-/// Whether a string of this code has the name as a word of its own.
+/// Returns whether a string of this code has the name as a separate word.
 fn names(code: &str, name: &str) -> bool {
     let strings = code.split('"').skip(1).step_by(2);
     strings.flat_map(|text| text.split(|c: char| !c.is_alphanumeric())).any(|word| word == name)

@@ -1,4 +1,4 @@
-//! `cargo xtask lint`: everything about the source that can be checked without running it.
+//! `cargo xtask lint`: every check of the source that runs no product code.
 
 use crate::{house, run, trace};
 use anyhow::{Context, Result};
@@ -42,8 +42,8 @@ fn step(name: &str) {
 const CARGO_DENY: &str = "0.20.2";
 const CARGO_MACHETE: &str = "0.9.2";
 
-/// What can be checked with the sources alone has to hold. Advisories need their database from
-/// the network: without it, that check is left out by name.
+/// Runs cargo-deny. Checks of the sources alone must pass. Advisories need their database from the
+/// network: without it, that check is left out by name.
 fn deny() -> Result<()> {
     let program = tool("cargo-deny", CARGO_DENY)?;
     let run = |arguments: &[&str]| {
@@ -58,8 +58,8 @@ fn deny() -> Result<()> {
     run(&["check", "--disable-fetch", "advisories"])
 }
 
-/// A program of crates.io. It lies in the user's cache, and not in the target directory: building it
-/// takes minutes, and a fresh clone need not do it again.
+/// Returns a program of crates.io. It is kept in the user's cache, and not in the target directory:
+/// building it takes minutes, and a fresh clone need not do it again.
 fn tool(name: &str, version: &str) -> Result<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| {
         let home = std::env::var_os("HOME")?;

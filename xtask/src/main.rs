@@ -1,10 +1,10 @@
 //! The project's own commands: `cargo xtask demo | test | bench | sim | model | mutants | fuzz |
 //! torture | trace | lint | upgrade | record-formats`.
 //!
-//! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
-//! known to only one of them. The work lives one module a command: [`demo`], [`test`],
-//! [`trace`], [`lint`]; [`house`] and [`invariants`] hold the rules on the tree itself, [`run`] starts programs,
-//! [`packages`] installs what a Debian machine lacks, [`python`] makes the tests' Python.
+//! Developers, users who try Quoin and the CI run the same commands; none of them has a way of its
+//! own. Each command has one module: [`demo`], [`test`], [`trace`], [`lint`]; [`house`] and
+//! [`invariants`] hold the rules on the tree itself, [`run`] starts programs, [`packages`] installs
+//! the packages that a Debian machine lacks, [`python`] makes the tests' Python.
 
 mod code_mutants;
 mod demo;
@@ -75,22 +75,23 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Break the rules of the documents one at a time, and show what finds each: a seed of the
-    /// simulator, the model, a test (arguments go to `quoin-mutants`), as in `mutants --only lease`.
+    /// Break the rules of the documents one at a time, and show which check finds each: a seed of
+    /// the simulator, the model, a test (arguments go to `quoin-mutants`), as in
+    /// `mutants --only lease`.
     /// `mutants --code [--shard K/N] [--anew]` breaks the code itself, by cargo-mutants.
     #[command(disable_help_flag = true)]
     Mutants {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Hostile input for all that reads networks, disks and records (arguments go to
-    /// `quoin-fuzz`), as in `fuzz pool --seconds 600`.
+    /// Hostile input for all that reads networks, disks and records (arguments go to `quoin-fuzz`),
+    /// as in `fuzz pool --seconds 600`.
     #[command(disable_help_flag = true)]
     Fuzz {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Real processes on hosts of their own under faults that never stop (arguments go to
+    /// Real processes on hosts of their own under continuous faults (arguments go to
     /// `quoin-torture`), as in `torture --minutes 10`. `torture --hosts`: hosts that are lost and
     /// return, and a controller that moves.
     #[command(disable_help_flag = true)]
@@ -99,13 +100,14 @@ enum Command {
         arguments: Vec<String>,
     },
     /// Build an earlier version and bring a cluster of it to this one process by process, under IO
-    /// that is judged, and back, as in `upgrade --from v0.1.0`.
+    /// that is checked, and back, as in `upgrade --from v0.1.0`.
     Upgrade(upgrade::Options),
-    /// Keep what this build writes to disks, peers and records, for later builds to read.
+    /// Record the bytes that this build writes to disks, peers and records, for later builds to
+    /// read.
     RecordFormats(formats::Options),
     /// Build a Debian package: the binary, systemd units, configuration and documents.
     Package(package::Options),
-    /// Which requirements of docs/requirements.csv a test names, and which are open.
+    /// Show which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
     Lint(lint::Options),
@@ -120,7 +122,7 @@ fn torture(arguments: Vec<String>) -> anyhow::Result<()> {
     run::replace_with(&torture, quoin.into_iter().chain(arguments))
 }
 
-/// Fresh seeds that find something are kept in the tree.
+/// Runs the simulator; fresh seeds that find something are kept in the tree.
 fn sim(mut arguments: Vec<String>) -> anyhow::Result<()> {
     let simulator = run::release_binary("quoin-sim", "quoin-sim")?;
     let has =

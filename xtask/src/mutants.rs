@@ -1,4 +1,4 @@
-//! `cargo xtask mutants`: builds what hunts broken rules, and hands over to it.
+//! `cargo xtask mutants`: builds the program that hunts broken rules, and becomes it.
 
 use crate::run;
 use anyhow::{Context, Result, bail};
@@ -22,7 +22,7 @@ pub fn run(arguments: Vec<String>) -> Result<()> {
     run::replace_with(&mutants, all)
 }
 
-/// The tests of core and store, with the rules' switches compiled in.
+/// Builds the tests of core and store, with the rules' switches compiled in.
 fn test_binaries() -> Result<Vec<PathBuf>> {
     let mut cargo = run::cargo();
     cargo.args(["test", "--no-run", "--tests", "--package", "quoin-replication"]);
@@ -36,7 +36,7 @@ fn test_binaries() -> Result<Vec<PathBuf>> {
     Ok(binaries_in(&text))
 }
 
-/// The integration tests among what cargo says that it built.
+/// Returns the integration tests among the built files in cargo's messages.
 fn binaries_in(messages: &str) -> Vec<PathBuf> {
     let parsed = messages.lines().filter_map(|l| serde_json::from_str(l).ok());
     let is_test = |message: &serde_json::Value| message["target"]["kind"][0] == "test";

@@ -1,5 +1,5 @@
-//! `cargo xtask package`: a Debian package with the binary, its systemd units, its configuration and
-//! the documents.
+//! `cargo xtask package`: a Debian package with the binary, its systemd units, its configuration
+//! and the documents.
 //!
 //! `dpkg-deb` alone is needed, which every Debian machine has. The package depends on the C library
 //! that the binary was linked with, as the binary itself names it.
@@ -24,7 +24,7 @@ pub struct Options {
     revision: u32,
 }
 
-/// A file of the package: where it is in the tree, where it goes, and its mode.
+/// A file of the package: its place in the tree, its place on the host, and its mode.
 struct Item {
     from: PathBuf,
     to: String,
@@ -78,7 +78,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// All files that are taken from the tree as they are.
+/// Returns all files that are copied from the tree unchanged.
 fn items(root: &Path, binary: &Path) -> Result<Vec<Item>> {
     let item = |from: PathBuf, to: String, mode| Item { from, to, mode };
     let packaging = root.join("packaging");
@@ -162,7 +162,8 @@ fn stdout(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The newest version of the C library that a binary asks for: symbols carry it as `GLIBC_2.36`.
+/// Returns the newest version of the C library that a binary requires: symbols carry it as
+/// `GLIBC_2.36`.
 fn libc_version(binary: &[u8]) -> Option<String> {
     const MARK: &[u8] = b"GLIBC_2.";
     let starts = (0..binary.len().saturating_sub(MARK.len()))
@@ -196,12 +197,13 @@ mod tests {
             }
             assert!(text.contains("\nConditionPathExists="), "{name} starts on every host");
             assert!(text.contains("\nWantedBy=quoin.target"), "{name} is started by nothing");
-            // systemd gives a unit up that failed five times within ten seconds, unless told otherwise.
+            // systemd stops restarting a unit that failed five times within ten seconds, by
+            // default.
             assert!(text.contains("\nStartLimitIntervalSec=0"), "{name} is given up");
             let is_volume = name.starts_with("quoin-volume@");
             let restart = if is_volume { "\nRestart=on-failure" } else { "\nRestart=always" };
             assert!(text.contains(restart), "{name} stays down");
-            // What keeps devices and mounts is not stopped with the rest.
+            // Units that keep devices and mounts are not stopped with the rest.
             let is_part = !is_volume && name != "quoin-attach-holder.service";
             assert_eq!(text.contains("\nPartOf=quoin.target"), is_part, "{name}");
         }

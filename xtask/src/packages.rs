@@ -1,14 +1,14 @@
-//! What the tests and the demo need of the machine beside Rust and a C linker.
+//! Programs that the tests and the demo need beside Rust and a C linker.
 
 use anyhow::Result;
 use std::path::Path;
 use std::process::Command;
 
-/// A program and the Debian package that brings it.
+/// A program and the Debian package that has it.
 pub struct Need {
     pub program: &'static str,
     pub package: &'static str,
-    /// What goes without it, for the message when it cannot be installed.
+    /// Use of the program, for the message when it cannot be installed.
     pub purpose: &'static str,
 }
 
@@ -26,11 +26,11 @@ pub const IPROUTE: Need =
     Need { program: "ip", package: "iproute2", purpose: "hosts of their own (network namespaces)" };
 pub const PYTHON: Need =
     Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
-/// What the tests need.
+/// Programs that the tests need.
 pub const OF_TESTS: [&Need; 8] = [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON];
 
-/// Installs by apt what is missing, when we may; otherwise says what to type. A tool that
-/// stays away is no error here: the test that needs it names it in its own failure.
+/// Installs missing programs by apt, where permitted; otherwise prints the command. A tool that
+/// stays missing is no error here: the test that needs it names it in its own failure.
 pub fn provide(needs: &[&Need]) -> Result<()> {
     let missing: Vec<_> = needs.iter().filter(|need| !on_path(need.program)).collect();
     if missing.is_empty() {
@@ -48,7 +48,7 @@ pub fn provide(needs: &[&Need]) -> Result<()> {
     Ok(())
 }
 
-/// Installs Debian packages, when we may. Whether it helped shows in what is there then.
+/// Installs Debian packages, where permitted. The caller checks the result by the programs.
 pub fn install(packages: &[&str]) {
     if !is_root() || !on_path("apt-get") {
         return;
@@ -72,8 +72,8 @@ fn apt_get(arguments: &[&str]) {
     }
 }
 
-/// Whether a program of that name can be started; the system directories count even where a
-/// user's PATH leaves them out, since mkfs lives there.
+/// Returns whether a program of that name can be started; the system directories count even where a
+/// user's PATH leaves them out, since mkfs is there.
 pub fn on_path(program: &str) -> bool {
     let path = std::env::var("PATH").unwrap_or_default();
     path.split(':')
@@ -81,7 +81,7 @@ pub fn on_path(program: &str) -> bool {
         .any(|directory| Path::new(directory).join(program).is_file())
 }
 
-/// Whether this process runs as root (by the owner of its own /proc entry).
+/// Returns whether this process runs as root (by the owner of its own /proc entry).
 pub fn is_root() -> bool {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self").is_ok_and(|metadata| metadata.uid() == 0)

@@ -1,18 +1,19 @@
-//! A Python of our own with the gRPC library, for the test clients that are not Rust.
+//! A Python environment of the project with the gRPC library, for the test clients that are not
+//! Rust.
 //!
 //! It is a virtual environment in the target directory, made from `tests/python/requirements.txt`
-//! with the machine's `python3`; nothing is installed into the machine. Made once: a stamp that
-//! holds the requirements says that it is whole.
+//! with the machine's `python3`; nothing is installed into the machine. It is made once: a stamp
+//! that holds the requirements proves that it is whole.
 
 use crate::{packages, run};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Which interpreter the tests are to use, as they read it.
+/// Variable by which the tests find the interpreter.
 pub const VARIABLE: &str = "QUOIN_PYTHON";
 
-/// The interpreter of the environment, which is made now if it is not there.
+/// Returns the interpreter of the environment, which is made now if it is not there.
 pub fn provide() -> Result<PathBuf> {
     if let Some(named) = std::env::var_os(VARIABLE) {
         return Ok(named.into());

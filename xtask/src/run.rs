@@ -5,22 +5,23 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directory that holds the workspace's Cargo.toml.
+/// Returns the directory that holds the workspace's Cargo.toml.
 pub fn workspace_root() -> PathBuf {
     // xtask's own manifest directory is one below it.
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").into()
 }
 
-/// Where the project's own Rust lies.
+/// Directories of the project's own Rust.
 pub const CODE_DIRECTORIES: [&str; 4] = ["crates", "verification", "tests", "xtask"];
 
-/// A path that begins with a crate's name; product crates and those of the proofs lie apart.
+/// Returns a path that begins with a crate's name; product crates and those of the proofs have
+/// different parents.
 pub fn path_in_crates(place: &str) -> PathBuf {
     let in_product = workspace_root().join("crates").join(place);
     if in_product.exists() { in_product } else { workspace_root().join("verification").join(place) }
 }
 
-/// Cargo, as the one that started us (so one toolchain builds everything).
+/// Returns the cargo that started this process (so one toolchain builds everything).
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace_root());
@@ -37,33 +38,33 @@ pub fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The command line as a person would type it.
+/// Returns the command line as a user would type it.
 pub fn show(command: &Command) -> String {
     let name = Path::new(command.get_program()).file_name().unwrap_or_default();
     let words = std::iter::once(name).chain(command.get_args());
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Builds `binary` of `package` in release and says where it lies.
+/// Builds `binary` of `package` in release and returns its path.
 pub fn release_binary(package: &str, binary: &str) -> Result<PathBuf> {
     release_binary_with(package, binary, &[])
 }
 
-/// The same with features that no product has.
+/// Builds the same with features that no product has.
 pub fn release_binary_with(package: &str, binary: &str, features: &[&str]) -> Result<PathBuf> {
     let build = ["build", "--release", "--package", package, "--bin", binary];
     check(cargo().args(build).args(["--features", &features.join(",")]).arg("--quiet"))?;
     Ok(target_directory()?.join("release").join(binary))
 }
 
-/// Cargo's target directory, wherever the user's configuration puts it.
+/// Returns cargo's target directory, wherever the user's configuration puts it.
 pub fn target_directory() -> Result<PathBuf> {
     let metadata = metadata()?;
     let directory = metadata["target_directory"].as_str().context("cargo metadata: no target")?;
     Ok(directory.into())
 }
 
-/// `cargo metadata` of the workspace's own packages.
+/// Returns `cargo metadata` of the workspace's own packages.
 pub fn metadata() -> Result<serde_json::Value> {
     let output = cargo()
         .args(["metadata", "--no-deps", "--format-version", "1"])

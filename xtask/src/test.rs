@@ -1,10 +1,10 @@
 //! `cargo xtask test`: all tests, in parts, each with a time budget.
 //!
-//! A part that overruns its budget is ended and counts as failed: a test that hangs must not
-//! hang the person who waits for it. A test that this machine does not let prove what it says (no
-//! root, no /dev/fuse) says so in a list, and is not counted as passed. `--repeat` runs all of it
-//! several times, and says which test failed how often: one that fails by chance is a defect of
-//! the test or of the product. The last line is `N passed, N failed` over all parts and runs.
+//! A part that overruns its budget is ended and counts as failed: a test that hangs must not block
+//! its user. A test that cannot prove its claim on this machine (no root, no /dev/fuse) is listed
+//! as skipped, and is not counted as passed. `--repeat` runs all parts several times, and lists the
+//! tests that failed with their counts: one that fails by chance is a defect of the test or of the
+//! product. The last line is `N passed, N failed` over all parts and runs.
 
 use crate::{packages, python, run};
 use anyhow::{Context, Result, bail};
@@ -27,10 +27,10 @@ pub struct Options {
     /// Install nothing, even as root, and make no Python environment.
     #[arg(long)]
     no_install: bool,
-    /// What cannot be prepared here is a failure, and so is a test that is skipped (for CI).
+    /// A missing preparation is a failure, and so is a test that is skipped (for CI).
     #[arg(long, conflicts_with = "no_install")]
     complete: bool,
-    /// Run everything so many times, and list the tests that failed with how often each did.
+    /// Run everything so many times, and list the tests that failed, with their counts.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
     /// Keep every core busy meanwhile; each part has twice its time.
@@ -41,10 +41,10 @@ pub struct Options {
 /// One part of the whole.
 struct Part {
     name: &'static str,
-    /// For a machine with two cores that has other work to do as well.
+    /// Budget for a machine with two cores that has other work to do as well.
     budget: Duration,
     arguments: &'static [&'static str],
-    /// A program that is a test, or a build, as a whole (its exit code is the verdict).
+    /// True if the program is a test, or a build, as a whole (its exit code is the verdict).
     is_single: bool,
 }
 
@@ -109,7 +109,7 @@ const PARTS: [Part; 8] = [
     Part {
         name: "tests of real processes",
         budget: Duration::from_secs(20 * 60),
-        // They wait for processes most of their time: more of them than there are cores.
+        // More threads than cores: these tests wait for processes most of their time.
         arguments: &["test", "--package", "quoin", "--test", "processes", "--", "--test-threads=5"],
         is_single: false,
     },
@@ -121,12 +121,12 @@ const PARTS: [Part; 8] = [
     },
 ];
 
-/// What came of one part.
+/// Result of one part.
 #[derive(Default, Debug, PartialEq)]
 struct Tally {
     passed: u64,
     failed: u64,
-    /// Names of the tests that failed, as far as they were told.
+    /// Names of the tests that failed, as far as the output has them.
     names: Vec<String>,
 }
 
@@ -207,7 +207,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Runs each part once, prints how each went and adds it to `all`; the names of what failed.
+/// Runs each part once, prints its result and adds it to `all`; returns the names of the failures.
 fn run_parts(
     parts: &[&Part],
     python: Option<&Path>,
@@ -242,7 +242,7 @@ fn run_parts(
     Ok(failed)
 }
 
-/// Brings what the tests need of the machine; gives the Python that CSI clients run in.
+/// Installs what the tests need of the machine; returns the Python that CSI clients run in.
 fn prepare(complete: bool) -> Result<Option<PathBuf>> {
     packages::provide(&packages::OF_TESTS)?;
     match python::provide() {
@@ -255,7 +255,7 @@ fn prepare(complete: bool) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Where tests say that they prove less than they are named for.
+/// File with the reports of tests that prove less than their names claim.
 struct Skips(PathBuf);
 
 impl Skips {
@@ -267,7 +267,7 @@ impl Skips {
         Ok(list)
     }
 
-    /// One line for each test that was skipped, with its reasons.
+    /// Returns one line for each test that was skipped, with its reasons.
     fn read(&self) -> Result<Vec<String>> {
         let text = match std::fs::read_to_string(&self.0) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -326,7 +326,7 @@ enum Ending {
     OverBudget,
 }
 
-/// Runs `command`, shows its output as it comes and counts cargo test's result lines.
+/// Runs `command`, shows its output as it arrives and counts cargo test's result lines.
 fn watch(command: &mut Command, budget: Duration) -> Result<(Tally, Ending)> {
     let shown = run::show(command);
     let mut child = command
@@ -375,13 +375,13 @@ fn end_group(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// Reads `test a::b ... FAILED`: the name.
+/// Returns the name in `test a::b ... FAILED`.
 fn failed_test(line: &str) -> Option<&str> {
     let name = line.strip_suffix(" ... FAILED")?.strip_prefix("test ")?;
     Some(name.split(" - should panic").next().unwrap_or(name))
 }
 
-/// Reads `test result: ok. 12 passed; 0 failed; …`: how many passed and failed.
+/// Returns the passed and failed counts of `test result: ok. 12 passed; 0 failed; …`.
 fn result_line(line: &str) -> Option<(u64, u64)> {
     let counts = line.strip_prefix("test result: ")?.split_once(". ")?.1;
     let count = |word: &str| {

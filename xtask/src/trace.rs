@@ -1,9 +1,9 @@
-//! The requirements register against the tests: which rows a test proves, which are open.
+//! The requirements register against the tests: the rows that a test proves, and the open ones.
 //!
 //! A test proves a row by naming it after the word `Proves` in a comment beside it, as in
-//! `/// Proves CSI-PROBE-01.` The register holds binding rows alone, of the levels MUST,
-//! MUST NOT, TEST and NOTE. An id that it does not hold is an error: it is a spelling mistake, or a
-//! requirement that someone made up.
+//! `/// Proves CSI-PROBE-01.` The register holds binding rows alone, of the levels MUST, MUST NOT,
+//! TEST and NOTE. An id that it does not hold is an error: it is a spelling mistake, or an invented
+//! requirement.
 
 use crate::run::{self, workspace_root};
 use anyhow::{Context, Result, bail};
@@ -34,7 +34,7 @@ pub struct Requirement {
     pub text: String,
 }
 
-/// Where an id is named: `file:line`.
+/// Places that name an id: `file:line`.
 type Claims = BTreeMap<String, Vec<String>>;
 
 pub fn run(options: &Options) -> Result<()> {
@@ -172,7 +172,7 @@ fn read_claims() -> Result<Claims> {
     Ok(claims)
 }
 
-/// The Rust and Python files below `directory`, build output left out.
+/// Collects the Rust and Python files below `directory`, without build output.
 pub fn collect_files(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     if !directory.is_dir() {
         return Ok(());
@@ -181,7 +181,7 @@ pub fn collect_files(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if path.is_dir() {
-            // Told by cargo's own mark and not by its name: a module may be called `target`.
+            // Cargo's own mark decides and not the name: a module may be called `target`.
             let is_build_output = path.join("CACHEDIR.TAG").exists();
             if !is_build_output && !name.starts_with('.') && name != "__pycache__" {
                 collect_files(&path, files)?;
@@ -193,8 +193,8 @@ pub fn collect_files(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Ids claimed in one file, with their line. Only comment lines count; a claim goes on over
-/// line ends for as long as the line before ends with a comma.
+/// Returns the ids claimed in one file, with their line. Only comment lines count; a claim
+/// continues over line ends for as long as the line before ends with a comma.
 fn claims_in(text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     let mut goes_on = false;

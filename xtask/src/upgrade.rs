@@ -1,5 +1,5 @@
-//! `cargo xtask upgrade --from v0.1.0`: an earlier version built, and a cluster of it brought to this
-//! one process by process, under IO that is judged, and back.
+//! `cargo xtask upgrade --from v0.1.0`: builds an earlier version, and brings a cluster of it to
+//! this one process by process, under IO that is checked, and back.
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -56,7 +56,7 @@ fn commit(from: Option<&str>) -> Result<String> {
     git(&["rev-parse", "--verify", &format!("{revision}^{{commit}}")])
 }
 
-/// The binary of that commit, built once and kept in the target directory.
+/// Returns the binary of that commit, built once and kept in the target directory.
 fn build(commit: &str) -> Result<PathBuf> {
     let kept = run::target_directory()?.join("upgrade");
     let binary = kept.join(format!("quoin-{commit}"));

@@ -1,9 +1,9 @@
 //! Runs a program so that nothing of it is left when it is over.
 //!
-//! As root the program has namespaces of its own for processes and mounts: what it started and what
-//! it mounted end with it. Otherwise it has a process group, which is killed as a whole. A process
-//! that does not end by SIGKILL waits in the kernel: most likely for an answer of a FUSE mount whose
-//! server is that same process. Such a connection is aborted, as `umount -f` does.
+//! As root the program has namespaces of its own for processes and mounts: everything that it
+//! started and mounted ends with it. Otherwise it has a process group, which is killed as a whole.
+//! A process that does not end by SIGKILL waits in the kernel: most likely for an answer of a FUSE
+//! mount whose server is that same process. Such a connection is aborted, as `umount -f` does.
 
 use anyhow::{Context, Result};
 use std::collections::BTreeSet;
@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 const MEMORY_KIB: u64 = 8 << 20;
 const POLL: Duration = Duration::from_millis(5);
-/// How long a killed process may take to end.
+/// Time within which a killed process must end.
 const END: Duration = Duration::from_secs(10);
 
 pub struct Program<'a> {
-    /// For messages.
+    /// Name for messages.
     pub name: &'a str,
     pub path: &'a Path,
     pub arguments: &'a [String],
@@ -38,11 +38,11 @@ pub struct Output {
 pub enum Ending {
     Success,
     Failure(String),
-    /// It used up its time, of the CPU or of the clock.
+    /// The program used up its time, of the CPU or of the clock.
     Late,
 }
 
-/// Whether this process may make the namespaces.
+/// True if this process may make the namespaces.
 static HAS_NAMESPACES: LazyLock<bool> = LazyLock::new(|| {
     let mut unshare = Command::new("unshare");
     unshare.args(NAMESPACES).arg("true").stderr(Stdio::null());
@@ -51,10 +51,10 @@ static HAS_NAMESPACES: LazyLock<bool> = LazyLock::new(|| {
 const NAMESPACES: [&str; 4] = ["--mount", "--pid", "--fork", "--mount-proc"];
 
 impl Program<'_> {
-    /// `scratch` is the program's temporary directory, made for it and removed afterwards.
+    /// Runs the program. `scratch` is its temporary directory, made for it and removed afterwards.
     pub fn run(&self, scratch: &Path) -> Result<Output> {
         std::fs::create_dir_all(scratch)?;
-        // A file and no pipe: a process that does not end cannot hold up the reader.
+        // A file and no pipe: a process that does not end cannot block the reader.
         let printed = scratch.join("printed");
         let mut child = self.command(scratch)?.stdout(std::fs::File::create(&printed)?).spawn()?;
         let start = Instant::now();
@@ -70,14 +70,14 @@ impl Program<'_> {
         };
         let text = String::from_utf8_lossy(&std::fs::read(&printed)?).into_owned();
         free_loop_devices(scratch);
-        // What a process that does not end holds there may stay.
+        // Files that a process without end holds there may stay.
         let _ = std::fs::remove_dir_all(scratch);
         Ok(Output { text, ending })
     }
 
     fn command(&self, scratch: &Path) -> Result<Command> {
         let program = self.path.to_str().context("a path of UTF-8")?;
-        // The shell stays: as the first process of its namespace it takes up orphans.
+        // The shell stays: as the first process of its namespace it adopts orphans.
         let limited = format!(
             "ulimit -t {}; ulimit -v {MEMORY_KIB}; \"$@\"; exit $?",
             self.cpu.as_secs().max(1)
@@ -117,7 +117,7 @@ impl Program<'_> {
     }
 }
 
-/// They end with no process and no namespace.
+/// Frees loop devices, which end with no process and no namespace.
 fn free_loop_devices(scratch: &Path) {
     for device in std::fs::read_dir("/sys/block").into_iter().flatten().flatten() {
         let file = std::fs::read_to_string(device.path().join("loop/backing_file"));
@@ -148,7 +148,8 @@ fn ending(status: ExitStatus) -> Ending {
     }
 }
 
-/// The FUSE connections that processes in the program's namespaces have mounted, and this one not.
+/// Returns the FUSE connections that processes in the program's namespaces have mounted, and this
+/// one has not.
 fn connections_within(child: &Child) -> BTreeSet<u32> {
     let namespace = |path: String| std::fs::read_link(path).ok();
     let Some(within) = namespace(format!("/proc/{}/ns/pid_for_children", child.id())) else {
@@ -168,8 +169,8 @@ fn connections_within(child: &Child) -> BTreeSet<u32> {
     &found - &own
 }
 
-/// The minor device numbers of the FUSE mounts in a table of `/proc/PID/mountinfo`: the kernel
-/// names a connection by that.
+/// Returns the minor device numbers of the FUSE mounts in a table of `/proc/PID/mountinfo`: the
+/// kernel names a connection by that.
 fn connections(mounts: &str) -> BTreeSet<u32> {
     let minor = |line: &str| {
         let (place, kind) = line.split_once(" - ")?;

@@ -1,8 +1,8 @@
-//! What is asked about a change: single tests, and the simulator's seeds.
+//! Oracles about a change: single tests, and the simulator's seeds.
 //!
-//! The woven code says which changes it came by (`QUOIN_WOVEN_REACHED`). Each test runs once on
-//! sound code, and what it took and what it reached is kept beside the build, so that a change is
-//! asked only of tests that reach it.
+//! The woven code records the changes that it reached (`QUOIN_WOVEN_REACHED`). Each test runs once
+//! on sound code, and its duration and reached changes are kept beside the build, so that a change
+//! is tried only with tests that reach it.
 
 use super::confined::{Ending, Program};
 use super::{NOT_ASKED, SEEDS, Subject};
@@ -14,19 +14,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// A change that lets a test run for ever, or take memory without end, is noticed as such: a
-/// multiple of what the sound code takes, and at least so much of the CPU.
+/// Minimum limit of CPU time. A change that makes a test run without end, or take memory without
+/// bound, is noticed by a multiple of the sound code's usage, and at least this.
 const CPU_MIN: Duration = Duration::from_secs(10);
-/// A test that waits for ever uses no CPU.
+/// Minimum limit of the clock: a test that waits without end uses no CPU.
 const WALL_MIN: Duration = Duration::from_secs(30);
 const TIMES_MAX: u32 = 6;
-/// For a test on sound code.
+/// Limit for a test on sound code.
 const SOUND_MAX: Duration = Duration::from_secs(3600);
-/// A test that takes longer is named.
+/// Duration above which a test is listed.
 const SLOW: Duration = Duration::from_secs(5);
 /// Tests of the store that use a block device of the machine.
 const NEEDS_A_DEVICE: &str = "device::";
-/// Changes that are tried at a time, as most tests wait.
+/// Number of changes that are tried at a time, as most tests wait.
 pub const WORKERS: usize = 2;
 
 pub struct Oracle {
@@ -37,13 +37,13 @@ pub struct Oracle {
     pub on_sound: OnSound,
 }
 
-/// What a test did on sound code.
+/// Result of a test on sound code.
 #[derive(Clone, Default, serde::Serialize, serde::Deserialize)]
 pub struct OnSound {
-    /// Nanoseconds: when its program was built.
+    /// Build time of its program, in nanoseconds.
     built: u128,
     pub time: Duration,
-    /// Numbers of the changes that it came by.
+    /// Numbers of the changes that it reached.
     pub reached: BTreeSet<u32>,
 }
 
@@ -55,12 +55,12 @@ pub enum Said {
 }
 
 impl Oracle {
-    /// Tests find their data from their crate.
+    /// Returns the package: tests find their data from their crate.
     pub fn package(&self) -> &str {
         self.name.split(' ').next().unwrap_or_default()
     }
 
-    /// `None`: about the sound code.
+    /// Runs the oracle on a change; `None`: on the sound code.
     pub fn ask(&self, change: Option<u32>, tree: &Path) -> Result<Said> {
         let time = self.on_sound.time * TIMES_MAX;
         let woven = ("QUOIN_WOVEN", change.unwrap_or(u32::MAX).to_string());
@@ -111,7 +111,7 @@ impl Oracle {
     }
 }
 
-/// All that are asked, the quickest first. Each must be content with sound code.
+/// Returns all oracles, the quickest first. Each must pass on sound code.
 pub fn all(
     subject: &Subject,
     messages: &[serde_json::Value],
@@ -175,7 +175,7 @@ pub fn all(
     Ok(ready)
 }
 
-/// The tests of the built programs, and the simulator's seeds.
+/// Returns the tests of the built programs, and the simulator's seeds.
 fn listed(
     subject: &Subject,
     messages: &[serde_json::Value],
@@ -191,7 +191,7 @@ fn listed(
         let home = message["manifest_path"].as_str().unwrap_or_default();
         let package = subject.packages.iter().find(|p| home.contains(&format!("/{p}/")));
         match (package, target["kind"][0].as_str()) {
-            // Of the two that cargo builds, the program and not its tests.
+            // Cargo builds two; this is the program and not its tests.
             (Some(&"quoin-sim"), Some("bin"))
                 if name == "quoin-sim" && message["profile"]["test"] == false =>
             {
@@ -228,7 +228,7 @@ fn listed(
     Ok(oracles)
 }
 
-/// A crate's folder in the copied tree.
+/// Returns a crate's folder in the copied tree.
 fn folder_of(tree: &Path, package: &str) -> PathBuf {
     let in_product = tree.join("crates").join(package);
     if in_product.exists() { in_product } else { tree.join("verification").join(package) }
@@ -245,7 +245,7 @@ fn tests_of(executable: &str, folder: &Path) -> Result<Vec<String>> {
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }
 
-/// Does it for each, some at a time; `work` gets the number of its worker as well.
+/// Does the work for each, some at a time; `work` gets the number of its worker as well.
 pub fn each<T: Send>(
     items: impl Iterator<Item = T> + Send,
     work: impl Fn(T, usize) -> Result<()> + Sync,

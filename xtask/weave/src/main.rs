@@ -1,11 +1,11 @@
 //! Puts many broken variants of the code into one tree, each behind a switch.
 //!
-//! `quoin-weave LIST SOURCE TREE [N,N,…]` reads what `cargo mutants --list --json` has listed, writes
+//! `quoin-weave LIST SOURCE TREE [N,N,…]` reads the output of `cargo mutants --list --json`, writes
 //! the files of SOURCE to TREE with each change (but those whose numbers are given) behind
 //! `woven::on(N)`, and prints a line `N REASON` for each that it leaves out. One build then serves
-//! all of them: the variable `QUOIN_WOVEN` says which one a process runs with, and a process writes to
-//! the file `QUOIN_WOVEN_REACHED` which ones it came by. A build for each of two thousand changes takes
-//! days; this takes the time of their tests.
+//! all of them: the variable `QUOIN_WOVEN` chooses the one that a process runs with, and a process
+//! writes to the file `QUOIN_WOVEN_REACHED` which ones it reached. A build for each of two thousand
+//! changes takes days; this takes the time of their tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -55,7 +55,7 @@ pub mod woven {
 }
 "#;
 
-/// The file that a crate begins with, of any file of its sources.
+/// Returns the root file of the crate of a source file.
 fn crate_root(file: &str) -> Option<String> {
     let (home, _) = file.split_once("/src/")?;
     Some(format!("{home}/src/lib.rs"))
@@ -72,9 +72,9 @@ type Place = (usize, usize);
 
 struct Weaver {
     switch: syn::Path,
-    /// Several may change one place.
+    /// Several changes may have one place.
     wanted: BTreeMap<Place, Vec<Mutant>>,
-    /// Within what the compiler evaluates, where no switch can be.
+    /// Number of changes within constants that the compiler evaluates, where no switch is possible.
     constant: usize,
     left_out: Vec<(u32, &'static str)>,
 }
@@ -96,7 +96,7 @@ impl Weaver {
         self.left_out.extend(mutants.iter().map(|m| (m.number, why)));
     }
 
-    /// `changed` when the switch is on, else `expr`.
+    /// Returns an expression that is `changed` when the switch is on, else `expr`.
     fn switched(&self, number: u32, changed: Expr, expr: &Expr) -> Expr {
         let switch = &self.switch;
         parse_quote!((if #switch(#number) { #changed } else { #expr }))
@@ -189,7 +189,7 @@ impl VisitMut for Weaver {
     fn visit_expr_match_mut(&mut self, expr: &mut syn::ExprMatch) {
         let for_all = |arm: &syn::Arm| matches!(arm.pat, syn::Pat::Wild(_)) && arm.guard.is_none();
         if !expr.arms.iter().any(for_all) {
-            // The compiler would complain of the whole match, where no switch is to be blamed.
+            // A compiler error would name the whole match, and so no switch.
             for arm in &expr.arms {
                 let deleted = self.take(arm.pat.span(), &["MatchArm"]);
                 self.leave_out(&deleted, "unviable: no arm is left for all else");
@@ -302,7 +302,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             woven.push_str(SWITCH);
         }
         let path = Path::new(tree).join(&file);
-        // What is the same keeps its time, and is not built again.
+        // An unchanged file keeps its time, and is not built again.
         if std::fs::read_to_string(&path).is_ok_and(|old| old == woven) {
             continue;
         }
