@@ -1,4 +1,4 @@
-//! What the controller wants served, in the core's types.
+//! The controller's assignment to a target, in the core's types.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -27,21 +27,21 @@ const SYNC_AFTER_MS: u32 = 1000;
 pub struct Assigned {
     pub config: PrimaryConfig,
     pub info: DeviceInfo,
-    /// The first epoch of this node's use of the volume; 0: not known.
+    /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
-    /// Opened for work on its replicas alone: no client gets in.
+    /// Opened for work on its replicas alone: no client is accepted.
     pub maintenance: bool,
-    /// All replicas are to be compared.
+    /// Order to compare all replicas.
     pub verify: Option<VerifyOrder>,
     /// A block device is to be made of it here.
     pub device: bool,
 }
 
 impl Assigned {
-    /// `socket`: where it is served; `None`: to nobody.
+    /// Returns the setup. `socket`: where it is served; `None`: no client is accepted.
     pub fn setup(&self, socket: Option<PathBuf>) -> VolumeSetup {
         VolumeSetup {
             config: self.config.clone(),
@@ -57,7 +57,7 @@ impl Assigned {
     }
 }
 
-/// All volumes that can be understood, and for each other one why not.
+/// Parses all volumes; for each that cannot be parsed, returns the reason.
 pub fn parse(message: &NodeAssignment) -> (BTreeMap<VolumeId, Assigned>, Vec<String>) {
     let (mut volumes, mut refused) = (BTreeMap::new(), Vec::new());
     for target in &message.targets {
@@ -82,7 +82,7 @@ fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
 fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     let volume_id = id("volume", &target.volume_id)?;
     let spec = target.spec.clone().unwrap_or_default();
-    // Which spread it was placed by is nothing to a target.
+    // The spread of its placement does not concern a target.
     let options = VolumeOptions::complete(&spec, volume::Spread::Host);
     let options = options.map_err(|wrong| format!("{}: {}", wrong.key, wrong.rule))?;
     let volume_blocks = target.size_bytes.div_ceil(BLOCK_SIZE as u64);
@@ -106,7 +106,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         if replica.same_host && local.is_none() && !replica.candidate {
             local = Some(member);
         }
-        // Without an address it must not be used; the state machine goes on without it.
+        // A replica without an address must not be used; the state machine continues without it.
         if !replica.address.is_empty() {
             replicas.push(ReplicaPlace {
                 member,
@@ -149,7 +149,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             window_bytes: WINDOW_BYTES,
             sync_bytes: SYNC_BYTES,
             sync_after_ms: SYNC_AFTER_MS,
-            // Where all replicas are on this host, reads are better spread.
+            // Where all replicas are on this host, spread reads are better.
             local: local.filter(|_| !target.replicas.iter().all(|r| r.same_host)),
         },
         info: DeviceInfo {

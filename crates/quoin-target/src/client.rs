@@ -9,9 +9,9 @@ use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 
-/// Replies a client may leave unread before its requests are not taken.
+/// Most bytes of replies that a client may leave unread before its requests are not accepted.
 const QUEUED_MAX: usize = 32 << 20;
-/// Bytes taken from one client before others get their turn.
+/// Most bytes read from one client before others get their turn.
 const READ_TURN_MAX: usize = 4 << 20;
 
 pub struct Client {
@@ -21,26 +21,26 @@ pub struct Client {
     input: ReceiveQueue,
     output: SendQueue,
     pieces: Vec<Bytes>,
-    /// Whole requests may wait in `input`: the session had enough when it was last given some.
+    /// Whole requests may wait in `input`: the session accepted no more at the last attempt.
     sated: bool,
     pub interest: Interest,
     /// To be closed once its output is written.
     pub ending: bool,
-    /// Listed to be written.
+    /// Queued for a write.
     pub dirty: bool,
-    /// What it held when its shard counted last.
+    /// Bytes that it held at its shard's last count.
     pub counted_bytes: usize,
     /// All clients together hold too much: one request at a time.
     crowded: bool,
-    /// Listed to be looked at when that is over.
+    /// Queued for another attempt when that is over.
     pub waits: bool,
 }
 
-/// How a turn at the socket ended.
+/// Result of a turn at the socket.
 #[derive(Debug)]
 pub enum Turn {
     Goes,
-    /// The peer closed; what it sent before was taken.
+    /// The peer closed; everything it sent before was accepted.
     End,
 }
 
@@ -63,7 +63,7 @@ impl Client {
         }
     }
 
-    /// Bytes that were read before the client came here.
+    /// Adds bytes that were read before the client came to this shard.
     pub fn give_input(&mut self, input: BytesMut) {
         self.input.bytes = input;
     }
@@ -72,7 +72,7 @@ impl Client {
         self.socket.as_fd()
     }
 
-    /// What is kept for it: its requests' data, and replies that it has not taken.
+    /// Returns the bytes held for it: its requests' data, and its unsent replies.
     pub fn held_bytes(&self) -> usize {
         self.output.bytes() + self.frontend.held_bytes()
     }
@@ -89,7 +89,7 @@ impl Client {
         !self.ending && self.held_bytes() < held_max && self.frontend.wants_input()
     }
 
-    /// What readiness this client can use now.
+    /// Returns the readiness that this client can use now.
     pub fn wanted(&self) -> Interest {
         Interest { read: self.may_take(), write: !self.output.is_empty() && !self.dirty }
     }
@@ -98,7 +98,7 @@ impl Client {
         !self.output.is_empty()
     }
 
-    /// Reads and gives the session what came; requests are added to `requests`.
+    /// Reads and passes the bytes to the session; requests are added to `requests`.
     pub fn read(&mut self, requests: &mut Vec<Request>) -> Result<Turn, WireError> {
         let mut taken = 0;
         while self.may_take() && taken < READ_TURN_MAX {
@@ -117,7 +117,7 @@ impl Client {
         Ok(Turn::Goes)
     }
 
-    /// Gives the session what was read; also called when replies made room for more.
+    /// Passes the read bytes to the session; also called when replies made space for more.
     pub fn take(&mut self, requests: &mut Vec<Request>) {
         if self.ending {
             return;
@@ -132,8 +132,8 @@ impl Client {
         }
     }
 
-    /// Whether input waits that the session could take now. What is left after it took all it
-    /// could is the start of a request whose rest has not come.
+    /// Returns whether input waits that the session could accept now. The rest after it accepted
+    /// all it could is the start of an incomplete request.
     pub fn holds_input(&self) -> bool {
         self.sated && !self.input.bytes.is_empty() && self.may_take()
     }
@@ -153,7 +153,7 @@ impl Client {
         }
     }
 
-    /// True once everything is written.
+    /// Writes the output; true once everything is written.
     pub fn flush(&mut self) -> Result<bool, WireError> {
         self.output.write_to(&self.socket)
     }

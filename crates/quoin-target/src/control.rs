@@ -1,7 +1,7 @@
-//! The target's side of the control plane: which volumes to serve, epochs, reports.
+//! The target's side of the control plane: assigned volumes, epochs, reports.
 //!
-//! IO never waits for it. Volumes go on being served while the controller is away; only an open
-//! needs an epoch, and asks until it gets one.
+//! IO never waits for it. Volumes stay served while the controller is away; only an open needs an
+//! epoch, and requests it until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -34,18 +34,18 @@ use crate::nbd_listener::{NbdListener, NewClient};
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::verification::verification;
 
-/// All volumes are reported this often, each change sooner.
+/// Interval of reports of all volumes; each change is reported sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
-/// That the target lives is told this often.
+/// Interval of the target's own reports.
 const LIVES_EVERY: Duration = Duration::from_secs(2);
-/// Changes that come together are one report.
+/// Time within which changes are combined into one report.
 const GATHER: Duration = Duration::from_millis(100);
-/// Between attempts to reach a controller that is away.
+/// Pause between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(250);
 const CALL_MAX: Duration = Duration::from_secs(5);
-/// For a shard's word at the end of its process.
+/// Longest wait for a shard's status at the end of its process.
 const STATUS_MAX: Duration = Duration::from_millis(500);
-/// A volume that stopped but is still assigned is opened again after this.
+/// Time after which a volume that stopped but is still assigned is opened again.
 const REOPEN: Duration = Duration::from_secs(1);
 
 pub(crate) struct Control {
@@ -60,31 +60,31 @@ pub(crate) struct Control {
     pub dials: Dials,
     pub notices: Notices,
     pub served: Mutex<Served>,
-    /// Something worth a report soon.
+    /// Notified of a change that is worth a report soon.
     pub changed: Arc<Notify>,
-    /// Where volumes are served over TCP.
+    /// Listener that serves volumes over TCP.
     pub nbd_listener: Option<NbdListener>,
 }
 
-/// What was asked for, and what was done about it.
+/// Assigned volumes, and the actions taken for them.
 #[derive(Default)]
 pub(crate) struct Served {
     wanted: BTreeMap<VolumeId, Assigned>,
-    /// Open in a shard, closing included.
+    /// Volumes open in a shard, closing ones included.
     open: BTreeMap<VolumeId, usize>,
     closing: BTreeSet<VolumeId>,
-    /// Opened so that nothing may be written.
+    /// Volumes opened read-only.
     read_only: BTreeSet<VolumeId>,
     reach: Option<Mode>,
 }
 
 impl Control {
-    /// Follows the assignments until `shutdown`; reconnects for ever.
+    /// Follows the assignments until `shutdown`; reconnects without limit.
     ///
     /// # Errors
-    /// The controller's word that the node was removed.
+    /// The controller's statement that the node was removed.
     pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
-        // Until it answers, this target does not know which volumes it is to serve.
+        // Until the controller answers, this target does not know which volumes it is to serve.
         self.contact.set_io_waits(true);
         let tell = |why| self.options.metrics.health.set("controller", Some(why));
         self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
@@ -95,7 +95,7 @@ impl Control {
         let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
-        // One that has just started knows nothing of what is served here.
+        // A controller that has just started does not know the served volumes.
         self.changed.notify_one();
         let mut terms = self.identity.terms().changes();
         let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
@@ -103,8 +103,8 @@ impl Control {
         loop {
             let message = tokio::select! {
                 message = assignments.message() => message?,
-                // A pool may have told of another controller's term: this one may be over, and hears
-                // of it by the next call.
+                // A pool may have reported another controller's term: this controller's may be
+                // over, and it learns that by the next call.
                 _ = terms.changed() => {
                     self.identity.hear_controller(&proof, rules).map_err(refused)?;
                     continue;
@@ -142,7 +142,7 @@ impl Control {
         self.reconcile(&mut served);
     }
 
-    /// Opens what is missing, updates what changed, closes what is not wanted any more.
+    /// Opens missing volumes, updates changed ones, closes those that are not assigned any more.
     fn reconcile(&self, served: &mut Served) {
         let Served { wanted, open, closing, read_only, .. } = served;
         for (id, shard) in open.iter() {
@@ -152,7 +152,7 @@ impl Control {
                     self.devices.release(id, move || shard.send(Input::Close(id)));
                 }
                 None => {}
-                // It cannot be made writable while it is open: closed, it is opened anew.
+                // An open volume cannot be made writable: it is closed and opened anew.
                 Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
                     let is_news = closing.insert(*id);
                     if is_news {
@@ -178,7 +178,7 @@ impl Control {
             if open.contains_key(id) {
                 continue;
             }
-            // The shard with the fewest volumes.
+            // Returns the shard with the fewest volumes.
             let load = |shard: &usize| open.values().filter(|s| *s == shard).count();
             let shard = (0..self.shards.len()).min_by_key(load).unwrap_or(0);
             open.insert(*id, shard);
@@ -190,13 +190,13 @@ impl Control {
         }
     }
 
-    /// Where a volume is served on this host.
+    /// Returns the socket of a volume on this host.
     fn socket(&self, id: VolumeId, assigned: &Assigned) -> Option<PathBuf> {
         let path = || self.options.run_dir.join("nbd").join(format!("{id}.sock"));
         (!assigned.maintenance).then(path)
     }
 
-    /// The block device that is to be made of a volume.
+    /// Returns the block device that is to be made of a volume.
     fn device(&self, id: VolumeId, assigned: &Assigned) -> Option<AttachVolume> {
         let nbd_socket = self.socket(id, assigned).filter(|_| assigned.device)?;
         Some(AttachVolume {
@@ -209,7 +209,7 @@ impl Control {
         })
     }
 
-    /// Tells that this target lives, until `shutdown`.
+    /// Reports that this target runs, until `shutdown`.
     pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
         let devices = quoin_node::Devices::of(self.devices.socket());
         loop {
@@ -224,8 +224,8 @@ impl Control {
             request.set_timeout(CALL_MAX);
             match AgentClient::new(self.channel.clone()).report_target(request).await {
                 Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
-                // One of a build that does not know the call refuses it, and goes by CSI's word
-                // alone.
+                // A controller of a build that does not know the call refuses it, and uses CSI's
+                // reports alone.
                 Err(status) => {
                     tracing::debug!(%status, "a sign of life did not reach the controller");
                 }
@@ -237,7 +237,7 @@ impl Control {
         }
     }
 
-    /// Does what the shards ask for, until they are gone.
+    /// Carries out the shards' requests, until the shards are gone.
     pub async fn answer(self: Arc<Self>, mut asks: mpsc::UnboundedReceiver<Ask>) {
         while let Some(ask) = asks.recv().await {
             match ask {
@@ -274,7 +274,7 @@ impl Control {
         }
     }
 
-    /// The volumes that are served here, as clients see them.
+    /// Returns the volumes that are served here, as clients see them.
     pub fn exports(&self) -> Vec<DeviceInfo> {
         let served = self.served.lock().expect("never held across a panic");
         let open = served
@@ -284,8 +284,8 @@ impl Control {
         open.map(|(_, assigned)| assigned.info.clone()).collect()
     }
 
-    /// Gives a client that opened the volume of that name to the shard that serves it; false:
-    /// it is not served here any more.
+    /// Hands a client that opened the volume of that name to the shard that serves it; false: it is
+    /// not served here any more.
     pub fn adopt(&self, name: &str, client: NewClient) -> bool {
         let served = self.served.lock().expect("never held across a panic");
         let named = |(_, a): &(&VolumeId, &Assigned)| a.info.name == name && !a.maintenance;
@@ -325,7 +325,7 @@ impl Control {
         request.set_timeout(CALL_MAX);
         let answer = match AgentClient::new(self.channel.clone()).acquire_epoch(request).await {
             Ok(answer) => answer.into_inner(),
-            // The record is gone: nobody owns it.
+            // The record is gone: no node owns the volume.
             Err(status) if status.code() == tonic::Code::NotFound => return Grant::NotOwner,
             Err(status) => {
                 tracing::debug!(%volume, %status, "no epoch yet");
@@ -355,7 +355,7 @@ impl Control {
         }
     }
 
-    /// `None`: the outcome is not known.
+    /// Requests a change of membership; `None`: the outcome is unknown.
     async fn swap(
         &self,
         volume: VolumeId,
@@ -393,7 +393,7 @@ impl Control {
         }
     }
 
-    /// Reports each change soon and everything now and then, until `shutdown`.
+    /// Reports each change soon and everything at intervals, until `shutdown`.
     pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
         loop {
             let stopping = tokio::select! {
@@ -420,7 +420,7 @@ impl Control {
                 standing.push((self.name_of(id), status));
             }
         }
-        // Shown here before a controller is told, which may not answer.
+        // The metrics are updated before the report, because the controller may not answer.
         self.options.metrics.stand(&standing);
         let mut notices = self.notices.take();
         for (id, (_, status)) in ids.into_iter().zip(&standing) {
@@ -429,11 +429,11 @@ impl Control {
             notices = others;
             self.report_one(id, status, ours).await;
         }
-        // Of volumes that are not served any more; told with another's report.
+        // Notices of volumes that are not served any more; reported with another one's report.
         self.notices.restore(notices);
     }
 
-    /// What is still open, for people: the volumes of each shard that answers.
+    /// Returns a text of what is still open: the volumes of each shard that answers.
     pub async fn unclosed(&self) -> Vec<String> {
         let mut unclosed = Vec::new();
         for (n, shard) in self.shards.iter().enumerate() {
@@ -448,7 +448,7 @@ impl Control {
         unclosed
     }
 
-    /// What people call the volume.
+    /// Returns the user's name of the volume.
     fn name_of(&self, id: VolumeId) -> String {
         let served = self.served.lock().expect("never held across a panic");
         served.wanted.get(&id).map_or_else(|| id.to_string(), |a| a.info.name.clone())

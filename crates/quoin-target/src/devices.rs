@@ -1,10 +1,10 @@
-//! Block devices that were asked for from another host.
+//! Block devices that were requested from another host.
 //!
-//! A command on the host itself asks the attach process there. A command on another host asks the
-//! controller, whose word comes to this target with the volume: the target then asks the attach
-//! process of its host, and reports the outcome. A device that is wanted is made
-//! anew where it is gone, as after a restart of the host; one that is not wanted any more is taken
-//! away before its volume is closed, while what the kernel still holds for it can be written.
+//! A command on the host itself calls the attach process there. A command on another host calls the
+//! controller, whose request comes to this target with the volume: the target then calls the attach
+//! process of its host, and reports the outcome. A requested device is made anew where it is gone,
+//! as after a restart of the host. One that is not requested any more is removed before its volume
+//! is closed, while the data that the kernel still holds for it can be written.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,23 +17,23 @@ use quoin_types::VolumeId;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
-/// Between two attempts.
+/// Pause between two attempts.
 const RETRY: Duration = Duration::from_millis(500);
-/// After a refusal that waiting does not change by itself.
+/// Pause after a refusal that waiting does not change by itself.
 const REFUSED: Duration = Duration::from_secs(15);
-/// How often a device that was made is looked at.
+/// Interval of checks of a device that was made.
 const LOOK: Duration = Duration::from_secs(10);
-/// For one answer of the attach process, which waits for the volume itself.
+/// Longest wait for one answer of the attach process, which waits for the volume itself.
 const CALL_MAX: Duration = Duration::from_secs(60);
-/// For taking a device away before its volume is closed.
+/// Longest wait for the removal of a device before its volume is closed.
 const DETACH_MAX: Duration = Duration::from_secs(10);
 
-/// How one device stands, as it is told to the controller.
+/// State of one device, as reported to the controller.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct DeviceState {
-    /// Empty: there is none.
+    /// Empty while there is none.
     pub path: String,
-    /// The reason why there is none yet.
+    /// Reason why there is none yet.
     pub message: String,
     /// This host cannot make one.
     pub refused: bool,
@@ -56,12 +56,12 @@ pub(crate) struct Devices {
     socket: PathBuf,
     wanted: Mutex<BTreeMap<VolumeId, Wanted>>,
     states: Arc<Mutex<BTreeMap<VolumeId, DeviceState>>>,
-    /// Told of every change.
+    /// Notified of every change.
     changed: Arc<Notify>,
 }
 
 impl Devices {
-    /// Of the attach process.
+    /// Returns the socket of the attach process.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -72,13 +72,13 @@ impl Devices {
         Self { daemon, socket, wanted: Mutex::default(), states: Arc::default(), changed }
     }
 
-    /// How the device of a volume stands; nothing where none is wanted.
+    /// Returns the state of a volume's device; empty where none is requested.
     pub fn state(&self, volume: VolumeId) -> DeviceState {
         let states = self.states.lock().expect("never held across a panic");
         states.get(&volume).cloned().unwrap_or_default()
     }
 
-    /// Has a device made, with a link to it under the volume's name, or grown to a new size.
+    /// Requests a device, with a link to it under the volume's name, or its growth to a new size.
     pub fn want(&self, id: VolumeId, name: &str, asked: AttachVolume) {
         let mut wanted = self.wanted.lock().expect("never held across a panic");
         if let Some(known) = wanted.get(&id) {
@@ -103,8 +103,8 @@ impl Devices {
         wanted.insert(id, Wanted { volume, task });
     }
 
-    /// Takes the device away, where one was wanted, and then does `closed`. IO that the kernel holds
-    /// for it is written meanwhile, within a bound.
+    /// Removes the device, where one was requested, and then calls `closed`. IO that the kernel
+    /// holds for it is written meanwhile, within a bound.
     pub fn release(&self, id: VolumeId, closed: impl FnOnce() + Send + 'static) {
         let mut all = self.wanted.lock().expect("never held across a panic");
         let Some(wanted) = all.remove(&id) else { return closed() };
@@ -113,7 +113,7 @@ impl Devices {
         wanted.task.abort();
         let daemon = self.daemon.clone();
         tokio::spawn(async move {
-            // The last request of the task, if it was in one, is answered first.
+            // A pending request of the task is answered first.
             let _ = wanted.task.await;
             let detached = tokio::time::timeout(DETACH_MAX, daemon.detach(&id.to_string())).await;
             match detached {
@@ -135,7 +135,7 @@ impl Devices {
     }
 }
 
-/// Keeps one device.
+/// Task that keeps one device.
 struct Keeper {
     id: VolumeId,
     name: String,
@@ -163,7 +163,7 @@ impl Keeper {
         }
     }
 
-    /// Makes the device, or looks at the one that is there; how long to rest afterwards.
+    /// Makes the device, or checks the present one; returns the pause afterwards.
     async fn make(&self, volume: AttachVolume) -> Duration {
         let (size, id) = (volume.size, volume.volume.clone());
         let Ok(answer) = tokio::time::timeout(CALL_MAX, self.daemon.attach(volume)).await else {
@@ -174,7 +174,7 @@ impl Keeper {
         };
         match answer {
             Ok(attached) => {
-                // An attach process of before makes no link; the device is one all the same.
+                // An older attach process makes no link; the device exists all the same.
                 let linked =
                     tokio::time::timeout(CALL_MAX, self.daemon.link(&id, &self.name)).await;
                 let link = linked.ok().and_then(|linked| linked.ok()?.link);
@@ -219,7 +219,7 @@ mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixListener;
 
-    /// An attach process that answers each request as the test says, and notes what it was asked.
+    /// An attach process that answers each request as the test chooses, and records the requests.
     fn attach_process(
         run: &Path,
         answer: impl Fn(&Request) -> Response + Send + 'static,

@@ -1,9 +1,9 @@
-//! Connections to replicas, made on helper threads and handed to the shard when they are proven.
+//! Connections to replicas, made on helper threads and handed to the shard once authenticated.
 //!
-//! A host that drops packets holds each dial up for seconds, and every volume with a replica there
+//! A host that drops packets delays each dial for seconds, and every volume with a replica there
 //! dials it again and again. So each address has a limit of dials under way, which is one where the
 //! last dial was not answered; such addresses together have a limit too. A dial that waits for its
-//! turn goes away with its session.
+//! turn is removed with its session.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -25,17 +25,17 @@ use rustls::pki_types::ServerName;
 
 use crate::shard::Input;
 
-/// Dials under way at once, of all shards.
+/// Most dials under way at once, of all shards.
 const DIALS_MAX: usize = 128;
-/// Of those, at addresses where the last dial was not answered.
+/// Most dials of those at addresses where the last dial was not answered.
 const UNPROVEN_MAX: usize = 96;
-/// Dials under way at one address. A pool takes four times as many from one host.
+/// Most dials under way at one address. A pool accepts four times as many from one host.
 const DIALS_PER_ADDRESS: usize = 4;
-/// A dial that took longer was held up by the network or a process that hangs.
+/// Time of a good dial: a longer one was delayed by the network or a process that hangs.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 
-/// How replicas are reached.
+/// Protection of connections to replicas.
 #[derive(Clone)]
 pub enum Reach {
     /// Mutual TLS; the pool must hold the certificate of its name.
@@ -61,8 +61,8 @@ impl Reach {
 }
 
 impl Reach {
-    /// A pool goes by a newer term than the grant's: the target learns of it, and its controller by
-    /// the target.
+    /// Accepts a newer term of a pool than the grant's: the target learns of it, and its controller
+    /// by the target.
     fn overtaken(&self, proof: &[u8]) -> String {
         let Reach::Tls { identity, .. } = self else {
             return "the pool showed a term without TLS".to_owned();
@@ -81,7 +81,7 @@ impl Reach {
 pub struct Dial {
     pub volume: VolumeId,
     pub session: SessionKey,
-    /// The bulk connection of that number, not the session's own.
+    /// Number of the bulk connection; `None`: the session's own connection.
     pub bulk: Option<u64>,
     pub hello: Hello,
     pub pool: String,
@@ -107,7 +107,7 @@ pub struct Dialler {
     outcomes: Outcomes,
 }
 
-/// Where the outcome of a dial goes.
+/// Destination of a dial's outcome.
 #[derive(Clone)]
 struct Outcomes {
     inputs: Sender<Input>,
@@ -119,11 +119,11 @@ struct Waiting {
     outcomes: Outcomes,
 }
 
-/// Dials by their address; one at which there are none is not kept.
+/// Dials by their address; an address without dials is removed.
 #[derive(Default)]
 struct Queue {
     addresses: BTreeMap<String, Address>,
-    /// The address at which the last dial began: addresses take turns.
+    /// Address at which the last dial began: addresses take turns.
     last: String,
 }
 
@@ -131,7 +131,7 @@ struct Queue {
 struct Address {
     waiting: VecDeque<Waiting>,
     under_way: usize,
-    /// The last dial was answered, with whatever answer.
+    /// The last dial was answered, by any answer.
     proven: bool,
 }
 
@@ -151,7 +151,7 @@ impl Queue {
         self.addresses.values().map(|a| a.waiting.len() + a.under_way).sum()
     }
 
-    /// The next dial that may begin; it is under way from now on.
+    /// Returns the next dial that may begin; it is under way from now on.
     fn next(&mut self) -> Option<Waiting> {
         let under_way = |of: &Address| of.under_way;
         if self.addresses.values().map(under_way).sum::<usize>() >= DIALS_MAX {
@@ -175,7 +175,7 @@ impl Queue {
         self.forget_empty();
     }
 
-    /// Takes out what waits and is not wanted any more.
+    /// Removes waiting dials that are not wanted any more.
     fn retain(&mut self, wanted: impl Fn(&Dial) -> bool) {
         for address in self.addresses.values_mut() {
             address.waiting.retain(|waiting| wanted(&waiting.dial));
@@ -189,17 +189,17 @@ impl Queue {
 }
 
 impl Dials {
-    /// `count` shows how many are under way or wait.
+    /// Returns an empty set of dials. `count` shows how many are under way or wait.
     pub fn new(reach: Reach, count: Gauge) -> Self {
         Dials(Arc::new(Inner { reach: Mutex::new(reach), queue: Mutex::default(), count }))
     }
 
-    /// Connections from now on are protected like this.
+    /// Sets the protection of connections from now on.
     pub fn set_reach(&self, reach: Reach) {
         *self.0.reach.lock().unwrap_or_else(PoisonError::into_inner) = reach;
     }
 
-    /// For a shard that is told the outcomes as its inputs.
+    /// Returns the dialler of a shard, which receives the outcomes as its inputs.
     pub(crate) fn of_shard(&self, inputs: Sender<Input>, waker: Waker) -> Dialler {
         Dialler { dials: self.clone(), outcomes: Outcomes { inputs, waker } }
     }
@@ -208,7 +208,7 @@ impl Dials {
         self.0.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins what may begin after `change`, each dial on a thread of its own.
+    /// Applies `change`, then begins the dials that may begin, each on a thread of its own.
     fn change(&self, change: impl FnOnce(&mut Queue)) {
         let mut queue = self.queue();
         change(&mut queue);
@@ -273,7 +273,7 @@ impl From<String> for Undialled {
 }
 
 impl Dialler {
-    /// The outcome comes as [`Input::Dialled`].
+    /// Starts a dial; the outcome arrives as [`Input::Dialled`].
     pub(crate) fn start(&self, dial: Dial) {
         let (address, outcomes) = (dial.address.clone(), self.outcomes.clone());
         self.dials.change(|queue| {
@@ -282,7 +282,7 @@ impl Dialler {
         });
     }
 
-    /// Says at once that a connection cannot be made.
+    /// Reports at once that a connection cannot be made.
     pub(crate) fn fail(
         &self,
         volume: VolumeId,
@@ -293,8 +293,8 @@ impl Dialler {
         self.outcomes.tell(volume, session, bulk, String::new(), Err(why.into()));
     }
 
-    /// Connections are given up: their dials are not made any more if they wait. A connection is
-    /// a session's own, or the bulk connection of a number.
+    /// Gives connections up: their dials are not made any more if they wait. A connection is a
+    /// session's own, or the bulk connection of a number.
     pub(crate) fn give_up(
         &self,
         volume: VolumeId,
@@ -304,7 +304,7 @@ impl Dialler {
         self.dials.change(|queue| queue.retain(|dial| !is_one(dial)));
     }
 
-    /// A volume is not served any more.
+    /// Gives up all dials of a volume that is not served any more.
     pub(crate) fn give_up_all(&self, volume: VolumeId) {
         self.give_up(volume, |_, _| true);
     }
@@ -320,7 +320,7 @@ impl Outcomes {
         outcome: Result<Connection, Undialled>,
     ) {
         let outcome = outcome.map(Box::new);
-        // Fails only when the shard is gone.
+        // The send fails only when the shard is gone.
         let _ = self.inputs.send(Input::Dialled { volume, session, bulk, pool, outcome });
         self.waker.wake();
     }
@@ -341,8 +341,8 @@ mod tests {
 
     use super::*;
 
-    /// Addresses of hosts that drop packets, as far as a client can tell: what asks to be connected
-    /// to a listener whose queue is full is not answered.
+    /// Addresses of hosts that drop packets, as far as a client can tell: a connection to a
+    /// listener whose queue is full gets no answer.
     struct BlackHole {
         listener: TcpListener,
         _filling: Vec<rustix::fd::OwnedFd>,
@@ -418,7 +418,7 @@ mod tests {
         let (dialler, inputs, count, _reactor) = dialler();
         let (hole, healthy) = (BlackHole::new(), answering());
         (0..150).for_each(|n| dialler.start(to(&hole.address(), n)));
-        // The first of them has failed: from now on the host is known not to answer.
+        // The first of them has failed: from now on the host counts as not answering.
         assert!(!outcome(&inputs));
         (150..300).for_each(|n| dialler.start(to(&healthy, n)));
         let failed = (0..150).filter(|_| !outcome(&inputs)).count();

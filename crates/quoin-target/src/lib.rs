@@ -1,11 +1,11 @@
 //! The target of a node: serves every volume that is attached there.
 //!
-//! [`run`] learns from the controller which volumes to serve and gives each to one of its
+//! [`run`] receives the assigned volumes from the controller and gives each to one of its
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
-//! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on helper
-//! threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or, where
-//! it is asked for, over TCP ([`nbd_listener`]). The
-//! control thread (tokio) asks for epochs and reports; no IO ever waits for it.
+//! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on
+//! helper threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or,
+//! where configured, over TCP ([`nbd_listener`]). The control thread (tokio) requests epochs and
+//! reports; no IO ever waits for it.
 
 pub mod assignment;
 pub mod client;
@@ -37,14 +37,14 @@ use metrics::Metrics;
 use nbd_listener::NbdListener;
 use shard::{Input, Shard};
 
-/// How a target is run.
+/// Options of a target.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The node's name, as in its certificate.
     pub node: String,
-    /// Where certificate and key are, or will be after joining: the node's own.
+    /// Directory of certificate and key, present or after joining: the node's own.
     pub identity: PathBuf,
-    /// How to join, for a node that has no identity yet.
+    /// Join of a node that has no identity yet.
     pub join: Option<JoinRequest>,
     /// host:port of the controller's agent service.
     pub controller: String,
@@ -52,11 +52,11 @@ pub struct Options {
     pub run_dir: PathBuf,
     /// Threads that serve volumes; 0: one per two cores, at least one.
     pub shards: usize,
-    /// What all volumes together may keep in memory for replicas that are away or behind.
+    /// Memory that all volumes together may use for replicas that are away or behind.
     pub catch_up_bytes: u64,
     /// Serve the volumes over TCP too.
     pub nbd: Option<nbd_listener::NbdOptions>,
-    /// Made by the caller, who shows it.
+    /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
 }
 
@@ -74,14 +74,14 @@ pub enum Error {
     RunDir { path: PathBuf, source: std::io::Error },
     #[error("another target serves in {path}: one node has one target")]
     Locked { path: PathBuf },
-    /// The controller's word, with the way back.
+    /// The controller's statement, with the way back.
     #[error("{0}")]
     Removed(String),
     #[error("the system refused what a target needs: {0}")]
     System(#[from] std::io::Error),
 }
 
-/// How long a stopping target may take to drain and close its volumes.
+/// Time within which a stopping target drains and closes its volumes.
 const STOP_MAX: Duration = Duration::from_secs(15);
 
 /// Serves until `shutdown`, then drains, syncs and closes every volume.
@@ -169,10 +169,10 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             for shard in &shards {
                 shard.send(Input::Shutdown);
             }
-            // Volumes that cannot be closed in time are waited out by the next open's lease.
+            // Volumes that cannot be closed in time delay the next open by their lease.
             tokio::time::timeout(STOP_MAX, all_ended(&mut ended)).await.ok()
         }
-        // The volumes of one that ends by itself are served by nobody: a new process serves all.
+        // After a shard ends by itself, its volumes are not served: a new process serves all.
         first = ended.recv() => Some(first.unwrap_or(Ok(())).and(Err(std::io::Error::other(
             "a shard ended by itself",
         )))),
@@ -192,8 +192,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
 
 type End = std::io::Result<()>;
 
-/// Runs a shard on a thread of its own, which tells of its end however it comes: by itself it
-/// ends only when the system refuses its event loop, or an assertion fails.
+/// Runs a shard on a thread of its own, which reports its end in every case. A shard ends by itself
+/// only when the system refuses its event loop, or an assertion fails.
 fn spawn_shard(
     n: usize,
     ends: mpsc::UnboundedSender<End>,
@@ -202,7 +202,7 @@ fn spawn_shard(
     let thread = std::thread::Builder::new().name(format!("shard-{n}"));
     let watched = move || {
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-        // Nobody listens any more where the process is at its end.
+        // There is no receiver any more where the process is at its end.
         let _ = ends.send(ended.unwrap_or_else(|_| Err(std::io::Error::other("a shard panicked"))));
     };
     thread.spawn(watched).map(drop)
@@ -216,7 +216,7 @@ async fn all_ended(ended: &mut mpsc::UnboundedReceiver<End>) -> End {
     Ok(())
 }
 
-/// One target serves a node: the lock is held as long as the process lives.
+/// Prepares the directory. One target serves a node: the lock is held as long as the process lives.
 fn prepare_run_dir(options: &Options) -> Result<std::fs::File, Error> {
     use std::os::unix::fs::DirBuilderExt;
     let path = options.run_dir.join("nbd");
@@ -238,10 +238,10 @@ fn prepare_run_dir(options: &Options) -> Result<std::fs::File, Error> {
     }
 }
 
-/// Holds the name of the node that a host is, in the directory of its sockets.
+/// File with the name of this host's node, in the directory of its sockets.
 pub const NODE_FILE: &str = "node-name";
 
-/// Lets the commands on this host know which node it is.
+/// Writes the node's name for the commands on this host.
 fn name_host(options: &Options) -> Result<(), Error> {
     let path = options.run_dir.join(NODE_FILE);
     std::fs::write(&path, &options.node).map_err(|source| Error::RunDir { path, source })

@@ -1,7 +1,7 @@
 //! The unix socket on which a volume is served.
 //!
-//! It appears with mode 0600 and listening, never half-made: bound under another name, then
-//! renamed. A path that a dead process left is replaced; one that somebody listens on is not.
+//! The socket appears with mode 0600 and listening, never half-made: bound under another name, then
+//! renamed. A path that a dead process left is replaced; one with a listener is not.
 
 use std::fs::Permissions;
 use std::io::ErrorKind;
@@ -19,7 +19,7 @@ pub enum ListenError {
     Io { operation: &'static str, path: PathBuf, source: std::io::Error },
 }
 
-/// A listening socket whose path goes away with it.
+/// A listening socket whose path is removed with it.
 #[derive(Debug)]
 pub struct Socket {
     pub listener: UnixListener,
@@ -33,7 +33,7 @@ impl Socket {
             move |source| ListenError::Io { operation, path, source }
         };
         match knock(path) {
-            // A full queue is one that somebody listens behind.
+            // A full queue has a listener behind it.
             Ok(()) | Err(Errno::AGAIN) => return Err(ListenError::InUse(path.to_owned())),
             Err(Errno::NOENT | Errno::CONNREFUSED) => {}
             Err(errno) => return Err(failed("look at", path)(errno.into())),
@@ -54,7 +54,7 @@ impl Socket {
     }
 }
 
-/// Whether somebody listens there, without waiting for them: the shard that asks serves volumes.
+/// Connects to find a listener, without waiting: the calling shard serves volumes.
 fn knock(path: &Path) -> rustix::io::Result<()> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -64,7 +64,7 @@ fn knock(path: &Path) -> rustix::io::Result<()> {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // Left behind it is stale, and the next bind replaces it.
+        // A path that is left behind is stale, and the next bind replaces it.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -106,7 +106,7 @@ mod tests {
         rustix::net::listen(&hung, 0).unwrap();
         let mut waiting = Vec::new();
         while knock(&path).is_ok() {
-            // Not accepted, it waits in the queue as long as the listener lives.
+            // A connection that is not accepted waits in the queue as long as the listener lives.
             waiting.push(());
             assert!(waiting.len() < 100, "the queue has no end");
         }

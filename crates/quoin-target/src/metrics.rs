@@ -1,4 +1,4 @@
-//! What a target counts, for `/metrics`.
+//! Metrics of a target for `/metrics`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,18 +24,18 @@ struct State {
     state: &'static str,
 }
 
-/// From 16 µs to half a minute.
+/// Returns buckets from 16 µs to half a minute.
 fn latency() -> Histogram {
     Histogram::new(exponential_buckets(16e-6, 2.0, 21))
 }
 
-/// Counters of every shard together; cheap to clone, no lock on the way of a request.
+/// Counters of every shard together; cheap to clone, no lock in the path of a request.
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
     pub volumes: Gauge,
     pub clients: Gauge,
-    /// By all shards, for replicas that are away or behind and until all is on media.
+    /// Bytes kept by all shards, for replicas that are away or behind and until all is on media.
     pub retained: Gauge,
     requests: [Counter; 6],
     read: Counter,
@@ -54,7 +54,7 @@ pub struct Metrics {
     pub health: Health,
 }
 
-/// Its numbers are for `/metrics`.
+/// The numbers are for `/metrics` only.
 impl std::fmt::Debug for Metrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Metrics")
@@ -127,7 +127,7 @@ impl Metrics {
         }
     }
 
-    /// Counts a request; its kind is given back with its reply.
+    /// Counts a request; its kind is passed back with its reply.
     pub fn requested(&self, request: &Request) -> u8 {
         let kind = match &request.operation {
             Operation::Read { length, .. } => {
@@ -156,7 +156,7 @@ impl Metrics {
         }
     }
 
-    /// How the volumes stand, by their names; asked of the shards with each report.
+    /// Sets the state of the volumes, by their names; requested of the shards with each report.
     pub fn stand(&self, volumes: &[(String, PrimaryStatus)]) {
         let replicas = || volumes.iter().flat_map(|(_, status)| &status.replicas);
         for (state, standings) in [
@@ -181,7 +181,7 @@ impl Metrics {
         self.health.replace("volume ", waiting.map(problem));
     }
 
-    /// Volumes that other nodes serve, and of which this host still has devices.
+    /// Sets the volumes that other nodes serve, and of which this host still has devices.
     pub fn lost(&self, served: &[ServedElsewhere]) {
         let problem = |served: &ServedElsewhere| {
             let ServedElsewhere { name, node, since_epoch, .. } = served;
@@ -195,7 +195,7 @@ impl Metrics {
         self.clients_refused.inc();
     }
 
-    /// The text that Prometheus scrapes.
+    /// Returns the text that Prometheus scrapes.
     pub fn render(&self) -> String {
         let mut text = String::new();
         // Writing to a string cannot fail.

@@ -1,15 +1,14 @@
 //! NBD over TCP: one port for every volume that this node serves, exported by its name.
 //!
-//! Only `STARTTLS` gets anywhere, with a certificate of this cluster: an admin's, or that of the
-//! node itself, to which the volumes behind this port are attached. Everybody else who can prove
-//! to be a member is told why not by name; whoever cannot learns nothing. A plain port has to be
-//! asked for and is opened on loopback alone, where a host's own users already meet.
+//! Only `STARTTLS` is accepted, with a certificate of this cluster: an admin's, or that of the node
+//! itself, to which the volumes behind this port are attached. Any other proven member gets a
+//! refusal with the reason; an unproven client learns nothing. A plain port must be requested and
+//! is opened on loopback alone, which is open to the host's own users anyway.
 //!
-//! Negotiation happens on helper threads, a bounded number at a time, shared out by source address,
-//! and each with a deadline, so nobody who dawdles or talks nonsense costs a volume anything, or
-//! another client its turn. A client that has opened its
-//! export is handed to the volume's shard, and from there on is like one of the unix socket. Its
-//! connection ends when its certificate does.
+//! Negotiation runs on helper threads, a bounded number at a time, shared by source address, and
+//! each with a deadline, so a slow or malformed client costs a volume nothing, nor another client
+//! its turn. A client that has opened its export is handed to the volume's shard, and from there on
+//! is like one of the unix socket. Its connection ends when its certificate does.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -30,23 +29,23 @@ use tokio::sync::watch;
 
 use crate::control::Control;
 
-/// Negotiations under way at once.
+/// Most negotiations under way at once.
 const NEGOTIATIONS_MAX: usize = 64;
-/// Clients that wait for theirs, as all those of a host do when a target has started; one for whom
-/// there is no place is closed unheard.
+/// Most clients that wait for theirs, as all those of a host do when a target has started; one
+/// without a place is closed unread.
 const WAITING_MAX: usize = 256;
-/// Between two looks for a place.
+/// Interval of checks for a place.
 const LOOK: Duration = Duration::from_millis(10);
-/// From the first byte to an open export.
+/// Longest time from the first byte to an open export.
 const NEGOTIATION_MAX: Duration = Duration::from_secs(20);
-/// A client whose host is gone is noticed after this and a few probes.
+/// Silence after which probes are sent; a client whose host is gone is noticed a few probes later.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
-/// Where and how volumes are served over TCP.
+/// Address and protection of volumes over TCP.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
     pub listen: SocketAddr,
-    /// `HOST:PORT` that users are told; the node's name and the port where it is `None`.
+    /// `HOST:PORT` that users get; the node's name and the port where it is `None`.
     pub advertise: Option<String>,
     /// No TLS; loopback only.
     pub plain: bool,
@@ -70,11 +69,11 @@ pub enum NbdListenerError {
 pub struct NewClient {
     pub socket: TcpStream,
     pub session: Session,
-    /// Bytes that came after the negotiation.
+    /// Bytes that arrived after the negotiation.
     pub input: BytesMut,
-    /// Requests that were among them.
+    /// Requests among them.
     pub requests: Vec<Request>,
-    /// How long the client's certificate is good yet.
+    /// Remaining validity of the client's certificate.
     pub life: Option<Duration>,
 }
 
@@ -100,7 +99,7 @@ impl NbdListener {
         } else {
             (TlsPolicy::Required(identity.server_config()?), "nbds")
         };
-        // The name is what the node's certificate shows to clients that look at host names.
+        // The name is the one that the node's certificate shows to clients that check host names.
         let named = || match options.plain {
             true => bound.to_string(),
             false => format!("{}:{}", identity.peer().name, bound.port()),
@@ -110,7 +109,7 @@ impl NbdListener {
         Ok(NbdListener { listener, policy, scheme, authority })
     }
 
-    /// The address of a volume, as NBD clients take it.
+    /// Returns the address of a volume, as NBD clients take it.
     pub fn uri(&self, volume: &str) -> String {
         let mut uri = format!("{}://{}/", self.scheme, self.authority);
         for byte in volume.bytes() {
@@ -124,7 +123,7 @@ impl NbdListener {
         uri
     }
 
-    /// Lets clients in until `shutdown`.
+    /// Accepts clients until `shutdown`.
     pub async fn serve(
         &self,
         control: Arc<Control>,
@@ -170,7 +169,7 @@ impl NbdListener {
     }
 }
 
-/// A place to negotiate in, for which a client waits no longer than it may be silent.
+/// Waits for a place to negotiate in, no longer than the client may be silent.
 async fn place(negotiations: &Places, from: SocketAddr) -> Option<Place> {
     let until = Instant::now() + handshake::SILENCE_MAX;
     loop {
@@ -219,7 +218,7 @@ fn hear(
         if session.device().is_some() {
             break;
         }
-        // A client answers the greeting at once; one that does not costs its place no longer.
+        // A client answers the greeting at once; one that does not keeps its place no longer.
         let patience = if heard { left } else { left.min(handshake::SILENCE_MAX) };
         socket.set_read_timeout(Some(patience)).map_err(failed)?;
         let mut piece = [0; 16 << 10];
@@ -247,14 +246,14 @@ fn keep_alive(socket: &TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What a client has proven about itself.
+/// Proven rights of a client.
 enum Standing {
     Unknown,
     Admitted,
     Forbidden(String),
 }
 
-/// A client whose certificate may not be known yet, and the volumes that it may see.
+/// A client whose certificate may be unknown yet, and the volumes that it may see.
 struct PendingClient {
     control: Arc<Control>,
     standing: Standing,
@@ -304,7 +303,8 @@ impl Exports for PendingClient {
     }
 }
 
-/// The volumes that this listener serves are attached to `node`, so they are its own and an admin's.
+/// Decides a peer's rights. The volumes that this listener serves are attached to `node`, so they
+/// are its own and an admin's.
 fn judge(peer: &Peer, node: &str) -> Standing {
     match peer.role {
         Role::Admin => Standing::Admitted,

@@ -1,14 +1,14 @@
-//! What a volume's state machine notes, in an operator's words.
+//! Notes of a volume's state machine, in an operator's words.
 
 use quoin_replication::primary::{PrimaryNote, SnapshotOutcome, USER_SNAPSHOTS_MAX};
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::VolumeId;
 
-/// Each note as an event, with its cause and, where there is one, the next step. What changes
-/// with every step of a rebuild is left to the status report.
+/// Reports each note as an event, with its cause and, where there is one, the next step. State that
+/// changes with every step of a rebuild is left to the status report.
 ///
-/// A volume that is being opened waits for its replicas each time, so only one that `served`
-/// before makes waiting a warning; if an opening lasts, the volume's health says so.
+/// A volume that is being opened waits for its replicas each time, so only one that `served` before
+/// makes waiting a warning; if an opening lasts, the volume's health reports it.
 pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool) {
     use Severity::{Error, Normal, Warning};
     let mut replica = String::new();
@@ -17,7 +17,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             tracing::info!(%volume, %epoch, "opening");
             return;
         }
-        // The controller tells of the end, with all that was found.
+        // The controller reports the end, with all findings.
         PrimaryNote::Rebuilding { .. } | PrimaryNote::Verifying { .. } => return,
         PrimaryNote::Stopped => {
             tracing::info!(%volume, "stopped");
@@ -93,7 +93,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             let what = format!("the map of {blocks} blocks from block {lba} on was bad");
             (Warning, "MapRepaired", format!("{what}, repaired from another replica"))
         }
-        // Tried again, or whole since: the pool tells what stays bad.
+        // Tried again, or whole since: the pool reports blocks that stay bad.
         PrimaryNote::MapMended { done: false, .. } => return,
         PrimaryNote::BlockLost { lba } => (
             Error,

@@ -1,10 +1,10 @@
-//! A volume's limits: IOs and bytes a second, kept by letting requests wait.
+//! A volume's limits: IOs and bytes a second, enforced by delaying requests.
 //!
 //! Two buckets fill at the limits' rates and hold a second's worth, so that a burst after a rest
-//! passes at once. A request goes while neither bucket is in debt and then pays in full: one
-//! that is larger than a second's worth passes too, and those behind it wait for it. Nothing is
-//! refused, and nothing overtakes: a client that came later must not see what an earlier one
-//! wrote land after its own. How much can wait is bounded by what the clients' sessions let be
+//! passes at once. A request passes while neither bucket is in debt and then pays in full: one that
+//! is larger than a second's worth passes too, and those behind it wait for it. No request is
+//! refused, and none overtakes: a later client must not see an earlier one's write land after its
+//! own. The number of waiting requests is bounded by the requests that the clients' sessions allow
 //! under way, which is the back-pressure.
 
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ pub struct Limits {
     pub bytes_per_s: u64,
 }
 
-/// What a rate has left, in billionths of one, so that a nanosecond counts.
+/// Remainder of a rate, in billionths of a unit, so that a nanosecond counts.
 struct Bucket {
     per_s: i128,
     level: i128,
@@ -48,7 +48,7 @@ impl Bucket {
         }
     }
 
-    /// How long until it is open, in nanoseconds.
+    /// Returns the time until it is open, in nanoseconds.
     fn opens_in_ns(&self) -> u64 {
         if self.is_open() {
             return 0;
@@ -57,17 +57,17 @@ impl Bucket {
     }
 }
 
-/// The limits of one volume, and what waits for them.
+/// The limits of one volume, and the requests that wait for them.
 pub struct Throttle {
     ios: Bucket,
     bytes: Bucket,
     filled: Time,
-    /// With the client that each came from.
+    /// Waiting requests, each with its client.
     waiting: VecDeque<(u64, Request)>,
 }
 
 impl Throttle {
-    /// `None` where there is nothing to limit.
+    /// Returns the throttle; `None` where there is no limit.
     pub fn new(now: Time, limits: Limits) -> Option<Self> {
         (limits != Limits::default()).then(|| Self {
             ios: Bucket::new(limits.ios_per_s),
@@ -77,7 +77,7 @@ impl Throttle {
         })
     }
 
-    /// Gives the request back if it may go now, and keeps it if not.
+    /// Returns the request if it may pass now, and keeps it if not.
     pub fn admit(&mut self, now: Time, client: u64, request: Request) -> Option<Request> {
         self.waiting.push_back((client, request));
         if self.waiting.len() > 1 {
@@ -86,7 +86,7 @@ impl Throttle {
         self.next(now).map(|(_, request)| request)
     }
 
-    /// The next one that waited long enough, with its client.
+    /// Returns the next request that waited long enough, with its client.
     pub fn next(&mut self, now: Time) -> Option<(u64, Request)> {
         self.fill(now);
         if !self.ios.is_open() || !self.bytes.is_open() {
@@ -98,13 +98,13 @@ impl Throttle {
         Some(next)
     }
 
-    /// When [`Self::next`] may have something.
+    /// Returns when [`Self::next`] may have a request.
     pub fn due(&self) -> Option<Time> {
         let wait_ns = self.ios.opens_in_ns().max(self.bytes.opens_in_ns());
         (!self.waiting.is_empty()).then(|| Time(self.filled.0.saturating_add(wait_ns)))
     }
 
-    /// What a client that is gone had waiting is nobody's any more.
+    /// Drops the waiting requests of a client that is gone.
     pub fn forget(&mut self, client: u64) {
         self.waiting.retain(|(from, _)| *from != client);
     }
@@ -117,7 +117,7 @@ impl Throttle {
     }
 }
 
-/// What moves; trims and zeroes move nothing.
+/// Returns the bytes that are moved; trims and zeroes move none.
 fn bytes_of(operation: &Operation) -> u64 {
     match operation {
         Operation::Read { length, .. } => u64::from(*length),
@@ -140,7 +140,7 @@ mod tests {
     fn limits(ios_per_s: u64, bytes_per_s: u64) -> Limits {
         Limits { ios_per_s, bytes_per_s }
     }
-    /// Offers everything at once and says when each request went.
+    /// Offers all requests at once and returns when each passed.
     fn times(limits: Limits, lengths: &[u32]) -> Vec<u64> {
         let mut throttle = Throttle::new(Time(0), limits).unwrap();
         let mut times = Vec::new();

@@ -1,4 +1,4 @@
-//! Which client, and which of its requests, a token of the target stands for.
+//! Tokens of the target, each of which names a client and one of its requests.
 
 use quoin_types::Time;
 use quoin_types::block::Token;
@@ -8,12 +8,12 @@ pub struct Origin {
     /// Key of the client's connection.
     pub client: u64,
     pub token: Token,
-    /// Which of the metrics' kinds it is, and when it came.
+    /// Kind of the request for metrics, and its arrival.
     pub kind: u8,
     pub came: Time,
 }
 
-/// Tokens in use, reused once replied to. No allocation per request in the long run.
+/// Tokens in use, reused after the reply. No allocation per request in the long run.
 #[derive(Default)]
 pub struct Tokens {
     slots: Vec<Option<Origin>>,
@@ -30,14 +30,14 @@ impl Tokens {
         self.slots.len() as u64 - 1
     }
 
-    /// Whose reply this is; the token may be issued again afterwards.
+    /// Returns the origin of this reply; the token may be issued again afterwards.
     pub fn redeem(&mut self, token: Token) -> Option<Origin> {
         let origin = self.slots.get_mut(token as usize)?.take()?;
         self.free.push(token as u32);
         Some(origin)
     }
 
-    /// What this client waits for.
+    /// Returns the requests that this client waits for.
     pub fn of(&self, client: u64) -> Vec<Token> {
         let origins = (0..).zip(&self.slots);
         let of_it = origins.filter(|(_, origin)| origin.is_some_and(|o| o.client == client));

@@ -1,4 +1,4 @@
-//! A verification as the controller is told of it.
+//! Conversion of a verification into the controller's message.
 
 use quoin_api::control::{Verification, VerifiedReplica, VerifyFinding};
 use quoin_replication::primary::{Copy, Finding, Found, VerifiedMember, VerifyReport};
@@ -59,7 +59,7 @@ fn finding(found: &Finding) -> VerifyFinding {
     }
 }
 
-/// Each copy with the version and the checksum that it has.
+/// Returns a text of each copy with its version and checksum.
 fn differing(copies: &[Copy]) -> String {
     let copy = |copy: &Copy| {
         let content = copy.crc.map_or("a hole".to_owned(), |crc| format!("checksum {crc:08x}"));

@@ -1,4 +1,4 @@
-//! A shard's clients: their requests become the state machines', the replies theirs.
+//! A shard's clients: their requests go to the state machines, the replies to them.
 
 use std::path::Path;
 
@@ -16,17 +16,17 @@ use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
 use crate::tokens::Origin;
 
-/// Clients of one volume.
+/// Most clients of one volume.
 const CLIENTS_MAX: usize = 64;
-/// What the kernel may hold of a client's replies, as far as its own limit allows: a few large
-/// reads, so that answering them does not wait for the client between parts.
+/// Send buffer for a client's replies, as far as the kernel's own limit allows: a few large reads,
+/// so that answering them does not wait for the client between parts.
 const SEND_BUFFER_BYTES: usize = 2 << 20;
 
-/// What the clients of a shard may hold together: beyond it one that holds anything is not read
-/// from, and the others are given one request at a time.
+/// Most bytes that the clients of a shard may hold together: beyond it a client that holds any is
+/// not read from, and the others are given one request at a time.
 const HELD_MAX: usize = 256 << 20;
 
-/// What all clients of a shard hold, and who waits for that to become less.
+/// Bytes that all clients of a shard hold, and the clients that wait for space.
 #[derive(Default)]
 pub(super) struct Crowd {
     held_bytes: usize,
@@ -74,7 +74,7 @@ impl Shard {
         }
     }
 
-    /// Lets clients in from now on, or lets those go that are there.
+    /// Accepts clients from now on, or disconnects the present ones.
     pub(super) fn serve(&mut self, id: VolumeId, path: Option<&Path>) {
         let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.stopped) else {
             return;
@@ -112,7 +112,7 @@ impl Shard {
         let socket = match accepted {
             Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
             Ok(_) => return,
-            // It stays readable: the loop would do nothing but fail.
+            // The listener stays readable: the loop would do nothing but fail.
             Err(error) if self.shortage.is_behind(&error) => {
                 self.timers.set(*key, Some(now() + LISTENER_REST));
                 let rest = Interest { read: false, write: false };
@@ -133,26 +133,26 @@ impl Shard {
         let session = Session::over(Box::new(used), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
-            // A session may have something to say first (NBD greets).
+            // A session may have to send first (NBD greets).
             self.take_client(now(), key);
         }
     }
 
-    /// A listener has rested.
+    /// Listens again after a pause of the listener.
     pub(super) fn listen_again(&mut self, id: VolumeId) {
         if let Some((socket, key)) = self.volumes.get(&id).and_then(|v| v.listener.as_ref()) {
             watch(&self.reactor, socket, *key, Interest::READ);
         }
     }
 
-    /// A client that opened this volume over TCP.
+    /// Adopts a client that opened this volume over TCP.
     pub(super) fn adopt(&mut self, now: Time, id: VolumeId, new: NewClient) {
         let Some(volume) = self.volumes.get(&id) else { return };
         if volume.clients.len() >= CLIENTS_MAX || volume.stopped {
             return;
         }
         let NewClient { socket, mut session, input, mut requests, life } = new;
-        // It may have grown between the negotiation and now.
+        // The volume may have grown between the negotiation and now.
         session.device_changed(&volume.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
@@ -211,7 +211,7 @@ impl Shard {
         self.client_dirty(key);
     }
 
-    /// Counts what a client holds by now; those who waited for room are looked at if there is some.
+    /// Counts a client's bytes; clients that wait for space are retried if there is some.
     fn count(&mut self, key: u64) {
         let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
         let held = client.held_bytes();
@@ -256,7 +256,7 @@ impl Shard {
         self.act(id);
     }
 
-    /// Lets go what a volume's limits held back until now.
+    /// Releases the requests that a volume's limits held back until now.
     pub(super) fn release(&mut self, now: Time, id: VolumeId) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         while let Some((throttle, _)) = &mut volume.throttle

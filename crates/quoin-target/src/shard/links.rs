@@ -72,8 +72,9 @@ impl Shard {
         let key = *key;
         let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
         if let Err(error) = link.connection.send_to_replica(name.session, message) {
-            // The state machine counts on what it sent, so the connection is over, as if it were
-            // cut here. It is told in the next round: it is in the middle of this one.
+            // The state machine relies on what it sent, so the connection is over, as if it were
+            // cut here. The end is reported in the next round, since the state machine is in the
+            // middle of this one.
             tracing::error!(volume = %id, %error, "a message could not be framed");
             self.disconnect(id, |of| of == name);
             self.dialler.fail(id, name.session, name.bulk, error.to_string());
@@ -146,7 +147,7 @@ impl Shard {
             }
             Err(Undialled { why, is_former }) => {
                 if name.bulk.is_some() {
-                    // The session's own connection says whether the pool can be reached.
+                    // The session's own connection decides whether the pool is reachable.
                     tracing::info!(volume = %id, %pool, why, "no bulk connection");
                 } else if !pool.is_empty() && !volume.unreachable.contains(&pool) {
                     let message = format!("pool {pool}: {why}");
@@ -167,7 +168,7 @@ impl Shard {
         }
     }
 
-    /// Closes the connections of which this is so.
+    /// Closes the connections that `which` selects.
     pub(super) fn disconnect(&mut self, id: VolumeId, which: impl Fn(LinkName) -> bool) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         self.dialler.give_up(id, |session, bulk| which(LinkName { session, bulk }));
@@ -175,7 +176,7 @@ impl Shard {
             volume.links.extract_if(.., |(n, _)| which(*n)).map(|l| l.1).collect();
         for key in closed {
             if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
-                // What was said before (a Close) goes out as far as the socket takes it.
+                // Pending output (a Close) is sent as far as the socket accepts it.
                 let _ = link.connection.flush();
                 self.reactor.deregister(link.connection.socket());
             }

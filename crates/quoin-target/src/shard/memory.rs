@@ -1,9 +1,9 @@
-//! What the volumes of a shard keep in memory together for replicas that are away or behind.
+//! Memory that the volumes of a shard use together for replicas that are away or behind.
 //!
 //! One volume keeps a window of entries for a replica that is away, and four for one that is
-//! rebuilt. Where a pool goes away that hundreds of volumes have a replica on, that would be more
-//! than the host has. So beyond a budget all of them get one limit, which those that keep less do
-//! not notice: the replicas of the others are brought back by increments, which need no memory.
+//! rebuilt. When a pool with replicas of hundreds of volumes goes away, that would exceed the
+//! host's memory. So beyond a budget all of them get one limit, which does not affect those that
+//! keep less: the replicas of the others are brought back by increments, which need no memory.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use quoin_types::{Time, VolumeId};
 
 use super::{Metrics, Shard};
 
-/// Between two looks at all volumes.
+/// Interval of shares.
 const SHARE_EVERY: Duration = Duration::from_millis(100);
 
 pub(super) struct Memory {
     budget_bytes: usize,
     retained_bytes: usize,
-    /// What each volume may keep now.
+    /// Limit of each volume now.
     limit_bytes: usize,
     next_at: Time,
 }
@@ -28,7 +28,7 @@ impl Memory {
         Self { budget_bytes, retained_bytes: 0, limit_bytes: usize::MAX, next_at: Time::ZERO }
     }
 
-    /// What each volume may keep, also one that is opened now.
+    /// Returns the limit of each volume, also of one that is opened now.
     pub fn limit_bytes(&self) -> usize {
         self.limit_bytes
     }
@@ -42,18 +42,18 @@ impl Memory {
         }
     }
 
-    /// A volume is not served any more.
+    /// Removes the share of a volume that is not served any more.
     pub fn gone(&mut self, mut counted: usize, metrics: &Metrics) {
         self.count(&mut counted, 0, metrics);
     }
 
-    /// A new limit, where there is to be one. `each`: what each volume keeps.
+    /// Returns a new limit, where it changes. `each`: the bytes that each volume keeps.
     fn share(&mut self, now: Time, each: impl Iterator<Item = usize>) -> Option<usize> {
         if now < self.next_at {
             return None;
         }
         let limit = if self.retained_bytes > self.budget_bytes {
-            // Less than all of it, so that the next look is not due with the next entry.
+            // Less than all of it, so that the next share is not due with the next entry.
             fair_share(self.budget_bytes / 8 * 7, each.collect())
         } else if self.retained_bytes < self.budget_bytes / 2 {
             usize::MAX
@@ -69,7 +69,7 @@ impl Memory {
     }
 }
 
-/// The limit under which all of these are no more than `budget` together.
+/// Returns the limit under which all of these are no more than `budget` together.
 fn fair_share(budget: usize, mut each: Vec<usize>) -> usize {
     each.sort_unstable();
     let (mut rest, mut many) = (budget, each.len());
@@ -92,7 +92,7 @@ impl Shard {
         }
     }
 
-    /// Once a round: what each volume may keep, if that is to change.
+    /// Sets each volume's limit once a round, if it changes.
     pub(super) fn share_memory(&mut self, now: Time) {
         let each = self.volumes.values().map(|volume| volume.retained_bytes);
         let Some(bytes_max) = self.memory.share(now, each) else { return };
@@ -107,7 +107,7 @@ impl Shard {
         }
         for (id, volume) in &mut self.volumes {
             volume.target.on(now, PrimaryEvent::Retain { bytes_max }, &mut self.actions);
-            // One that rests would else keep what it has.
+            // An idle volume would otherwise keep its entries.
             if volume.retained_bytes > bytes_max && !volume.touched {
                 volume.touched = true;
                 self.touched.push(*id);

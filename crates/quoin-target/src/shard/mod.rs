@@ -1,10 +1,10 @@
-//! One thread of the target: an epoll loop that owns whole volumes, with their clients' sockets
-//! and their connections to replicas.
+//! One thread of the target: an epoll loop that owns whole volumes, with their clients' sockets and
+//! their connections to replicas.
 //!
-//! A round is: wait, take what other threads sent, read every readable socket, `flush` each
-//! touched volume's state machine (there entries become messages), write each touched socket
-//! once: replicas first, replies after. No lock, no hand-over and no timer per request; an idle
-//! volume costs nothing.
+//! A round is: wait, take inputs of other threads, read every readable socket, `flush` each touched
+//! volume's state machine (there entries become messages), write each touched socket once: replicas
+//! first, replies after. No lock, no hand-over and no timer per request; an idle volume costs
+//! nothing.
 
 mod clients;
 mod links;
@@ -39,10 +39,10 @@ use crate::tokens::Tokens;
 use links::{Link, LinkName};
 use memory::Memory;
 
-/// What other threads tell a shard.
+/// Inputs of other threads to a shard.
 pub enum Input {
     Open(Box<VolumeSetup>),
-    /// Somebody opened this volume over TCP.
+    /// A client opened this volume over TCP.
     Client(VolumeId, Box<NewClient>),
     Update(Box<VolumeUpdate>),
     /// Drain, sync, close.
@@ -50,7 +50,7 @@ pub enum Input {
     Dialled {
         volume: VolumeId,
         session: SessionKey,
-        /// The bulk connection of that number, not the session's own.
+        /// Number of the bulk connection; `None`: the session's own connection.
         bulk: Option<u64>,
         pool: String,
         outcome: Result<Box<Connection>, Undialled>,
@@ -68,7 +68,7 @@ pub enum Input {
     Shutdown,
 }
 
-/// What came of asking for an epoch.
+/// Outcome of a request for an epoch.
 pub enum Grant {
     Given { epoch: Epoch, membership: Membership, bytes: Bytes },
     NotOwner,
@@ -79,19 +79,19 @@ pub enum Grant {
 pub struct VolumeSetup {
     pub config: PrimaryConfig,
     pub info: DeviceInfo,
-    /// The first epoch of this node's use of the volume; 0: not known.
+    /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
-    /// `None`: no client gets in.
+    /// `None`: no client is accepted.
     pub socket: Option<PathBuf>,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
-    /// Feeds incarnations: random, never repeated.
+    /// Seed of incarnations: random, never repeated.
     pub seed: u64,
 }
 
-/// Where a replica is.
+/// Location of a replica.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ReplicaPlace {
     pub member: Member,
@@ -100,7 +100,7 @@ pub struct ReplicaPlace {
     pub address: String,
 }
 
-/// What may change while a volume is served.
+/// Settings that may change while a volume is served.
 pub struct VolumeUpdate {
     pub volume: VolumeId,
     pub socket: Option<PathBuf>,
@@ -112,7 +112,7 @@ pub struct VolumeUpdate {
     pub verify: Option<VerifyOrder>,
 }
 
-/// What a shard asks of the control thread.
+/// Requests of a shard to the control thread.
 #[derive(Debug)]
 pub enum Ask {
     Epoch {
@@ -127,7 +127,7 @@ pub enum Ask {
         version: u64,
         next: Membership,
     },
-    /// Something worth a report soon.
+    /// A change that is worth a report soon.
     Changed,
     /// The volume is not served here any more; true: because a newer epoch fenced it.
     Stopped {
@@ -141,10 +141,10 @@ struct Volume {
     info: DeviceInfo,
     /// As in [`VolumeSetup`].
     since_epoch: u64,
-    /// With its key; `None`: no client gets in.
+    /// Listener and its reactor key; `None` while the volume accepts no clients.
     listener: Option<(Socket, u64)>,
     timer_key: u64,
-    /// With the key of the timer that lets go what waits.
+    /// Limits, and the key of the timer that releases waiting requests.
     throttle: Option<(Throttle, u64)>,
     clients: Vec<u64>,
     links: Vec<(LinkName, u64)>,
@@ -154,16 +154,16 @@ struct Volume {
     tokens: Tokens,
     grant: Bytes,
     incarnation: Incarnation,
-    /// Of `grant`.
+    /// Epoch of `grant`.
     epoch: Epoch,
     fenced: bool,
-    /// Whether IO was ever served by this target.
+    /// True once this target has served IO.
     served: bool,
     stopped: bool,
     touched: bool,
-    /// Entries it kept when its shard counted last.
+    /// Bytes of entries that it kept at its shard's last count.
     retained_bytes: usize,
-    /// Pools that could not be reached, so that it is said once and not each try.
+    /// Pools that could not be reached, so that each is reported once and not at each attempt.
     unreachable: Vec<String>,
 }
 
@@ -175,7 +175,7 @@ enum Slot {
     Link(Box<Link>),
 }
 
-/// Marks the keys of bulk connections: what they carry waits for all else that a round has to do.
+/// Mark in the keys of bulk connections: their messages wait for all other work of a round.
 const BULK: u64 = 1 << 62;
 
 type Slots = KeyMap<Slot>;
@@ -189,7 +189,7 @@ pub struct ShardHandle {
 
 impl ShardHandle {
     pub fn send(&self, input: Input) {
-        // Fails only after the shard ended.
+        // The send fails only after the shard ended.
         let _ = self.inputs.send(input);
         self.waker.wake();
     }
@@ -215,13 +215,13 @@ pub struct Shard {
     actions: Vec<PrimaryAction>,
     requests: Vec<Request>,
     stopping: bool,
-    /// When this round began; latencies are counted from round to round, which costs no clock.
+    /// Start of this round; latencies are counted from round to round, which needs no clock.
     round: Time,
 }
 
 impl Shard {
-    /// `catch_up_bytes`: what all its volumes may keep in memory for replicas that are away or
-    /// behind.
+    /// Makes a shard. `catch_up_bytes`: memory that all its volumes may use for replicas that are
+    /// away or behind.
     pub fn new(
         dials: &Dials,
         catch_up_bytes: usize,
@@ -258,7 +258,7 @@ impl Shard {
         Ok((shard, handle))
     }
 
-    /// Serves until it is asked to stop and all volumes are closed.
+    /// Serves until it is stopped and all volumes are closed.
     pub fn run(mut self) -> std::io::Result<()> {
         let mut ready = Vec::new();
         loop {
@@ -266,7 +266,7 @@ impl Shard {
             let woken = self.reactor.wait(timeout, &mut ready)?;
             let now = now();
             self.round = now;
-            // A client that is gone goes first: its unread requests must not be taken after
+            // A client that is gone is handled first: its unread requests must not be taken after
             // those of the connection that replaces it.
             for ready in ready.iter().filter(|r| r.broken) {
                 self.broken(now, ready.key);
@@ -293,7 +293,7 @@ impl Shard {
                         let volume = *volume;
                         self.release(now, volume);
                     }
-                    // Its certificate has run out.
+                    // The client's certificate has expired.
                     Some(Slot::Client(_)) => self.client_lost(key),
                     Some(Slot::Listener(volume)) => {
                         let volume = *volume;
@@ -357,7 +357,7 @@ impl Shard {
             }
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
-                // The asker may have given up waiting.
+                // The caller may have stopped waiting.
                 let _ = answer.send(all);
             }
             Input::Shutdown => {
@@ -427,7 +427,7 @@ impl Shard {
         self.desire(now, id, update.desired);
         self.verify(now, id, update.verify);
         if let Some(volume) = self.volumes.get_mut(&id) {
-            // Of clients that come from now on: it changes only where none is there.
+            // The setting is for later clients: it changes only while there are none.
             volume.info.read_only = read_only;
             volume.since_epoch = update.since_epoch;
         }
@@ -535,8 +535,7 @@ impl Shard {
                 }
             }
         }
-        // Handling an action never gives the state machine an event at once, so no action was
-        // added meanwhile.
+        // No action gives the state machine an event at once, so no action was added meanwhile.
         self.actions = actions;
     }
 
@@ -575,7 +574,7 @@ impl Shard {
     }
 
     fn finish_round(&mut self, now: Time) {
-        // Writing may take further requests, which touch their volume again.
+        // Writes may take further requests, which touch their volume again.
         while !self.touched.is_empty() || !self.dirty_clients.is_empty() {
             while let Some(id) = self.touched.pop() {
                 if let Some(volume) = self.volumes.get_mut(&id) {
@@ -611,7 +610,7 @@ impl Shard {
         }
     }
 
-    /// Takes a stopped volume down, with its clients and its socket.
+    /// Removes a stopped volume, with its clients and its socket.
     fn remove_stopped(&mut self, id: VolumeId) {
         if !self.volumes.get(&id).is_some_and(|v| v.stopped) {
             return;
