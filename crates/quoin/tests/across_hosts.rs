@@ -1,5 +1,5 @@
-//! Several hosts used as the documents say: no address is typed twice, commands run on any host, and
-//! a volume becomes a device of whichever host is named. Needs root and iproute2.
+//! Several hosts used as the documents describe: no address is typed twice, commands run on any
+//! host, and a volume becomes a device of whichever host is named. Needs root and iproute2.
 
 use crate::common;
 
@@ -12,8 +12,8 @@ use common::network::Network;
 use common::{Cluster, Place, can_attach};
 use serde_json::Value;
 
-/// The command line of a pool as a person types it: where it listens and what it tells is left to
-/// it, but for `more`.
+/// Starts a pool by a user's command line: its listen and advertised addresses are the defaults,
+/// except for `more`.
 fn pool(cluster: &mut Cluster, place: &Place, name: &str, more: &[&str]) {
     let mut arguments: Vec<String> =
         ["pool", "run", "--name", name, "--node", name].into_iter().map(String::from).collect();
@@ -37,7 +37,7 @@ fn in_state(cluster: &Cluster, name: &str, state: &str) -> Value {
     })
 }
 
-/// A person on one of the hosts, with a home of his own and no controller beside him.
+/// A user on one of the hosts, with an own home and no controller on the host.
 struct Person {
     place: Place,
     home: String,
@@ -51,7 +51,7 @@ impl Person {
         for unset in ["QUOIN_SOCKET", "QUOIN_CONTEXT", "QUOIN_JOIN_TOKEN", "QUOIN_RUN"] {
             command.env_remove(unset);
         }
-        // Another cluster of this machine would be asked first.
+        // Another cluster of this machine would be called first.
         let usual = ["/var/lib/quoin-dev/run/admin.sock", "/run/quoin/admin.sock"];
         if usual.iter().any(|socket| Path::new(socket).exists()) {
             command.env("QUOIN_CONTEXT", "far");
@@ -98,7 +98,7 @@ fn pools_tell_addresses_that_others_reach_and_one_that_is_out_of_reach_says_so_e
     }
     cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "2"]);
 
-    // One with an address that no host has, and one that only its own host could reach.
+    // One pool with an address that no host has, and one that only its own host could reach.
     let nowhere = format!("{}:7401", network.place(3).address.replace(".4", ".99"));
     pool(&mut cluster, &network.place(3), "p3", &["--advertise", &nowhere]);
     let found = in_state(&cluster, "p3", "Unreachable");
@@ -115,7 +115,7 @@ fn pools_tell_addresses_that_others_reach_and_one_that_is_out_of_reach_says_so_e
     let events = cluster.ok(&["events"]);
     assert!(events.contains("PoolUnreachable"), "{events}");
 
-    // A pool that held a replica, and whose address leads nowhere after a restart.
+    // A pool that held a replica, and whose address is unreachable after a restart.
     let p2 = cluster.processes.iter().position(|process| process.name == "p2").unwrap();
     cluster.processes.remove(p2).stop();
     pool(&mut cluster, &network.place(2), "p2", &["--advertise", &nowhere]);
@@ -130,7 +130,7 @@ fn pools_tell_addresses_that_others_reach_and_one_that_is_out_of_reach_says_so_e
     in_state(&cluster, "p2", "Online");
     cluster.wait_for_volume("db", "whole", |volume| volume["health"] == "Online");
 
-    // The port is another process's.
+    // The port belongs to another process.
     let mut second = network.place(2).command(env!("CARGO_BIN_EXE_quoin"));
     second.args(["pool", "run", "--name", "p9", "--state", &cluster.path("p9")]);
     second.args(["--data", &cluster.path("p9-data"), "--capacity", "1GiB"]);
@@ -186,9 +186,9 @@ fn commands_run_on_any_host_by_a_context_until_its_admin_is_removed() {
         person.json(&["cluster", "info"])["clusterId"],
         cluster.json(&["cluster", "info"])["clusterId"]
     );
-    // An address in place of a socket finds the context that leads there.
+    // An address instead of a socket finds the context that leads there.
     person.ok(&["--socket", &cluster.controller, "volume", "get", "db"]);
-    // The authority's key is given out where the controller runs, and nowhere else.
+    // The authority's key is issued on the controller's host, and nowhere else.
     let backup = cluster.path("backup");
     let refused = person.refused(&["controller", "backup", &backup]);
     assert!(refused.contains("ops"), "{refused}");
@@ -249,7 +249,8 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
         (node["state"] == "Online" && node["address"] == address).then_some(())
     });
 
-    // Its host makes no devices yet: the command says what is missing there, and goes on later.
+    // The node's host makes no devices yet: the command names the missing part, and continues
+    // later.
     let attach = ["volume", "attach", "db", "--node", "n1"];
     let refused = person.refused(&[&attach[..], &["--timeout", "3"]].concat());
     assert!(refused.contains("quoin attach") && refused.contains("n1"), "{refused}");
@@ -266,11 +267,11 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
     file.sync_all().unwrap();
     drop(file);
 
-    // On the host itself the command asks its own attach process, with no node named.
+    // On the host itself the command calls its own attach process, with no node named.
     let there = Person { place: network.place(2), home: person.home.clone() };
     assert_eq!(there.ok(&["volume", "attach", "db", "--run", &run]), device);
 
-    // The device goes with the attachment, and what was written is there on the next one.
+    // The device is removed with the attachment, and the data is there on the next one.
     unpublish(&cluster);
     cluster.eventually("the device is gone", || {
         let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
@@ -283,8 +284,8 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
     there.ok(&["volume", "detach", "db", "--run", &run]);
 }
 
-/// Takes the volume from its node as the command on another host does. The command itself looks at
-/// the devices of this kernel, which the hosts of this test share.
+/// Unpublishes the volume as the command on another host does. The command itself reads the devices
+/// of this kernel, which the hosts of this test share.
 fn unpublish(cluster: &Cluster) {
     use quoin_api::control::cluster_client::ClusterClient;
     use quoin_api::control::{UnpublishVolumeRequest, VolumeRef};

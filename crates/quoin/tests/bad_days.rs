@@ -1,5 +1,5 @@
-//! Pools on bad days, as real processes: each refusal names the thing and the way out, ends with
-//! an exit code above 0, and leaves nothing half-made.
+//! Faults of pools, as real processes: each refusal names the thing and the way out, ends with an
+//! exit code above 0, and leaves nothing half-made.
 
 use crate::support;
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use support::{BUDGET, Dev, Scratch, signal, skipped};
 
-/// What a pool beside `quoin dev` is run with.
+/// Arguments of a pool beside `quoin dev`.
 struct Beside<'a> {
     dev: &'a Dev,
     state: PathBuf,
@@ -48,7 +48,7 @@ impl<'a> Beside<'a> {
         Running(self.command(data, flags).stderr(log).spawn().unwrap())
     }
 
-    /// Must end by itself with exit code 1; what it said.
+    /// Runs a pool that must end by itself with exit code 1; returns its message.
     fn refused(&self, data: &Path, flags: &[&str]) -> String {
         let child = self.command(data, flags).stderr(Stdio::piped()).spawn().unwrap();
         let output = within_budget(child);
@@ -185,14 +185,14 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
     }
 
-    // After all that it is what it was.
+    // After all refusals the pool is unchanged.
     let running = pool.start(&whole, &[]);
     dev.eventually("the spare pool is online again", || pool.is_online());
     running.terminate();
     dev.stop();
 }
 
-/// Proves: a socket path left by a dead process is taken over, and one that lives is not.
+/// Proves: a socket path left by a dead process is taken over, and that of a live one is not.
 #[test]
 fn a_socket_that_a_dead_process_left_is_taken_over() {
     let scratch = Scratch::new("socket");
@@ -200,7 +200,7 @@ fn a_socket_that_a_dead_process_left_is_taken_over() {
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let address = dev.ok(&["volume", "attach", "db", "--nbd"]);
     let socket = PathBuf::from(address.split("socket=").nth(1).unwrap());
-    // Nothing but a kill leaves a socket behind.
+    // Only a kill leaves a socket behind.
     std::fs::write(dev.directory.join("run/hold-target"), "").unwrap();
     signal(dev.pid("target").unwrap(), "KILL");
     assert!(socket.exists());
@@ -247,13 +247,13 @@ fn a_raw_device_is_a_pool_only_when_asked_for_and_serves_like_a_file() {
     signal(i64::from(running.0.id()), "KILL");
     running.0.wait().unwrap();
     client.write(7 * 4096, bytes::Bytes::from(support::block(7, 2)), false).unwrap();
-    // A device that holds a pool is no blank one: --format changes nothing.
+    // A device that holds a pool is not blank: --format changes nothing.
     let running = pool.start(&path, &["--format"]);
     dev.wait_for_volume("db", "whole again", |volume| {
         volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
     });
     dev.ok(&["pool", "scrub", "raw", "--wait"]);
-    // It carries the volume with one of the others.
+    // The pool serves the volume with one of the others.
     std::fs::write(dev.directory.join("run/hold-pool-a"), "").unwrap();
     signal(dev.pid("pool-a").unwrap(), "KILL");
     for lba in 0..200 {

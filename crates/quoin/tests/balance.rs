@@ -1,5 +1,5 @@
 //! Pools that fill unevenly, on real processes: replicas move by themselves until they are even,
-//! under a client that verifies, and nothing that was written is lost.
+//! under a client that verifies, and no written data is lost.
 
 use crate::support;
 
@@ -37,7 +37,7 @@ fn pools(dev: &Dev) -> Vec<Value> {
     dev.json(&["pool", "list"]).as_array().unwrap().clone()
 }
 
-/// The pool of each replica of a volume.
+/// Returns the pool of each replica of a volume.
 fn places(dev: &Dev, volume: &str) -> Vec<String> {
     let replicas = dev.json(&["replica", "list", volume]);
     let replicas = replicas.as_array().unwrap().iter();
@@ -48,7 +48,7 @@ fn told(dev: &Dev, reason: &str) -> usize {
     dev.ok(&["events"]).lines().filter(|line| line.contains(reason)).count()
 }
 
-/// Percent of each pool that is used, of those that take replicas.
+/// Returns the used percentage of each pool that takes replicas.
 fn shares(dev: &Dev) -> Vec<u64> {
     let open = |pool: &&Value| pool["cordon"] == "";
     let share = |pool: &Value| {
@@ -62,7 +62,7 @@ fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_
     let scratch = Scratch::new("balance");
     let flags = ["--no-attach", "--pool-size", "256MiB", "--pools", "4", "--rebalance-at", "25%"];
     let dev = Dev::start(&scratch.cluster(), &flags);
-    // All of it comes into one pool, as where others were added later.
+    // All replicas are placed in one pool, as where others were added later.
     for pool in &POOLS[1..] {
         dev.ok(&["pool", "cordon", pool]);
     }
@@ -77,7 +77,7 @@ fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_
         quiet.push(client);
     }
     assert!(QUIET.iter().all(|name| places(&dev, name) == ["pool-a"]));
-    // One stays closed: it is the emptiest, and takes nothing.
+    // One pool stays closed: it is the emptiest, and takes nothing.
     for pool in ["pool-b", "pool-c"] {
         dev.ok(&["pool", "uncordon", pool]);
     }
@@ -96,7 +96,7 @@ fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_
     let all: Vec<String> = QUIET.iter().chain(&["db"]).flat_map(|v| places(&dev, v)).collect();
     assert!(all.len() == 4 && all.iter().any(|pool| pool != "pool-a"), "{all:?}");
     assert!(!all.contains(&"pool-d".to_owned()), "it is cordoned: {all:?}");
-    // Clients never noticed, and what they wrote is where they read it.
+    // Clients noticed nothing, and read what they wrote.
     load.goes_on(&dev, 100);
     load.verify();
     for (version, client) in (1..).zip(quiet) {

@@ -1,5 +1,5 @@
-//! What a block device asks of its host, and what a file system on it gives back. Needs root,
-//! /dev/fuse and loop devices.
+//! Requirements of a block device on its host, and the space that a file system on it frees. Needs
+//! root, /dev/fuse and loop devices.
 
 use crate::common::dev as running;
 
@@ -17,11 +17,11 @@ use quoin_api::csi::{
 use running::{Dev, Scratch, apart, can_attach, eventually, have, is_online, run, signal};
 use tonic::Code;
 
-/// A process of the test in a table of mounts of its own; killed with the test.
+/// A process of the test in a mount table of its own; killed with the test.
 struct Apart(Child);
 
 impl Apart {
-    /// `quoin attach`, in whose eyes /dev may be changed.
+    /// Starts `quoin attach` in a namespace where /dev may be changed.
     fn attach(run: &Path, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
         let mut command = apart(run);
@@ -48,7 +48,7 @@ impl Drop for Apart {
     }
 }
 
-/// Runs `quoin attach` where a shell has changed /dev before it.
+/// Runs `quoin attach` after a shell has changed /dev.
 fn attach_after(change: &str, run: &Path) -> Output {
     let script = format!("set -e; {change}; exec \"$0\" attach --run \"$1\"");
     let mut command = apart(run);
@@ -75,7 +75,7 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
         assert!(!elsewhere.exists(), "sockets are left of what never ran");
     }
 
-    // It was there when the attach process began.
+    // The device existed when the attach process began.
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     let run_directory = dev.directory.join("run");
     let attach = Apart::attach(&run_directory, &scratch.0.join("attach.log"));
@@ -94,12 +94,12 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
     assert_eq!(shown["nodes"], serde_json::json!([]), "{shown}");
     assert_eq!(entries(&run_directory.join("attach")), before, "something is half-made");
 
-    // One that is used over NBD stays where it is.
+    // A volume that is used over NBD keeps its connection.
     dev.ok(&["volume", "attach", "db", "--nbd"]);
     assert_eq!(dev.quoin(&["volume", "attach", "db"]).status.code(), Some(1));
     assert_ne!(dev.json(&["volume", "get", "db"])["nodes"], serde_json::json!([]));
 
-    // With the device back, so is everything else.
+    // With the device back, everything else works again.
     attach.sees(&["umount", "/dev/fuse"]);
     let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
@@ -116,7 +116,7 @@ fn capability() -> VolumeCapability {
     }
 }
 
-/// The device is taken away under a whole cluster that runs, and given back.
+/// The device is removed under a running cluster, and restored.
 #[test]
 fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
     if !can_attach() || !have("unshare") || !have("nsenter") || !have("mkfs.ext4") {
@@ -169,7 +169,7 @@ fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
     assert!(refused.message().contains("mknod /dev/fuse c 10 229"), "{refused}");
     assert_eq!(entries(&attached), before, "something is half-made");
     assert_eq!(entries(&staging).len(), 0);
-    // Orchestrators take back what they asked for, also where it was never done.
+    // Orchestrators undo their request, also where it was never carried out.
     runtime.block_on(node.node_unstage_volume(unstage.clone())).unwrap();
 
     sees(&["umount", "/dev/fuse"]);
@@ -179,7 +179,7 @@ fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
     dev.stop();
 }
 
-/// What lies in a directory, by name.
+/// Returns the names in a directory.
 fn entries(directory: &Path) -> Vec<std::ffi::OsString> {
     let entries = std::fs::read_dir(directory).unwrap().flatten();
     let mut names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
@@ -187,7 +187,7 @@ fn entries(directory: &Path) -> Vec<std::ffi::OsString> {
     names
 }
 
-/// Bytes of each pool that hold something.
+/// Returns the bytes of each pool that hold data.
 fn used(dev: &Dev) -> Vec<u64> {
     let pools = dev.json(&["pool", "list"]);
     pools.as_array().unwrap().iter().map(|pool| pool["usedBytes"].as_u64().unwrap()).collect()
@@ -220,10 +220,10 @@ fn what_a_file_system_deletes_and_trims_is_free_again_in_every_pool() {
     });
 
     std::fs::remove_file(mount.join("gone")).unwrap();
-    // ext4 trims only what its journal has let go of.
+    // ext4 trims only blocks that its journal has released.
     run("sync", &["-f", mount.to_str().unwrap()]);
     run("fstrim", &[mount.to_str().unwrap()]);
-    // Nobody writes to the volume any more.
+    // There are no more writes to the volume.
     dev.eventually("every pool has it free", || {
         let now = used(&dev);
         let freed = |(full, now): (&u64, &u64)| now + FILE - WAITING <= *full;

@@ -1,5 +1,5 @@
-//! Certificates of real processes: they renew themselves, outlive the authority that signed them,
-//! and decide who may speak on data connections.
+//! Certificates of real processes: they renew themselves, survive a change of the authority that
+//! signed them, and authorise peers on data connections.
 
 use crate::common;
 use crate::support;
@@ -47,7 +47,7 @@ fn address_of(cluster: &Cluster, pool: &str) -> String {
     pool["address"].as_str().unwrap().to_owned()
 }
 
-/// Shakes hands as the node of the cluster, as far as the server's certificates.
+/// Performs a handshake as the node of the cluster, up to the server's certificates.
 fn handshake(
     mut stream: TcpStream,
     config: &ClientConfig,
@@ -66,13 +66,13 @@ fn handshake(
     Ok(tls)
 }
 
-/// When the certificate runs out that a member shows to those who connect now.
+/// Returns the expiry of the certificate that a member shows to new connections.
 fn shown(stream: TcpStream, config: &ClientConfig, protocol: &[u8]) -> SystemTime {
     let tls = handshake(stream, config, protocol).unwrap();
     valid_until(&tls.peer_certificates().unwrap()[0]).unwrap()
 }
 
-/// What every member shows at this moment, by its name.
+/// Returns every member's present certificate, by its name.
 fn all_shown(cluster: &Cluster, nbd_address: &str) -> Vec<(&'static str, SystemTime)> {
     let node = Identity::load(Path::new(&cluster.path("node"))).unwrap();
     let expecting =
@@ -87,7 +87,7 @@ fn all_shown(cluster: &Cluster, nbd_address: &str) -> Vec<(&'static str, SystemT
     let mut stream = nbd::hello(nbd_address).unwrap();
     assert_eq!(nbd::ask(&mut stream, STARTTLS, &[]).unwrap().0, 1);
     all.push(("target", shown(stream, &expecting(Role::Node, "n1"), b"")));
-    // A CSI node serves nobody on the network; the controller asks for what it has here.
+    // A CSI node serves no port on the network; its directory has its certificate.
     let csi = Identity::load(Path::new(&cluster.path("csi-node"))).unwrap();
     all.push(("csi-node", csi.validity().1));
     all
@@ -108,7 +108,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     }
     let nbd_address = format!("127.0.0.1:{}", free_port());
     cluster.node(&here, "n1", &["--nbd-listen", &nbd_address], &[]);
-    // Target and CSI process of one node share a certificate; this one has nobody to renew it.
+    // Target and CSI process of one node share a certificate; this one has no process that renews
+    // it.
     let token = cluster.token("node");
     let (state, endpoint) = (cluster.path("csi-node"), cluster.path("csi-node.sock"));
     let endpoint = format!("unix://{endpoint}");
@@ -131,7 +132,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     whole(&cluster);
 
     let first = all_shown(&cluster, &nbd_address);
-    // Whatever is renewed from now on is of a new authority, and the former one's time is short.
+    // Every certificate renewed from now on is of a new authority, and the former one's time is
+    // short.
     cluster.ok(&["cluster", "rotate-authority"]);
     let began = Instant::now();
     while began.elapsed() < life * 2 + Duration::from_secs(2) {
@@ -147,7 +149,7 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     }
 
     assert!(cluster.ok(&["events"]).contains("AuthorityRetired"));
-    // The connections of before may last; new ones are made with what is new.
+    // Earlier connections may last; new ones are made with new certificates.
     for name in ["p1", "target"] {
         let at = cluster.processes.iter().position(|process| process.name == name).unwrap();
         drop(cluster.processes.remove(at));
@@ -159,8 +161,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     load.verify();
 }
 
-/// A cluster that was switched off for longer than its certificates live comes back with new tokens,
-/// and until then each member says which one it needs.
+/// A cluster that was off for longer than its certificates' lifetime comes back with new tokens,
+/// and until then each member names the one that it needs.
 #[test]
 fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_holds() {
     const LIFE_S: &str = "10";
@@ -188,7 +190,7 @@ fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_
     for directory in ["p1", "node", "ops"] {
         eventually("its certificate runs out", || ran_out(directory).then_some(()));
     }
-    // The controller goes by whole seconds: in the last one it still renews.
+    // The controller counts whole seconds: in the last one it still renews.
     std::thread::sleep(Duration::from_secs(2));
 
     cluster.run(&here, "p1", restarted(&cluster, "p1", ""));
@@ -201,7 +203,7 @@ fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_
     let said = String::from_utf8_lossy(&said.stderr).into_owned();
     assert!(said.contains("quoin token create --role admin"), "{said}");
 
-    // Its name is the one that it had.
+    // Its name is unchanged.
     for (name, role) in [("p1", "pool"), ("target", "node")] {
         let token = cluster.token(role);
         let mut arguments = restarted(&cluster, name, "");
@@ -216,7 +218,7 @@ fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_
     after.stop();
 }
 
-/// Certificates in a file of an identity.
+/// Returns the number of certificates in a file of an identity.
 fn count(cluster: &Cluster, file: &str) -> usize {
     let text = std::fs::read_to_string(cluster.path(file)).unwrap();
     text.matches("BEGIN CERTIFICATE").count()
@@ -236,7 +238,7 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
     goes_on(&cluster, &load);
     whole(&cluster);
 
-    // This token knows the controller by the former authority.
+    // This token names the controller by the former authority.
     let earlier = cluster.token("pool");
     cluster.ok(&["cluster", "rotate-authority"]);
     goes_on(&cluster, &load);
@@ -248,7 +250,7 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
         goes_on(&cluster, &load);
         whole(&cluster);
     }
-    // Nobody renewed meanwhile: certificates of two authorities did meet.
+    // No member renewed meanwhile: certificates of two authorities did meet.
     for member in ["p1", "p3", "node"] {
         assert_eq!(count(&cluster, &format!("{member}/ca.pem")), 1, "{member}");
         assert_eq!(count(&cluster, &format!("{member}/cert.pem")), 1, "{member}");
@@ -258,7 +260,8 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
         assert_eq!(count(&cluster, &format!("{newcomer}/cert.pem")), 2, "with a cross certificate");
     }
 
-    // A target of the former authority starts anew among them, and the new ones have it all.
+    // A target of the former authority starts anew among them, and the new ones have the whole
+    // volume.
     let at = cluster.processes.iter().position(|process| process.name == "target").unwrap();
     drop(cluster.processes.remove(at));
     let arguments = restarted(&cluster, "target", "");
@@ -272,7 +275,7 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
     load.verify();
 }
 
-/// All that passes between a pool and those who come to it, as the network sees it.
+/// All bytes between a pool and its peers, as the network sees them.
 struct Wire {
     address: String,
     seen: Arc<Mutex<Vec<u8>>>,
@@ -328,14 +331,14 @@ impl ResolvesClientCert for Nobody {
     }
 }
 
-/// Why a pool sends away who connects so; `None`: it does not.
+/// Returns why a pool refuses such a connection; `None`: it does not.
 fn turned_away(address: &str, config: &ClientConfig, protocol: &[u8]) -> Option<String> {
     let mut stream = TcpStream::connect(address).unwrap();
     let mut tls = match handshake(stream.try_clone().unwrap(), config, protocol) {
         Ok(tls) => tls,
         Err(error) => return Some(error.to_string()),
     };
-    // In TLS 1.3 a client learns only after its handshake what is thought of its certificate.
+    // In TLS 1.3 a client learns only after its handshake whether its certificate was accepted.
     stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
     match tls.complete_io(&mut stream) {
         Err(error) if error.kind() == ErrorKind::WouldBlock => None,
@@ -344,8 +347,8 @@ fn turned_away(address: &str, config: &ClientConfig, protocol: &[u8]) -> Option<
     }
 }
 
-/// A write and a read of a volume on one pool, in a cluster that protects its data connections so;
-/// whether the network saw what was written.
+/// Writes and reads a volume on one pool, in a cluster with this protection of data connections;
+/// returns whether the network saw the data.
 fn is_seen_on_the_network(security: &str) -> bool {
     let here = Place::here();
     let mut cluster = Cluster::start(security, &here, &["--data-security", security]);
@@ -393,7 +396,7 @@ fn data_connections_are_readable_on_the_network_only_where_they_are_to_be_and_pr
     assert!(!is_seen_on_the_network("encrypt"));
 }
 
-/// The command line of a member that has joined.
+/// Returns the command line of a member that has joined.
 fn restarted(cluster: &Cluster, name: &str, nbd_address: &str) -> Vec<String> {
     let path = |name: &str| cluster.path(name);
     let mut arguments: Vec<String> = match name {

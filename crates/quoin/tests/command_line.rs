@@ -1,4 +1,4 @@
-//! The command line as a user meets it: what is refused, in which words, with which exit code.
+//! The command line as a user sees it: refusals, their messages and exit codes.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -14,7 +14,7 @@ fn quoin(arguments: &[&str]) -> Output {
         .unwrap()
 }
 
-/// Runs a command that must fail with `code`, and gives what it said.
+/// Runs a command that must fail with `code`, and returns its message.
 fn refused(code: i32, arguments: &[&str]) -> String {
     let output = quoin(arguments);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -34,12 +34,12 @@ fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     assert!(so, "never: {what}");
 }
 
-/// Killed at the end, whatever comes of the test.
+/// Process that is killed at the end in every case.
 struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -68,7 +68,7 @@ impl Controller {
         self.path("admin.sock").display().to_string()
     }
 
-    /// The command line of one that uses this one's state and socket.
+    /// Returns the command line of a controller with the same state and socket.
     fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_quoin"));
         command.args(["controller", "run", "--listen", "127.0.0.1:0", "--state"]);
@@ -87,7 +87,7 @@ impl Controller {
         });
     }
 
-    /// kill -9.
+    /// Ends it as kill -9 does.
     fn end(&mut self) {
         self.process = None;
     }
@@ -116,7 +116,7 @@ fn sizes_of_zero_and_two_to_the_63_are_refused_before_any_controller_is_asked() 
     }
 }
 
-/// The log lies on a disk that may be full: its lines are lost, and nothing else.
+/// The log is on a disk that may be full: only its lines are lost.
 #[test]
 fn a_controller_whose_log_cannot_be_written_goes_on() {
     let mut controller = Controller::new();
@@ -126,7 +126,7 @@ fn a_controller_whose_log_cannot_be_written_goes_on() {
     assert_eq!(ended, None);
 }
 
-/// What watches a cluster is to outlive a restart of its controller.
+/// A process that watches a cluster must survive a restart of its controller.
 #[test]
 fn events_are_watched_on_after_the_controller_was_killed_and_started_again() {
     let mut controller = Controller::new();
@@ -237,7 +237,7 @@ fn what_does_not_exist_is_named_with_the_list_that_shows_what_does() {
     controller.start(Stdio::null);
     let socket = controller.socket();
     for (arguments, list) in [
-        // Nobody is asked whether to destroy what is not there.
+        // No confirmation is requested to destroy a volume that does not exist.
         (&["volume", "delete", "db"][..], "quoin volume list"),
         (&["volume", "delete", "db", "--yes"], "quoin volume list"),
         (&["volume", "get", "0123456789abcdef0123456789abcdef"], "quoin volume list"),
@@ -267,7 +267,7 @@ fn help_teaches_the_first_steps() {
     assert!(quoin(&["version"]).status.success());
 }
 
-/// What a script of `quoin completion bash` proposes for the last of these words.
+/// Returns the proposals of a script of `quoin completion bash` for the last of these words.
 fn proposed(home: &Path, words: &[&str]) -> Vec<String> {
     let script = "source <(quoin completion bash); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
                   COMP_TYPE=9; _clap_complete_quoin quoin \"${!#}\"; printf '%s\\n' \"${COMPREPLY[@]}\"";
@@ -416,7 +416,7 @@ fn a_backup_where_none_can_be_and_a_restore_of_what_is_none_say_why() {
     assert!(!state.exists());
 }
 
-/// clap shows what it was given as if it were needed, and the environment gives without being seen.
+/// clap shows given arguments as if they were required, and the environment gives values invisibly.
 #[test]
 fn what_the_environment_holds_is_no_part_of_a_usage_line() {
     let said = refused(2, &["volume", "attach"]);

@@ -1,5 +1,5 @@
 //! Real processes killed and stopped at random instants, under a client that verifies: no write is
-//! lost, none is taken back, and the client sees no error.
+//! lost, none is undone, and the client sees no error.
 
 use crate::support;
 
@@ -69,7 +69,7 @@ fn a_pool_that_hangs_holds_up_nobody_and_catches_up_when_it_goes_on() {
     for pool in ["pool-a", "pool-b", "pool-c"] {
         let pid = dev.pid(pool).unwrap();
         signal(pid, "STOP");
-        // All of this happens while it hangs: nothing waits for it.
+        // All of this happens while the pool hangs: nothing waits for it.
         load.goes_on(&dev, 200);
         dev.wait_for_volume("db", "told as degraded", |volume| volume["health"] == "Degraded");
         load.goes_on(&dev, 200);
@@ -80,8 +80,8 @@ fn a_pool_that_hangs_holds_up_nobody_and_catches_up_when_it_goes_on() {
     dev.stop();
 }
 
-/// How many operations are done while one pool runs for a tenth of the time only, in parts of what
-/// is done when it is let run; both in turns, for whatever else goes on here.
+/// Returns the rate of operations while one pool runs for a tenth of the time only, as a share of
+/// the rate while it runs freely. Both are measured in turns, because of other load on the machine.
 fn rate_beside_a_slow_one(load: &Load, pool: i64) -> f64 {
     const TURN: Duration = Duration::from_millis(150);
     let pid = Pid::from_raw(pool as i32).unwrap();
@@ -114,7 +114,7 @@ fn a_pool_that_is_merely_slow_takes_no_rate_unless_all_replicas_are_waited_for()
     let pool = dev.pid("pool-b").unwrap();
     let rate = rate_beside_a_slow_one(&load, pool);
     assert!(rate > 0.5, "a slow replica leaves {rate:.2} of the rate");
-    // That the pool is slow indeed shows where it is waited for.
+    // Where all replicas are waited for, the slowness of the pool is visible.
     dev.wait_for_volume("db", "whole", all_in_sync);
     dev.ok(&["volume", "scale", "db", "--consistency-factor", "3", "--wait"]);
     let waits = rate_beside_a_slow_one(&load, pool);
@@ -149,8 +149,8 @@ fn a_clean_stop_under_load_drains_and_the_next_start_finds_nothing_missing() {
     dev.stop();
 }
 
-/// `quoin` in a table of mounts of its own, where the kernel's boot has the name that `file` holds:
-/// a process that starts after it changed takes what was not synced for lost with the power.
+/// Returns `quoin` in a mount table of its own, where the kernel's boot has the name in `file`: a
+/// process that starts after it changed considers unsynced data lost with the power.
 fn under_a_boot_of(file: &Path) -> Command {
     let mut command = apart(file.parent().unwrap());
     let script = r#"mount --bind "$1" /proc/sys/kernel/random/boot_id && shift && exec "$@""#;
@@ -158,7 +158,7 @@ fn under_a_boot_of(file: &Path) -> Command {
     command
 }
 
-/// Ends the target and all pools at once, and names another boot before they are started again.
+/// Ends the target and all pools at once, and names another boot before they are restarted.
 fn end_all_and_boot_again(dev: &Dev, with: &str, boot: &Path, number: u64) {
     let names = ["target", "pool-a", "pool-b", "pool-c"];
     let old = names.map(|name| dev.pid(name).unwrap());
@@ -171,7 +171,7 @@ fn end_all_and_boot_again(dev: &Dev, with: &str, boot: &Path, number: u64) {
     }
 }
 
-/// In place, since it is this file that is mounted.
+/// The file is written in place, because it is the one that is mounted.
 fn boot_as(file: &Path, number: u64) {
     std::fs::write(file, format!("00000000-0000-4000-8000-{number:012x}\n")).unwrap();
 }
@@ -207,7 +207,7 @@ fn a_clean_stop_of_everything_at_once_keeps_what_nobody_flushed_even_where_the_p
     dev.wait_for_volume("db", "whole again", all_in_sync);
     assert_eq!(events(&dev, "UnflushedTailMayBeLost"), [""; 0], "a clean stop syncs");
 
-    // The same end without a stop is told, or what is above would show nothing.
+    // The same end without a clean stop is noticed; otherwise the part above would prove nothing.
     write_unflushed(&client, 9);
     end_all_and_boot_again(&dev, "KILL", &boot, 9);
     dev.eventually("the loss of all caches is told", || {
@@ -217,7 +217,7 @@ fn a_clean_stop_of_everything_at_once_keeps_what_nobody_flushed_even_where_the_p
     dev.stop();
 }
 
-/// How often the pools synced so far.
+/// Returns the number of the pools' syncs so far.
 fn syncs(dev: &Dev) -> u64 {
     let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
     let settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();

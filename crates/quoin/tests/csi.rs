@@ -1,5 +1,5 @@
-//! CSI against real processes, by a client that is not Rust: Python's grpcio with stubs made
-//! from the project's own `.proto`.
+//! CSI against real processes, by a client that is not Rust: Python's grpcio with stubs made from
+//! the project's own `.proto`.
 
 use crate::common::dev as cluster;
 
@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 
 use cluster::{Dev, Scratch, can_attach, skipped};
 
-/// A Python with grpcio and grpcio-tools: the one that `QUOIN_PYTHON` names (which must work
-/// then), the one that `cargo xtask test` made, or the system's if it happens to have them.
+/// Returns a Python with grpcio and grpcio-tools: the one that `QUOIN_PYTHON` names (which must
+/// work then), the one that `cargo xtask test` made, or the system's if it happens to have them.
 fn python() -> Option<String> {
     if let Ok(named) = std::env::var("QUOIN_PYTHON") {
         return Some(named);

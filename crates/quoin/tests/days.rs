@@ -1,4 +1,4 @@
-//! Bad days of a running cluster: rotten bytes, a stop in the middle of work, a new authority
+//! Faults of a running cluster: corrupted bytes, a stop in the middle of work, a new authority
 //! under load, noise on every port.
 
 use crate::common::dev as running;
@@ -20,7 +20,7 @@ use running::{Dev, Scratch, eventually, is_online, signal};
 
 const BLOCK: u64 = 4096;
 
-/// A block that no other looks like.
+/// Returns a block with unique content.
 fn block(number: u64) -> Bytes {
     let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let words = (0..BLOCK / 8).flat_map(|_| {
@@ -32,7 +32,7 @@ fn block(number: u64) -> Bytes {
     words.collect::<Vec<_>>().into()
 }
 
-/// Flips a byte of every copy of `block` that a pool's file holds; how many there were.
+/// Flips a byte of every copy of `block` that a pool's file holds; returns their number.
 fn rot(file: &Path, block: &[u8]) -> usize {
     let file = File::options().read(true).write(true).open(file).unwrap();
     let mut found = 0;
@@ -52,7 +52,7 @@ fn rot(file: &Path, block: &[u8]) -> usize {
     found
 }
 
-/// Whether a pool's file holds a copy of `block` with every byte of it.
+/// Returns whether a pool's file holds a copy of `block` with every byte of it.
 fn holds(file: &Path, block: &[u8]) -> bool {
     let file = File::open(file).unwrap();
     let mut from = 0;
@@ -94,7 +94,7 @@ fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_on
         };
         events.lines().any(told).then_some(())
     });
-    // A copy that no read came to is found by a scrub.
+    // A copy that no read reached is found by a scrub.
     for pool in ["pool-a", "pool-b"] {
         dev.ok(&["pool", "scrub", pool, "--wait"]);
         eventually("a whole copy is in the file again", || {
@@ -163,12 +163,12 @@ fn a_stop_in_the_middle_of_writes_keeps_all_that_was_flushed_and_the_next_start_
     dev.stop();
 }
 
-/// Every port that the cluster listens on.
+/// Returns every port that the cluster listens on.
 fn ports(dev: &Dev) -> Vec<String> {
     let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
     let mut settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();
     if dev.pid("attach").is_none() {
-        // Nobody serves what was chosen for it.
+        // No process serves the port that was chosen for it.
         settings.as_object_mut().unwrap().remove("attach_http");
     }
     let mut ports = Vec::new();
@@ -186,7 +186,7 @@ fn ports(dev: &Dev) -> Vec<String> {
     ports
 }
 
-/// Resident memory, in MiB.
+/// Returns the resident memory, in MiB.
 fn memory_mib(pid: i64) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
@@ -232,7 +232,7 @@ fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io
     for port in ports(&dev) {
         let mut noise = TcpStream::connect(&port).unwrap();
         noise.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
-        // Whoever hangs up on it is right.
+        // A server that closes the connection is right.
         let _ = noise.write_all(b"\x16\x03\x01\xff\xff GET / HTTP/9\r\n\r\n");
         let _ = noise.write_all(&block(1));
     }

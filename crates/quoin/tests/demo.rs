@@ -1,5 +1,5 @@
-//! The demo as a person runs it as root, with a mounted file system: whole, and given up at each of
-//! its steps, which are those that it tells, so that a new one is among them. Without root:
+//! The demo as a user runs it as root, with a mounted file system: whole, and ended at each of its
+//! steps, which are those that it prints, so that a new one is included. Without root:
 //! `unprivileged.rs`.
 
 use crate::common::dev as running;
@@ -24,13 +24,13 @@ fn demo(under: &Path, how: &[&str]) -> Child {
         .args(how)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        // As a terminal has it: Ctrl-C reaches all of a job and nothing beside it.
+        // A process group as in a terminal: Ctrl-C reaches all of a job and nothing beside it.
         .process_group(0)
         .spawn()
         .unwrap()
 }
 
-/// Whether this machine can mount a volume; where it cannot, says that a test proves nothing.
+/// Returns whether this machine can mount a volume; otherwise records that a test proves nothing.
 fn can_mount() -> bool {
     let can = can_attach() && Path::new("/dev/loop-control").exists() && have("mkfs.ext4");
     if !can {
@@ -39,23 +39,23 @@ fn can_mount() -> bool {
     can
 }
 
-/// How a person ends it early.
+/// Ways in which a user ends it early.
 #[derive(Clone, Copy, PartialEq)]
 enum End {
     /// Ctrl-C.
     Once,
-    /// Ctrl-C, and twice more while the first is being obeyed.
+    /// Ctrl-C, and twice more while the first is being handled.
     Impatient,
     /// `kill` of the demo alone.
     Terminate,
-    /// Whoever reads what it says goes away.
+    /// The reader of its output goes away.
     Closed,
 }
 
 const ENDS: [End; 4] = [End::Once, End::Impatient, End::Terminate, End::Closed];
 
-/// Runs the demo until a line has these words, ends it so long after, and sees that nothing stays.
-/// Of the harm it does only that of the line.
+/// Runs the demo until a line has these words, ends it after this delay, and checks that nothing
+/// stays. Of its faults it injects only that of the line.
 fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Duration) {
     let mut child = demo(under, &[how, &["--only", words]].concat());
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
@@ -91,7 +91,7 @@ fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Durati
     }
     let status = eventually("it ends", || child.try_wait().unwrap());
     let told = |words| said.iter().any(|line: &String| line.contains(words));
-    // What comes as it ends finds all of it done.
+    // A signal near its end may find all of it done.
     let came_too_late = status.success() && (told("nothing is left behind") || end == End::Closed);
     if !came_too_late {
         assert_eq!(status.code(), Some(130), "at {words:?}: {said:?}");
@@ -104,7 +104,7 @@ fn is_over(line: &str) -> bool {
     line.contains("cleaned up") || line.contains("nothing is left behind")
 }
 
-/// Ends a demo at each of these steps, one way or another, two beside each other.
+/// Ends a demo at each of these steps, by various ways, two at a time.
 fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
     let next = AtomicUsize::new(0);
     let one_after_another = |under: &Path| {
@@ -113,7 +113,7 @@ fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
             let index = next.fetch_add(1, Ordering::SeqCst);
             steps.get(index).map(|step| (index, step))
         } {
-            // At once, and in the middle of what the step does.
+            // At once, and in the middle of the step.
             let after = Duration::from_millis([0, 400, 150, 50, 1000][index % 5]);
             println!("{:?} after {step:?}", after);
             interrupt_at(step, under, how, ENDS[index % ENDS.len()], after);
@@ -128,13 +128,13 @@ fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
     });
 }
 
-/// The lines by which it says what it does next.
+/// Returns the lines by which it announces its steps.
 fn steps(said: &str) -> Vec<String> {
     let step = |line: &str| Some(line.strip_prefix('[')?.split_once(" s] ")?.1.to_owned());
     said.lines().filter_map(step).collect()
 }
 
-/// Runs it to its end; what it said.
+/// Runs it to its end; returns its output.
 fn run_whole(under: &Path, how: &[&str]) -> String {
     let output = demo(under, how).wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -143,7 +143,8 @@ fn run_whole(under: &Path, how: &[&str]) -> String {
     said
 }
 
-/// No directory, mount or loop device, and no process whose command line names the place.
+/// Asserts that there is no directory, mount or loop device, and no process whose command line
+/// names the place.
 fn assert_clean(under: &Path) {
     let left: Vec<_> = std::fs::read_dir(under).unwrap().flatten().map(|e| e.path()).collect();
     assert!(left.is_empty(), "{left:?}");
@@ -188,7 +189,7 @@ fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
     assert!(said.contains("higher epoch"), "{said}");
 }
 
-/// What is slow to begin, and what is told within a step, is no line of its own.
+/// Ends it in slow starts and within steps, which have no line of their own.
 #[test]
 fn a_demo_over_nbd_that_is_ended_while_it_starts_or_works_leaves_nothing_behind() {
     let scratch = Scratch::new("demo-int");

@@ -1,4 +1,5 @@
-//! `quoin dev` as real processes: up, in use, harmed, down, up again, with nothing left behind.
+//! `quoin dev` as real processes: up, in use, with faults, down, up again, with nothing left
+//! behind.
 
 use crate::common::dev as running;
 
@@ -15,7 +16,7 @@ fn a_cluster_without_root_serves_volumes_heals_what_dies_and_goes_on_at_its_seco
     let scratch = Scratch::new("nbd");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
 
-    // A second one in the same directory is refused, and harms nothing.
+    // A second one in the same directory is refused, and changes nothing.
     let second = Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(["dev", "--no-attach", "--dir"])
         .arg(scratch.cluster())
@@ -76,7 +77,7 @@ fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_fi
     });
     dev.wait_for_line("pool-c was removed from the cluster and is ended");
     std::fs::remove_file(&hold).unwrap();
-    // Ten times as long as a pool that is held down is looked after.
+    // Ten times the interval at which a held pool is checked.
     std::thread::sleep(std::time::Duration::from_millis(500));
     assert_eq!(dev.pid("pool-c"), None);
     dev.stop();
@@ -101,7 +102,7 @@ fn a_pool_whose_file_was_cut_short_keeps_no_other_from_coming_up_and_the_volume_
     dev.stop();
     std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(128 << 20).unwrap();
 
-    // Up it comes, though one pool's process ends at each of its starts.
+    // The cluster starts, though one pool's process ends at each of its starts.
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     let client = dev.client("db");
     let data = bytes::Bytes::from(vec![3; 4096]);
@@ -131,7 +132,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
     let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
-    // The link that is printed leads to it, where no other cluster of this host has that name.
+    // The printed link leads to it, where no other cluster of this host has that name.
     let printed = dev.ok(&["volume", "attach", "db"]);
     assert_eq!(std::fs::canonicalize(printed).unwrap(), Path::new(&device));
     let mount = scratch.0.join("mount");
@@ -153,7 +154,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     dev.stop();
 }
 
-/// A volume as a mounted ext4 file system.
+/// Mounts a volume as an ext4 file system.
 fn mounted(dev: &Dev, scratch: &Scratch) -> (String, std::path::PathBuf) {
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
     let device = dev.device("db");
@@ -172,7 +173,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let scratch = Scratch::new("busy");
     let dev = Dev::start(&scratch.cluster(), &[]);
     let (device, mount) = mounted(&dev, &scratch);
-    // Another directory than the cluster's is not taken for there being no device.
+    // A directory other than the cluster's does not count as an absent device.
     let refused = dev.quoin(&["volume", "detach", "db", "--run", "/nonexistent"]);
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(refused.status.code() == Some(1) && text.contains("--run"), "{text}");
@@ -190,7 +191,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(mount.to_str().unwrap()), "{line}");
     assert!(line.contains(&format!("process {}", std::process::id())), "{line}");
-    // It is still served: the application goes on.
+    // The volume is still served: the application continues.
     std::fs::write(mount.join("second"), "while it waits").unwrap();
     signal(dev.child.id(), "INT");
     eventually("it ends", || (!dev.is_running()).then_some(()));
@@ -204,7 +205,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let letter = std::fs::read_to_string(mount.join("letter")).unwrap();
     assert_eq!(letter, "not synced by its writer");
     assert_eq!(std::fs::read_to_string(mount.join("second")).unwrap(), "while it waits");
-    // In use when it was asked to stop, and let go in time.
+    // In use when the stop was requested, and released in time.
     let open = std::fs::File::open(mount.join("letter")).unwrap();
     signal(dev.child.id(), "INT");
     dev.wait_for_line("waiting: ");
@@ -213,7 +214,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     assert_nothing_is_left(&scratch.0);
 }
 
-/// A container that began after the mount, as any service with a table of mounts of its own.
+/// A container that began after the mount, as any service with a mount table of its own.
 #[test]
 fn a_mount_that_another_namespace_has_a_copy_of_is_written_back_and_waited_for_by_name() {
     if !can_attach() {
@@ -234,7 +235,7 @@ fn a_mount_that_another_namespace_has_a_copy_of_is_written_back_and_waited_for_b
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(&device) && line.contains("mount namespace"), "{line}");
     assert!(line.contains(&format!("process {pid}")), "{line}");
-    // Its program goes on meanwhile.
+    // Its program continues meanwhile.
     let inside = format!("/proc/{pid}/root{}", mount.join("second").display());
     std::fs::write(&inside, "while it waits").unwrap();
     signal(container.id(), "KILL");
@@ -326,7 +327,7 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
         std::thread::spawn(move || {
             let file = std::fs::File::create(path).unwrap();
             for number in 0..64u64 {
-                // It waits while nobody serves it, and sees no error.
+                // The IO waits while there is no target, and sees no error.
                 let bytes = number.to_le_bytes();
                 std::os::unix::fs::FileExt::write_all_at(&file, &bytes, number * 8).unwrap();
                 file.sync_all().unwrap();
@@ -343,8 +344,8 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["mounts"][0], mount.to_str().unwrap());
 
-    // Attach and its holder at once: what they served is dead, and nothing pretends otherwise, also
-    // where nobody has it open: a write must not land in the directory below.
+    // Attach and its holder end at once: their devices are dead, and nothing pretends otherwise,
+    // also where no process has them open: a write must not land in the directory below.
     signal(dev.pid("attach-holder").unwrap(), "KILL");
     signal(dev.pid("attach").unwrap(), "KILL");
     let line = dev.wait_for_line("is dead");
@@ -352,7 +353,7 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["deadMounts"][0], mount.to_str().unwrap(), "{shown}");
     let below = mount.join("below");
-    // Into the dead file system's memory, if it takes it at all.
+    // The write reaches the memory of the dead file system, if that accepts it at all.
     drop(std::fs::write(&below, "lost"));
     run("umount", &[mount.to_str().unwrap()]);
     assert!(!below.exists(), "it was written to the directory below");
@@ -409,7 +410,7 @@ fn a_pool_looked_into_offline_knows_its_volumes_by_name_and_the_size_they_grew_t
     assert_eq!(std::fs::metadata(&image).unwrap().len(), 12 << 20);
 }
 
-/// A supervisor that comes after a stuck attach process does not pretend that all is well.
+/// A supervisor that starts after a stuck attach process does not pretend that all is well.
 #[test]
 fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     if !can_attach() {
@@ -423,7 +424,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     let attach = dev.pid("attach").unwrap();
     dev.child.kill().unwrap();
     dev.child.wait().unwrap();
-    // Not before: the kernel lets stopped processes go on that lose whoever started them.
+    // Not before: the kernel continues stopped processes whose parent ends.
     signal(attach, "STOP");
     drop(dev);
     let dev = Dev::start(&scratch.cluster(), &[]);
@@ -449,7 +450,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     assert_nothing_is_left(&scratch.0);
 }
 
-/// Whoever closes the lid on Friday and opens it a month later finds all of it at work.
+/// A laptop that is closed on Friday and opened a month later finds all parts at work.
 #[test]
 fn a_cluster_that_slept_past_its_certificates_awake_or_off_helps_itself_and_has_what_was_written() {
     const LIFE: Duration = Duration::from_secs(10);
@@ -461,7 +462,7 @@ fn a_cluster_that_slept_past_its_certificates_awake_or_off_helps_itself_and_has_
     let client = dev.client("db");
     client.write(0, written.clone(), true).unwrap();
 
-    // The lid: everything stands still, longer than a certificate lives.
+    // Suspended: all processes stand still, longer than a certificate is valid.
     let all: Vec<i64> = dev.processes().values().filter_map(serde_json::Value::as_i64).collect();
     let all = [&all[..], &[i64::from(dev.child.id())]].concat();
     all.iter().for_each(|pid| signal(pid, "STOP"));
@@ -477,7 +478,7 @@ fn a_cluster_that_slept_past_its_certificates_awake_or_off_helps_itself_and_has_
     client.stop();
     dev.stop();
 
-    // The cupboard.
+    // Switched off for as long.
     std::thread::sleep(LIFE + Duration::from_secs(2));
     let node = quoin_identity::Identity::load(&scratch.cluster().join("node")).unwrap();
     assert!(node.has_run_out());

@@ -1,5 +1,5 @@
-//! Good copies that are not the same, which nobody may choose between but a person: made by hand in
-//! a pool's file, told by a verification, and settled by `quoin volume repair --from`.
+//! Good copies that are not the same, between which only a user may choose: made by hand in a
+//! pool's file, reported by a verification, and settled by `quoin volume repair --from`.
 
 use crate::support;
 
@@ -21,7 +21,7 @@ const BLOCKS: u64 = 1000;
 const DIFFERS: u64 = 10;
 
 /// Gives the only replica in a pool's file another content of a block, under the version and with
-/// the checksum that make it a good copy: all it holds is copied into a rebuild of itself.
+/// the checksum that make it a good copy: all its data is copied into a rebuild of itself.
 fn forge(file: &Path, lba: u64, content: &Bytes) {
     let disk = FileDisk::open(file).unwrap();
     let mut sync = quoin_store::Disk::syncer(&disk);
@@ -105,14 +105,14 @@ fn good_copies_that_differ_are_told_and_a_repair_takes_that_of_the_replica_that_
     assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
     let finding = &said["findings"][0];
     assert_eq!((&finding["what"], &finding["offset"]), (&"differs".into(), &40_960.into()));
-    // Nobody chooses without a word.
+    // No copy is chosen without the user's choice.
     let (code, said) = compare(&dev, &["repair", "db"]);
     assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
     let (code, said) = compare(&dev, &["repair", "db", "--from", "pool-b"]);
     assert_eq!((code, counts(&said)), (Some(0), [0, 1, 1]), "{said}");
     let (code, said) = compare(&dev, &["verify", "db"]);
     assert_eq!((code, counts(&said)), (Some(0), [0, 0, 0]), "{said}");
-    // Whichever replica answers.
+    // Any replica may answer.
     for _ in 0..12 {
         assert_eq!(client.read(DIFFERS * BLOCK, BLOCK as u32).unwrap(), other);
     }

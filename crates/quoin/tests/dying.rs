@@ -1,5 +1,5 @@
-//! Pools whose disks are failing, on real processes: emptied while they still answer, under a client
-//! that verifies.
+//! Pools whose disks are failing, on real processes: emptied while they still answer, under a
+//! client that verifies.
 
 use crate::support;
 
@@ -11,7 +11,7 @@ use support::faulty::FaultyDisk;
 use support::load::Load;
 use support::{Dev, Scratch, can_attach, is_online, skipped};
 
-/// Longer than a pool takes for a busy disk.
+/// Longer than the time after which a pool takes a disk for stalled.
 const STALL: Duration = Duration::from_secs(21);
 
 fn pool(dev: &Dev, name: &str) -> Value {
@@ -19,7 +19,7 @@ fn pool(dev: &Dev, name: &str) -> Value {
     pools.as_array().unwrap().iter().find(|pool| pool["name"] == name).cloned().unwrap()
 }
 
-/// The pool is dying, of what these words say, and holds nothing any more.
+/// Waits until the pool is dying, for this reason, and holds nothing any more.
 fn wait_until_emptied(dev: &Dev, name: &str, why: &str) {
     dev.eventually(&format!("{name} is called dying"), || {
         let events = dev.ok(&["events"]);
@@ -46,7 +46,7 @@ fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data
         return skipped("a disk that fails on demand needs root and /dev/fuse");
     }
     let scratch = Scratch::new("dying-pools");
-    // Only what is dying may be replaced, and one stall is enough.
+    // Only replicas on failing disks may be replaced, and one stall is enough.
     let flags = [
         "--no-attach",
         "--pool-size",
@@ -92,7 +92,7 @@ fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data
     left.sort();
     assert_eq!(left, ["pool-c", "pool-d", "pool-e"]);
     load.verify();
-    // It fails where a copy is bad or differs from another.
+    // The verification fails where a copy is bad or differs from another.
     dev.ok(&["volume", "verify", "db"]);
     dev.stop();
 }

@@ -1,5 +1,5 @@
-//! Roles that are asked to stop while something that they wait for hangs: each ends within its bound
-//! all the same, and says what it did not wait for.
+//! Roles that are stopped while something that they wait for hangs: each ends within its bound all
+//! the same, and reports what it did not wait for.
 
 use crate::common;
 use crate::support::faulty;
@@ -13,12 +13,12 @@ use quoin_api::csi::NodeUnstageVolumeRequest;
 use quoin_api::csi::node_client::NodeClient;
 use quoin_nbd::client::{Address, Client, ClientOptions};
 
-/// What a role has for its end is 20 s; a machine under load needs longer for all else.
+/// A role has 20 s for its end; a machine under load needs longer for the rest.
 const BOUND: Duration = Duration::from_secs(50);
-/// What hangs does so for longer than that.
+/// Hangs last longer than that.
 const HANGS: Duration = Duration::from_secs(70);
 
-/// It may have ended but for a thread that the kernel holds in a system call.
+/// Returns whether it has ended, apart from a thread that the kernel holds in a system call.
 fn has_exited(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
@@ -92,7 +92,7 @@ fn a_pool_whose_disk_hangs_in_a_sync_ends_within_its_bound_and_says_what_it_did_
 fn a_node_whose_attach_process_hangs_ends_within_its_bound_and_says_so() {
     let mut cluster = Cluster::start("endnode", &Place::here(), &[]);
     cluster.node(&Place::here(), "n1", &[], &[]);
-    // It takes connections, and never answers.
+    // The listener accepts connections, and never answers.
     std::fs::create_dir_all(cluster.path("run/attach")).unwrap();
     let _hung = UnixListener::bind(cluster.path("run/attach/attach.sock")).unwrap();
     let mut arguments: Vec<String> = ["node", "run", "--mode", "all"].map(String::from).into();

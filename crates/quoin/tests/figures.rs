@@ -1,4 +1,4 @@
-//! The benchmark's cases and fields, which others read: never its figures.
+//! The benchmark's cases and fields, which other programs read: never its figures.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -15,7 +15,7 @@ const IO_CASES: [&str; 8] = [
 ];
 const FIELDS: [&str; 5] = ["floor", "quoin", "ratio", "floor_cpu_us", "quoin_cpu_us"];
 
-/// Runs a benchmark too short to measure anything, and reads what it wrote.
+/// Runs a benchmark too short to measure anything, and reads its output.
 fn cases(flags: &[&str]) -> (serde_json::Map<String, serde_json::Value>, String) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("figures.json");
@@ -26,7 +26,7 @@ fn cases(flags: &[&str]) -> (serde_json::Map<String, serde_json::Value>, String)
         .arg(&file)
         .arg("--dir")
         .arg(directory.path())
-        // A cluster of the person's own, which is not measured.
+        // A cluster of the user's own, which is not measured.
         .env("QUOIN_SOCKET", directory.path().join("admin.sock"))
         .stdin(Stdio::null())
         .output()
@@ -84,7 +84,7 @@ fn what_the_death_of_a_target_does_to_io_is_measured() {
     assert!(table.contains("target-death-pause"), "{table}");
 }
 
-/// The figures of these names, and no others, each of which is something.
+/// Asserts that there are figures of these names, and no others, each above zero.
 fn assert_figures(figures: &serde_json::Map<String, serde_json::Value>, names: &[&str]) {
     assert_eq!(figures.len(), names.len(), "{figures:?}");
     for name in names {
@@ -97,7 +97,7 @@ fn assert_figures(figures: &serde_json::Map<String, serde_json::Value>, names: &
 #[test]
 fn what_idle_volumes_cost_is_measured() {
     let (mut cases, table) = cases(&["--only", "idle", "--volumes", "2", "--idle-seconds", "1"]);
-    // So few may use less in so short a time than is counted.
+    // Few volumes in a short time may use less than the unit of the count.
     let cpu = cases.remove("idle-2-volumes-cpu").expect("no CPU time");
     assert!(cpu["quoin"].as_f64().is_some_and(|cpu| (0.0..10_000.0).contains(&cpu)), "{cpu}");
     assert_figures(&cases, &["idle-2-volumes-memory-pool", "idle-2-volumes-memory-target"]);
@@ -140,7 +140,7 @@ fn rebuilds_whole_and_in_part_are_measured_and_what_one_takes_from_io() {
         "mixed-io-during-rebuild-p99",
     ];
     assert_figures(&cases, &names);
-    // What changed, and little of the rest.
+    // The changed data, and little of the rest.
     let moved_mib = cases["delta-rebuild-moved"]["quoin"].as_f64().unwrap();
     assert!((7.9..20.0).contains(&moved_mib), "{moved_mib} MiB for 8 that changed");
     assert!(names.iter().all(|name| table.contains(name)), "{table}");

@@ -1,5 +1,5 @@
-//! Peers that flood what they reach, never take what they asked for, or hold connections for
-//! nothing: what they cost of memory and descriptors is limited, and the volume goes on.
+//! Peers that flood what they reach, never read their answers, or hold connections idle: their cost
+//! in memory and descriptors is limited, and the volume continues.
 
 use crate::common;
 
@@ -14,11 +14,11 @@ use common::{Cluster, Place, eventually, free_port, signal};
 const MIB: u64 = 1 << 20;
 const READ: u16 = 0;
 const WRITE: u16 = 1;
-/// A request of this length each.
+/// Length of each request.
 const LENGTH: u32 = 1 << 20;
 const VOLUME_MIB: u64 = 64;
 
-/// Kilobytes of a line of `/proc/PID/status`, as bytes.
+/// Returns a line of `/proc/PID/status` in kilobytes, as bytes.
 fn memory(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
@@ -29,14 +29,14 @@ fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
-/// A client of the block protocol that sends what it likes.
+/// A client of the block protocol that sends anything.
 struct Raw {
     stream: UnixStream,
     cookie: u64,
 }
 
 impl Raw {
-    /// Past the negotiation, with the shortest words that there are for it.
+    /// Connects and completes the negotiation in its shortest form.
     fn connect(socket: &Path) -> Self {
         let mut stream = UnixStream::connect(socket).unwrap();
         stream.read_exact(&mut [0; 18]).unwrap();
@@ -48,7 +48,8 @@ impl Raw {
         Self { stream, cookie: 0 }
     }
 
-    /// Sends one request; false if it is not taken for a while, as nothing before it is answered.
+    /// Sends one request; false if it is not accepted for a while, as nothing before it is
+    /// answered.
     fn send(&mut self, kind: u16, offset: u64, data: &[u8]) -> bool {
         self.cookie += 1;
         let mut request = 0x2560_9513u32.to_be_bytes().to_vec();
@@ -80,7 +81,7 @@ impl Raw {
 struct World {
     cluster: Cluster,
     socket: std::path::PathBuf,
-    /// Of every role, the consoles.
+    /// Consoles of every role.
     consoles: Vec<String>,
 }
 
@@ -117,7 +118,7 @@ fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_b
     let target = cluster.process("target").pid();
     let before = memory(target);
 
-    // A replica that hangs: what it lacks is not kept for it without end.
+    // A replica that hangs: the entries that it lacks are not kept for it without bound.
     let pools: Vec<u32> = ["p1", "p2", "p3"].map(|name| cluster.process(name).pid()).to_vec();
     signal(pools[0], "STOP");
     (0..8).for_each(|_| fill(&socket));
@@ -125,7 +126,7 @@ fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_b
     println!("{} MiB for a replica that lacks {} MiB", held / MIB, 8 * VOLUME_MIB);
     assert!(held < 256 * MIB, "{held} bytes");
 
-    // And without a quorum writes wait with their writer.
+    // Without a quorum writes wait with their writer.
     signal(pools[1], "STOP");
     let before = memory(target);
     let mut writer = Raw::connect(&socket);
@@ -138,7 +139,7 @@ fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_b
     writer.answered(sent as u64);
     fill(&socket);
 
-    // Readers who never read: 4 GiB are asked for by each, unless nobody listens to them.
+    // Readers that never read: each requests 4 GiB, unless the server stops reading from it.
     let mut greedy: Vec<Raw> = (0..16).map(|_| Raw::connect(&socket)).collect();
     let before = memory(target);
     for client in &mut greedy {
@@ -148,11 +149,11 @@ fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_b
     let held = memory(target).saturating_sub(before);
     println!("{} MiB for {} clients that read no answers", held / MIB, greedy.len());
     assert!(held < 400 * MIB, "{held} bytes");
-    // Nobody else is held up by them.
+    // No other client is delayed by them.
     fill(&socket);
 }
 
-/// What connects and means nothing: silence, noise, halves of other protocols.
+/// Opens connections without purpose: silence, noise, parts of other protocols.
 fn flood(address: &str, connections: usize) -> Vec<TcpStream> {
     let greetings: [&[u8]; 5] = [
         b"",
@@ -164,7 +165,7 @@ fn flood(address: &str, connections: usize) -> Vec<TcpStream> {
     let connect = |n: usize| {
         let mut stream = TcpStream::connect(address).ok()?;
         stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
-        // It may have been closed at once.
+        // The connection may have been closed at once.
         let _ = stream.write_all(greetings[n % greetings.len()]);
         Some(stream)
     };
@@ -191,7 +192,7 @@ fn hundreds_of_connections_cost_few_descriptors_and_little_memory_and_the_volume
         let more = descriptors(*pid).saturating_sub(files);
         let grown = memory(*pid).saturating_sub(bytes);
         println!("{name}: {more} descriptors and {} MiB more", grown / MIB);
-        // Two ports at most, of which each has places for some.
+        // At most two ports, each with a bounded number of places.
         assert!(more < 400 && grown < 64 * MIB, "{name}: {more} descriptors, {grown} bytes");
     }
     fill(&socket);
@@ -202,7 +203,7 @@ fn hundreds_of_connections_cost_few_descriptors_and_little_memory_and_the_volume
             (descriptors(*pid) < files + 16).then_some(())
         });
     }
-    // And everybody is answered again.
+    // All clients are answered again.
     for (name, address) in &ports[4..] {
         eventually(&format!("the console of {name} answers"), || {
             let mut stream = TcpStream::connect(address).ok()?;

@@ -1,4 +1,4 @@
-//! Pools that run full, on real processes: what waits, what is refused, what goes on.
+//! Pools that run full, on real processes: waiting, refused and continuing IO.
 
 use crate::support;
 
@@ -16,10 +16,10 @@ const ENOSPC: u32 = 28;
 const FLAGS: [&str; 3] = ["--no-attach", "--pool-size", "256MiB"];
 const PART: u64 = 64;
 const PARTS: u64 = 720;
-/// What another volume takes of the pools.
+/// Parts of the pools that another volume takes.
 const BALLAST_PARTS: u64 = 480;
 
-/// Two volumes, one of them written.
+/// Makes two volumes, one of them written.
 fn prepare(dev: &Dev, flags: &[&str]) -> Client {
     let size = ["--size", "180MiB", "--replicas", "3"];
     dev.ok(&[&["volume", "create", "db"][..], &size, flags].concat());
@@ -35,7 +35,7 @@ fn prepare(dev: &Dev, flags: &[&str]) -> Client {
     client
 }
 
-/// The events of replicas that were dropped.
+/// Returns the events of replicas that were dropped.
 fn drops(dev: &Dev) -> Vec<String> {
     let events = dev.ok(&["events"]);
     events.lines().filter(|e| e.contains("ReplicaDropped")).map(str::to_owned).collect()
@@ -80,7 +80,7 @@ fn with_enospc_writes_are_refused_while_full_and_taken_again_after_a_trim() {
     assert_eq!(refusal, RequestError::Refused(ENOSPC), "after {written} parts");
     assert!(written * PART * BLOCK > 30 << 20, "refused after {written} parts only");
     assert_eq!(write(&client, PARTS - 1, 2), Err(RequestError::Refused(ENOSPC)));
-    // Acknowledged stays, refused never was, reads, flushes and trims go on.
+    // Acknowledged data stays, refused data never was; reads, flushes and trims continue.
     (0..written).step_by(37).for_each(|part| check(&client, part, 1));
     check(&client, PARTS - 1, 0);
     client.flush().unwrap();
@@ -150,11 +150,11 @@ fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_th
     let client = dev.client("db");
     dev.wait_for_volume("db", "online", is_online);
     write(&client, 0, 1).unwrap();
-    // Others fill it up to the last byte.
+    // Other files fill it up to the last byte.
     let zeroes = vec![0; 1 << 20];
     let mut file = std::fs::File::create(&filler).unwrap();
     while std::io::Write::write_all(&mut file, &zeroes).is_ok() {}
-    // All of them: what is written before two have told the target is on its way, and waits for room.
+    // All pools: a write before two have reported to the target is on its way, and waits for space.
     dev.eventually("the pools say why they take no more", || {
         let pools = dev.json(&["pool", "list"]);
         let says = |pool: &serde_json::Value| {
@@ -193,7 +193,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily: a failed test's processes may have it in use still.
+        // A lazy unmount: a failed test's processes may still use it.
         let _ = std::process::Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }

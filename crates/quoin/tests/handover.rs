@@ -1,4 +1,4 @@
-//! The attach process dies, or makes room for its next version, below a mounted file system under
+//! The attach process dies, or is replaced by its next version, below a mounted file system under
 //! load: IO pauses and no application sees an error. Needs root, /dev/fuse and loop devices.
 
 use crate::common;
@@ -26,7 +26,7 @@ fn possible() -> bool {
     is_root() && devices && is_new
 }
 
-/// Ends a process by a signal, and waits for the one that follows.
+/// Ends a process by a signal, and waits for its successor.
 fn end(dev: &Dev, name: &str, by: &str) {
     let old = eventually("it runs", || dev.pid(name));
     signal(old, by);
@@ -46,8 +46,8 @@ fn mounted(scratch: &Scratch, device: &str) -> PathBuf {
     mount
 }
 
-/// Tried again: a process that another test has just forked has this one's files open until it
-/// becomes its program.
+/// Unmounts, with retries: a process that another test has just forked has this one's files open
+/// until it becomes its program.
 fn unmount(mount: &Path) {
     eventually("it can be unmounted", || {
         let status = std::process::Command::new("umount").arg(mount).status().unwrap();
@@ -102,7 +102,7 @@ impl Load {
         let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (path, stopped, counted) = (directory.join(name), stop.clone(), done.clone());
         let thread = std::thread::spawn(move || {
-            // Around the page cache, so that what is read was read from the volume.
+            // The page cache is bypassed, so that reads come from the volume.
             let direct = std::fs::OpenOptions::new()
                 .read(true)
                 .write(true)
@@ -147,7 +147,7 @@ impl Load {
         Self { stop, done, thread }
     }
 
-    /// Waits until the application has got on by as much.
+    /// Waits until the application has completed so many more rounds.
     fn goes_on(&self, rounds: u64) {
         let from = self.done.load(Ordering::Relaxed);
         eventually("IO goes on", || {
@@ -184,8 +184,8 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
         load.goes_on(8);
         println!("killed, and on after {:?}", began.elapsed());
     }
-    // The holder may die too, as long as the two do not die together.
-    // Said at each connection, so that the one after the kill is what is waited for.
+    // The holder may die too, as long as the two do not die together. The message is printed at
+    // each connection, so the wait is for the one after the kill.
     let times_given = || dev.log("attach").matches("the holder is here").count();
     let before = times_given();
     kill(&dev, "attach-holder");
@@ -193,7 +193,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     load.goes_on(8);
     kill(&dev, "attach");
     load.goes_on(8);
-    // And the target below it, at the same time.
+    // The target below it dies at the same time.
     signal(dev.pid("target").unwrap(), "KILL");
     kill(&dev, "attach");
     load.goes_on(8);
@@ -203,7 +203,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
         other.end();
     }
 
-    // What was taken over is used and ended like any other.
+    // Adopted devices are used and ended like any other.
     let same = dev.device("db");
     assert_eq!(same, device);
     dev.ok(&["volume", "resize", "db", "--size", "384MiB"]);
@@ -234,11 +234,11 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
     let loads = ["a", "b", "c", "d"].map(|name| Load::start(&mount, name));
     loads[0].goes_on(8);
     for kill in 0..KILLS {
-        // Killed when it is dropped.
+        // The drop kills it.
         drop(attach);
         attach = attaching.process("attach", &[]);
         let mixed = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        // Every other one when it serves already: messages are on their way then.
+        // Every second kill comes while it serves already: messages are on their way then.
         if kill % 2 == 0 {
             loads[0].goes_on(1);
             std::thread::sleep(Duration::from_micros(mixed >> 52));

@@ -1,9 +1,9 @@
-//! A pool with replicas of many volumes is lost for good, as `quoin bench --only heal` does it with
-//! two hundred of them.
+//! Permanent loss of a pool with replicas of many volumes, as `quoin bench --only heal` measures it
+//! with two hundred of them.
 
 use std::process::{Command, Stdio};
 
-/// The benchmark itself fails where a volume is not whole in time or not what was written.
+/// The benchmark itself fails where a volume is not whole in time or has wrong content.
 #[test]
 fn a_lost_pool_is_healed_in_all_volumes_with_a_bounded_number_of_records_written() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `/metrics` and `/healthz` of every role of a running cluster: true, and with a reason.
+//! `/metrics` and `/healthz` of every role of a running cluster: correct, and with a reason.
 
 use crate::common;
 
@@ -8,7 +8,7 @@ use std::net::TcpStream;
 
 use common::{Cluster, Place, Scratch, eventually, free_port, signal};
 
-/// The code and the body.
+/// Returns the code and the body.
 fn get(address: &str, path: &str) -> Option<(u16, String)> {
     let mut stream = TcpStream::connect(address).ok()?;
     write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
@@ -20,7 +20,7 @@ fn get(address: &str, path: &str) -> Option<(u16, String)> {
 
 fn health(address: &str) -> Option<(u16, serde_json::Value)> {
     let (code, body) = get(address, "/healthz")?;
-    // The body may come in chunks, each below its length.
+    // The body may arrive in chunks, each below its length.
     let json = &body[body.find('{')?..=body.rfind('}')?];
     Some((code, serde_json::from_str(json).ok()?))
 }
@@ -136,19 +136,19 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
     }
     every_alert_is_on_metrics_that_there_are(&shown);
 
-    // Without a majority IO waits, and the target says which volume and for what.
+    // Without a majority IO waits, and the target reports the volume and the reason.
     for pool in ["p2", "p3"] {
         signal(cluster.process(pool).pid(), "KILL");
     }
     let reason = wait_for_health(target, "the target is unwell", 503);
     assert!(reason.contains("volume db") && reason.contains("waits"), "{reason}");
-    // Without the controller nobody opens anything; those who need it say so.
+    // Without the controller no volume is opened; the roles that need it report that.
     signal(cluster.process("controller").pid(), "KILL");
     for (name, address) in [("pool", &pools[0]), ("node", node)] {
         let what = format!("the {name} misses the controller");
         assert!(wait_for_health(address, &what, 503).contains("controller: "));
     }
-    // A target that is started anew meanwhile does not know its volumes: their IO waits for it.
+    // A target that is restarted meanwhile does not know its volumes: their IO waits for it.
     signal(cluster.process("target").pid(), "KILL");
     let mut again: Vec<String> =
         ["target", "--name", "n1", "--http", target.as_str()].map(Into::into).into();
@@ -161,7 +161,7 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
     });
 }
 
-/// The example of alert rules, against what all roles show.
+/// Compares the example of alert rules with the metrics of all roles.
 fn every_alert_is_on_metrics_that_there_are(shown: &str) {
     let is_of_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
     let there: BTreeSet<&str> =

@@ -1,11 +1,12 @@
-//! The page on hosts as a person follows it, on machines with a network and a root file system of
+//! The page on hosts as a user follows it, on machines with a network and a root file system of
 //! their own: from nothing to a volume that was moved off a lost host, and the return of that host.
 //!
-//! A block that is fenced as `console` is run. In it a line `root@HOST:~# COMMAND` is a command on that
-//! host, and the lines below it are its output. Words behind `console` are the hosts that the block is
-//! run for, one after the other, with the name of the first one replaced. `TOKEN` is the token that was
-//! printed last, and a block device is the one that was printed where the page shows it. A file that is
-//! shown by `cat` before it is there is made of what is shown. `systemctl` and `scp` are the test's.
+//! A block that is fenced as `console` is run. In it a line `root@HOST:~# COMMAND` is a command on
+//! that host, and the lines below it are its output. Words behind `console` are the hosts that the
+//! block is run for, one after the other, with the name of the first one replaced. `TOKEN` is the
+//! token that was printed last, and a block device is the one that was printed where the page shows
+//! it. A file that is shown by `cat` before it exists is made from the shown text. `systemctl` and
+//! `scp` are the test's.
 
 use crate::common;
 use crate::machines;
@@ -31,7 +32,7 @@ struct Step {
     line: usize,
 }
 
-/// All commands of the page, in order.
+/// Returns all commands of the page, in order.
 fn steps(page: &str) -> Vec<Step> {
     let mut all = Vec::new();
     let mut block: Option<(Vec<String>, Vec<Step>)> = None;
@@ -59,12 +60,12 @@ fn steps(page: &str) -> Vec<Step> {
     all
 }
 
-/// `root@HOST:~# COMMAND`
+/// Parses `root@HOST:~# COMMAND`.
 fn command(line: &str) -> Option<(&str, &str)> {
     line.strip_prefix("root@")?.split_once(":~# ")
 }
 
-/// A block once for each host that it is for.
+/// Repeats a block for each host of its list.
 fn repeated(hosts: &[String], steps: &[Step]) -> Vec<Step> {
     let Some(first) = hosts.first() else { return steps.to_vec() };
     let of = |host: &String| {
@@ -82,7 +83,7 @@ fn repeated(hosts: &[String], steps: &[Step]) -> Vec<Step> {
     hosts.iter().flat_map(of).collect()
 }
 
-/// The hosts of the page, and what its commands printed so far.
+/// The hosts of the page, and the output of its commands so far.
 struct Site {
     machines: BTreeMap<String, Machine>,
     switch: Switch,
@@ -102,7 +103,8 @@ impl Site {
             switch.plug(&machine, number);
             machines.insert(machine.name.clone(), machine);
         }
-        // They use no volumes. The devices that they would see are those of the other machines.
+        // These machines use no volumes. The devices that they would see belong to the other
+        // machines.
         machines["h1"].hide_devices();
         machines["h4"].hide_devices();
         let (token, devices) = (String::new(), BTreeMap::new());
@@ -111,7 +113,7 @@ impl Site {
         site
     }
 
-    /// Lets the name of the controller lead to this address, on every host.
+    /// Sets the address of the controller's name, on every host.
     fn name_control(&self, address: &str) {
         let names: String = (1..=4).map(|n| format!("10.80.0.{n} h{n}\n")).collect();
         let table = format!("127.0.0.1 localhost\n{names}{address} control\n");
@@ -120,7 +122,7 @@ impl Site {
         }
     }
 
-    /// Runs a command as the page has it.
+    /// Runs a command of the page.
     fn follow(&mut self, step: &Step) {
         let Step { host, command, shows, line } = step;
         println!("{host}# {command}");
@@ -152,12 +154,12 @@ impl Site {
             return;
         }
         if command.starts_with("e2fsck -p") {
-            // By 1 it says that it corrected something, as what the journal holds.
+            // Exit code 1 means that it corrected something, such as replayed journal entries.
             let status = machine.run(&command).status;
             assert!(matches!(status.code(), Some(0 | 1)), "line {line}: {command}: {status}");
             return;
         }
-        // A person looks whether all are online before a command that needs them.
+        // A user checks whether all are online before a command that needs them.
         let machine = &self.machines[host];
         let mut said = String::new();
         let printed = eventually(&format!("line {line}: {command}"), || {
@@ -188,7 +190,7 @@ fn block(index: u64, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Writes a file block by block, with an fsync after each, and keeps which ones are acknowledged.
+/// Writes a file block by block, with an fsync after each, and records which ones are acknowledged.
 struct Writer {
     acknowledged: Arc<Mutex<BTreeMap<u64, u64>>>,
     count: Arc<AtomicU64>,
@@ -229,7 +231,7 @@ impl Writer {
     }
 }
 
-/// Every block that was acknowledged is there, in that version or a later one.
+/// Asserts that every acknowledged block is there, in that version or a later one.
 fn verify(path: &Path, acknowledged: &BTreeMap<u64, u64>) {
     let mut bytes = Vec::new();
     File::open(path).unwrap().read_to_end(&mut bytes).unwrap();
@@ -266,7 +268,7 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     let acknowledged = first.acknowledged();
     verify(&db(&site, "h3"), &acknowledged);
 
-    // The next one writes other versions of the same blocks, under the eyes of the former one.
+    // The next one writes other versions of the same blocks, while the former one still runs.
     let second = Writer::start(db(&site, "h3"), 1_000_000);
     second.wait_for_writes(50);
     site.switch.link(&site.machines["h2"], "up");
@@ -282,7 +284,7 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     eventually("the former writer ended", || first.thread.is_finished().then_some(()));
     assert!(first.thread.join().unwrap().is_err(), "the former host's writes ended well");
 
-    // The backup is older than the volume. Its writer goes on all the time.
+    // The backup is older than the volume. Its writer continues all the time.
     site.switch.link(&site.machines["h1"], "down");
     site.machines.get_mut("h1").unwrap().crash();
     let count = second.count.load(Ordering::Relaxed);

@@ -1,8 +1,8 @@
-//! The known list and the factors from the records to a running target and back: what a target
-//! goes by after its start and while it runs, and what becomes of a change whose answer is lost.
+//! The known list and the factors from the records to a running target and back: the ones that a
+//! target uses after its start and while it runs, and the result of a change whose answer is lost.
 //!
-//! The configuration of a target is what the controller assigns to it; the push of a changed
-//! assignment and the answered request for a new list are its two ways on the control connection.
+//! The configuration of a target is the controller's assignment; the push of a changed assignment
+//! and the answered request for a new list are its two ways on the control connection.
 
 use crate::support;
 
@@ -17,7 +17,7 @@ use support::{Dev, block, signal};
 
 const BLOCK: u64 = 4096;
 const POOLS: [&str; 5] = ["pool-a", "pool-b", "pool-c", "pool-d", "pool-e"];
-/// Beyond what a load writes.
+/// First block beyond those of a load.
 const BEYOND: u64 = 2500;
 
 const FIVE: [&str; 5] = ["volume", "scale", "db", "--replicas", "5"];
@@ -26,7 +26,7 @@ fn in_sync(dev: &Dev) -> Option<u64> {
     connected_as(&ask_target(dev, "/metrics")?, "in_sync")
 }
 
-/// Waits until the target says that IO waits for this.
+/// Waits until the target reports that IO waits for this.
 fn waits_for(dev: &Dev, what: &str) {
     let mut said = String::new();
     dev.eventually(what, || {
@@ -46,7 +46,7 @@ fn go_on(pids: &[i64]) {
     pids.iter().for_each(|pid| signal(pid, "CONT"));
 }
 
-/// A write that the volume is to hold back: asked for, and read by the same client later.
+/// A write that the volume is to hold back: sent now, and read by the same client later.
 struct Held {
     version: u64,
     writing: std::thread::JoinHandle<Client>,
@@ -73,7 +73,7 @@ impl Held {
     }
 }
 
-/// The replicas as the records have them, newcomers included: pool, id, GUID, known, quorum.
+/// Returns the replicas in the records, newcomers included: pool, id, GUID, known, quorum.
 fn replicas(dev: &Dev) -> Vec<(String, String, String, bool, bool)> {
     let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
     let replicas = dev.json(&["replica", "list", "db"]);
@@ -84,7 +84,7 @@ fn replicas(dev: &Dev) -> Vec<(String, String, String, bool, bool)> {
     replicas.as_array().unwrap().iter().map(one).collect()
 }
 
-/// What a pool holds, read with nothing of Quoin running: the pool, ids and GUIDs.
+/// Reads a pool with nothing of Quoin running; returns the pool, ids and GUIDs.
 fn inspect(pool: &str, file: &Path) -> Vec<(String, String, String)> {
     let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(["pool", "inspect", "-o", "json"])
@@ -98,12 +98,12 @@ fn inspect(pool: &str, file: &Path) -> Vec<(String, String, String)> {
     replicas.map(|r| (pool.to_owned(), text(r, "id"), text(r, "guid"))).collect()
 }
 
-/// Begins a change that makes so many newcomers, up to where they hold both rules and the controller
-/// is asked, which is stopped: the pids of target and controller.
+/// Begins a change that makes so many newcomers, up to where they hold both rules and the request
+/// reaches the controller, which is stopped. Returns the pids of target and controller.
 fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64, i64) {
     let (target, controller) = (dev.pid("target").unwrap(), dev.pid("controller").unwrap());
     let before = known(dev).len();
-    // What the target said before a change of long ago is no sign of this one.
+    // An earlier report of the target proves nothing about this change.
     dev.eventually("the known ones are in sync", || (in_sync(dev)? == before as u64).then_some(()));
     signal(target, "STOP");
     dev.ok(change);
@@ -126,7 +126,7 @@ fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64
 #[test]
 fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start() {
     let (scratch, dev) = cluster("start", "5");
-    // Four, of which two are enough for a write: to begin, RF - CF + 1 = 3 are needed.
+    // Four replicas, of which two are enough for a write: to begin, RF - CF + 1 = 3 are needed.
     dev.ok(&[
         "volume",
         "create",
@@ -145,13 +145,13 @@ fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start()
     let client = dev.client("db");
     let before = known(&dev);
     let held: Vec<&str> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
-    // Target and controller start anew while two of the four are away.
+    // Target and controller restart while two of the four are away.
     let away = stop(&dev, &held[..2]);
     for part in ["controller", "target"] {
         dev.kill(part);
     }
     waits_for(&dev, "2 of 4 known answered, 3 are needed to open");
-    // The third is the last that RF asks for, and CF two after that.
+    // The third is the last that RF requires, and CF two after that.
     go_on(&away[1..]);
     dev.eventually("three are in sync", || (in_sync(&dev)? == 3).then_some(()));
     load.goes_on(&dev, 100);
@@ -166,7 +166,7 @@ fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start()
     write.acknowledged(&dev).stop();
     dev.wait_for_volume("db", "whole", whole);
     assert_eq!(known(&dev), before, "a restart changes nobody's list");
-    // Asked for while the target does not hear: the next one knows it from its start.
+    // Requested while the target does not receive: its successor has it from its start.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "5", "--consistency-factor", "0"]);
@@ -188,7 +188,7 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
     let load = volume(&dev, "3");
     dev.wait_for_volume("db", "whole", whole);
     let before = known(&dev);
-    // Nobody fills what is made now: a fourth, and one whose pool has lost all.
+    // No target fills the replicas that are made now: a fourth, and one whose pool has lost all.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
@@ -223,7 +223,7 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
     assert_eq!(after, expected);
     load.goes_on(&dev, 100);
 
-    // A running target is told of a fifth: no restart, no new epoch, and IO never waits.
+    // A running target receives a fifth: no restart, no new epoch, and IO never waits.
     let epoch = dev.json(&["volume", "get", "db"])["epoch"].clone();
     let waited = events(&dev, "Waiting").len();
     dev.ok(&["volume", "scale", "db", "--replicas", "5"]);
@@ -343,7 +343,7 @@ fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_al
     let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let alarms: Vec<_> = told.iter().filter(|e| e["reason"] == "TooManyReplicas").collect();
     assert!(alarms.iter().all(|e| e["severity"] == "Warning"), "{alarms:?}");
-    // Once the other one has left there is room for it.
+    // Once the other one has left there is a place for it.
     dev.wait_for_volume("db", "exchanged", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
     let after = known(&dev);
     assert!(after.iter().any(|(_, id, _)| new["id"] == **id), "{after:?}");
@@ -364,7 +364,7 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
     let before = known(&dev);
     let pools: Vec<&str> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
     let to = POOLS.into_iter().find(|pool| !pools.contains(pool)).unwrap();
-    // Both hold everything, and the one may rule alone soon.
+    // Both hold everything, and the new one may rule alone soon.
     let (target, controller) =
         unanswered(&dev, &load, &["replica", "move", "db", pools[0], "--to", to], 1);
     let others = stop(&dev, &pools[1..]);
@@ -378,7 +378,7 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
     let after = known(&dev);
     let of_the_id: Vec<_> = after.iter().filter(|(_, id, _)| *id == before[0].1).collect();
     assert!(of_the_id.len() == 1 && of_the_id[0].0 == to, "{after:?}");
-    // It connects anew, in place of its own session.
+    // The newcomer connects anew and replaces its own session.
     for _ in 0..3 {
         dev.kill(to);
         dev.eventually("all are in sync", || {
@@ -393,7 +393,7 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
     end(&scratch, dev, load, 3);
 }
 
-/// A list that a target tells: the factors, and pool, id and GUID of each entry.
+/// Returns a list that a target reports: the factors, and pool, id and GUID of each entry.
 fn told(list: &Value) -> ([u64; 3], Vec<(String, String, String)>) {
     let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
     let entry = |e: &Value| (text(e, "pool"), text(e, "replicaId"), text(e, "replicaGuid"));
@@ -416,7 +416,7 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     load.goes_on(&dev, 100);
     dev.wait_for_volume("db", "whole", whole);
     let three = ([3, 2, 3], known(&dev));
-    // It may not have told anything yet, which is an error.
+    // The target may have reported nothing yet, which is an error.
     let telling = || {
         let output = dev.quoin(&[&CONFIG[..], &["-o", "json"]].concat());
         serde_json::from_slice::<Value>(&output.stdout).ok()
@@ -428,7 +428,7 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     assert_eq!(shown["epoch"], dev.json(&["volume", "get", "db"])["epoch"]);
     assert!(shown.get("askedFor").is_none(), "{shown}");
 
-    // Asked for while the target does not hear: both are shown.
+    // Requested while the target does not receive: both are shown.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&FIVE);
@@ -455,7 +455,7 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     assert_eq!(text.matches("since its start").count(), 2, "{text}");
     assert!(dev.ok(&[&CONFIG[..], &["-o", "yaml"]].concat()).contains("replicationFactor: 5"));
 
-    // The next one begins with what the records have now.
+    // Its successor begins with the present records.
     dev.kill("target");
     let shown = dev.eventually("it is told anew", || {
         telling().filter(|shown| told(&shown["atStart"]).0 == [5, 3, 5])
@@ -481,7 +481,7 @@ fn a_first_replica_is_known_before_it_has_the_data_and_one_made_later_only_after
     go_on(&away);
     dev.wait_for_volume("db", "whole", whole);
     assert_eq!(replicas(&dev), first);
-    // The list has been complete: what is made in its place is not known before it is rebuilt.
+    // The list has been complete: its replacement is not known before it is rebuilt.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     let (pool, id, guid, ..) = &first[2];

@@ -1,11 +1,11 @@
-//! What processes ask of the system at their start.
+//! Limits that processes request of the system at their start.
 
 use crate::common;
 
 use common::{Cluster, Place, eventually};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Soft and hard limit of open files, as the kernel shows them.
+/// Returns soft and hard limit of open files, as the kernel shows them.
 fn open_files(pid: u32) -> Option<(String, String)> {
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
@@ -16,7 +16,7 @@ fn open_files(pid: u32) -> Option<(String, String)> {
 /// Systems start processes with a soft limit of 1024, which is some 200 volumes for a target.
 #[test]
 fn every_role_may_open_as_many_files_as_the_hard_limit_says() {
-    // What this process starts inherits it.
+    // Children of this process inherit it.
     let inherited = Rlimit { current: Some(256), ..getrlimit(Resource::Nofile) };
     setrlimit(Resource::Nofile, inherited).unwrap();
     let mut cluster = Cluster::start("limits", &Place::here(), &[]);

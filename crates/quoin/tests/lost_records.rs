@@ -1,5 +1,5 @@
-//! The controller's records are lost, or an old copy of them comes back, under volumes with data;
-//! and the last copy of a volume, with and without the system.
+//! Lost records of the controller, or an old copy of them, under volumes with data; and the last
+//! copy of a volume, with and without the system.
 
 use crate::common;
 
@@ -22,7 +22,7 @@ use serde_json::Value;
 const SIZE: u64 = 1 << 20;
 const PIECE: u64 = 64 << 10;
 
-/// Every block of a volume says whose it is, where, and in which round it was written.
+/// Returns the content of a volume; every block has its volume, its position and its round.
 fn content(seed: u64, round: u64) -> Vec<u8> {
     let mut all = vec![0; SIZE as usize];
     for (lba, block) in all.chunks_mut(4096).enumerate() {
@@ -87,7 +87,8 @@ fn create(cluster: &Cluster, volume: &str, replicas: &str) {
     cluster.ok(&["volume", "create", volume, "--size", &size, "--replicas", replicas]);
 }
 
-/// Pools, ids and GUIDs of the known replicas of every volume, with the membership's version.
+/// Returns pools, ids and GUIDs of the known replicas of every volume, with the membership's
+/// version.
 fn memberships(cluster: &Cluster) -> BTreeMap<String, (u64, Vec<[String; 3]>)> {
     let volumes = cluster.json(&["volume", "list"]);
     let membership = |volume: &Value| {
@@ -104,7 +105,7 @@ fn memberships(cluster: &Cluster) -> BTreeMap<String, (u64, Vec<[String; 3]>)> {
 }
 
 fn kill(cluster: &mut Cluster, name: &str) {
-    // Killed when it is dropped.
+    // The drop kills it.
     cluster.processes.retain(|process| process.name != name);
 }
 
@@ -121,7 +122,7 @@ fn start_controller(cluster: &mut Cluster) {
     });
 }
 
-/// A pool that has joined before.
+/// Starts a pool that has joined before.
 fn start_pool(cluster: &mut Cluster, name: &str) {
     let mut arguments: Vec<String> =
         ["pool", "run", "--name", name, "--node", name].map(String::from).to_vec();
@@ -145,7 +146,7 @@ fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     said
 }
 
-/// What `recover` found of each volume.
+/// Returns the findings of `recover` for each volume.
 fn outcomes(found: &Value) -> BTreeMap<String, String> {
     let volumes = found["volumes"].as_array().unwrap().iter();
     let text = |value: &Value| value.as_str().unwrap().to_owned();
@@ -200,7 +201,7 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     let said = cluster.ok(&["controller", "init", "--state", &state]);
     assert!(said.contains("they were lost") && said.contains("quoin controller recover"), "{said}");
     start_controller(&mut cluster);
-    // Nothing is ruled by records that know nothing, and nobody is told that volumes are not there.
+    // Records that know nothing give no orders, and no caller is told that volumes do not exist.
     for command in [
         &["volume", "list"][..],
         &["volume", "get", "v00"],
@@ -227,7 +228,7 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     let done = cluster.json(&["controller", "recover"]);
     assert_eq!((&done["done"], outcomes(&done)), (&Value::Bool(true), all));
     assert_eq!(memberships(&cluster), before, "pools, ids, GUIDs and versions are as they were");
-    // What was served has been served on, by the same opening of the same target.
+    // Served volumes stayed served, by the same opening of the same target.
     for (seed, client) in &attached {
         verify(client, *seed, 2);
         write(client, *seed, 3);
@@ -242,7 +243,7 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     for (seed, client) in attached {
         let name = &names[seed as usize];
         wait_for_online(&cluster, name);
-        // And opened anew.
+        // They can be opened anew.
         detach(&cluster, name, client);
         let client = attach(&cluster, name);
         verify(&client, seed, 3);
@@ -252,7 +253,7 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     assert!(outcomes(&again).values().all(|outcome| outcome == "as-recorded"), "{again}");
 }
 
-/// A volume that nobody uses is as online as one can be told.
+/// Waits until an unused volume is as online as it can be reported.
 fn wait_for_online_or_detached(cluster: &Cluster, volume: &str) {
     cluster.wait_for_volume(volume, "whole", |v| {
         v["replicas"].as_array().unwrap().iter().all(|r| r["quorum"] == true)
@@ -298,7 +299,7 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     write(&served, 4, 2);
     let before = memberships(&cluster);
 
-    // Restored only where nobody is harmed by it, and whole or not at all.
+    // A restore happens only where it does no harm, and whole or not at all.
     let restore = ["controller", "restore", &file, "--state", &state];
     assert!(refused(&cluster, &restore).contains("--replace"));
     let replacing: Vec<_> = restore.iter().copied().chain(["--replace"]).collect();
@@ -366,15 +367,15 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     }
     let replicas = cluster.json(&["replica", "list", "moved"]);
     assert!(replicas.as_array().unwrap().iter().all(|r| r["guid"] != retired.as_str()));
-    // Its name is free, and what comes under it is another volume.
+    // Its name is free, and a volume that gets it is another one.
     create(&cluster, "deleted", "3");
     let client = attach(&cluster, "deleted");
     assert!(client.read(0, PIECE as u32).unwrap().iter().all(|byte| *byte == 0));
     client.stop();
 }
 
-/// Writes a replica as one lies there that was made before there were known lists: it counts, has
-/// data, and has heard of no membership.
+/// Writes a replica in the form from before there were known lists: it counts, has data, and knows
+/// no membership.
 fn plant(data: &Path, identity: ReplicaIdentity, blocks: &[Vec<u8>]) {
     let disk = FileDisk::open(data).unwrap();
     let mut sync = quoin_store::Disk::syncer(&disk);
@@ -454,7 +455,7 @@ fn the_last_copy_becomes_the_volume_by_consent_and_is_exported_with_nothing_runn
     create(&cluster, "db", "3");
     let client = attach(&cluster, "db");
     write(&client, 1, 1);
-    // The last writes are everywhere before two of three pools burn down.
+    // The last writes are everywhere before two of three pools are lost.
     wait_for_online(&cluster, "db");
     write(&client, 1, 2);
     cluster.wait_for_volume("db", "equal everywhere", |v| {
@@ -526,9 +527,9 @@ fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_b
     start_controller(&mut cluster);
     let told = wait_for_event(&cluster, "RecordsBehind");
     assert!(told.contains("quoin controller recover"), "{told}");
-    // By that record one replica is enough; by what that one knows it is not.
+    // By that record one replica is enough; by that replica's own state it is not.
     let told = cluster.eventually("the target is told", || {
-        // Again: a second may be over before the controller has heard of it.
+        // Repeated: a second may pass before the controller has received the report.
         cluster.quoin(&["volume", "attach", "db", "--nbd", "--timeout", "1"]);
         event(&cluster, "ControlPlaneBehind")
     });

@@ -1,8 +1,8 @@
-//! Tests of real processes: everything that a user starts, run as a user does.
+//! Tests of real processes: everything that a user starts, run as by a user.
 //!
-//! They are one program, so that each of them waits beside the others, and not one file after the
-//! other. What they share stands in `common` (clusters and networks), `support` (harm to pools)
-//! and `machines` (hosts with a service manager).
+//! They are one program, so that all of them wait at the same time, and not one file after the
+//! other. Shared parts are in `common` (clusters and networks), `support` (faults of pools) and
+//! `machines` (hosts with a service manager).
 
 mod common;
 mod machines;

@@ -1,4 +1,4 @@
-//! Pools and nodes that join and leave by command line, and what they refuse.
+//! Pools and nodes that join and leave by command line, and their refusals.
 
 use crate::common;
 
@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use common::{Cluster, Place, eventually, have, is_root, skipped};
 
-/// A command that ends by itself; the cluster's processes are not waited for.
+/// Runs a command that ends by itself; the cluster's processes are not waited for.
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     let output = cluster.quoin(arguments);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -14,7 +14,7 @@ fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     said
 }
 
-/// `quoin pool run` with what every pool is given.
+/// Returns `quoin pool run` with the arguments of every pool.
 fn pool_run<'a>(
     cluster: &'a Cluster,
     state: &'a str,
@@ -114,18 +114,18 @@ fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_th
         cluster.ok(&["volume", "list"]).contains("no volumes").then_some(())
     });
 
-    // Its certificate is still valid, and lets it do nothing.
+    // Its certificate is still valid, and gives it no rights.
     let (state, data) = (cluster.path("p2"), cluster.path("p2-data"));
     let arguments = pool_run(&cluster, &state, &data, &["--name", "p2"]);
     let arguments = arguments.into_iter().map(String::from).collect();
     cluster.run(&place, "p2-again", arguments);
-    // It ends, with the reason and a status by which a supervisor leaves it.
+    // The pool ends, with the reason and a status after which a supervisor does not restart it.
     let status = eventually("it ends", || cluster.process("p2-again").ended());
     assert_eq!(status.code(), Some(78));
     assert!(cluster.log("p2-again").contains("was removed"));
     assert_eq!(cluster.json(&["pool", "list"]).as_array().unwrap().len(), 1);
 
-    // A controller that goes away is missed once, and its return is told.
+    // The loss of a controller is logged once, and its return is logged.
     let at = cluster.processes.iter().position(|process| process.name == "controller").unwrap();
     cluster.processes.remove(at).stop();
     for name in ["p1", "target"] {
@@ -176,7 +176,7 @@ fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
     let found = cluster.ok(&["pool", "inspect", &device.0]);
     assert!(found.contains("1.0 MiB"), "{found}");
     assert!(cluster.ok(&["pool", "check", &device.0]).contains("sound"));
-    // A second --format does not touch what is there.
+    // A second --format does not touch the present content.
     let arguments = pool_run(&cluster, &state, &device.0, &format[..3]);
     let arguments = arguments.into_iter().map(String::from).collect();
     cluster.run(&Place::here(), "p1", arguments);

@@ -1,6 +1,6 @@
 //! Several hosts: every part in a network namespace of its own, joined by tokens over real
 //! addresses. A cut link, certificates and tokens of every wrong kind, and a port scanner's garbage
-//! disturb nobody's IO. Needs root and iproute2.
+//! disturb no IO. Needs root and iproute2.
 
 use crate::common;
 
@@ -31,7 +31,7 @@ fn client(directory: &Path) -> Arc<rustls::ClientConfig> {
     identity.client_config(Expected::Role(Role::Node)).unwrap()
 }
 
-/// IO that never stops; it ends at the first error.
+/// Continuous IO; it ends at the first error.
 struct Io {
     stop: Arc<AtomicBool>,
     rounds: Arc<AtomicU64>,
@@ -101,7 +101,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
     io.goes_on("the first IO");
     cluster.wait_for_volume("db", "whole", |volume| in_sync(volume) == 3);
 
-    // One host is cut off: IO goes on with the others, and it catches up when it is back.
+    // One host is cut off: IO continues with the others, and it catches up when it is back.
     network.link(3, "down");
     io.goes_on("with one host cut off");
     cluster.wait_for_volume("db", "degraded", |volume| in_sync(volume) < 3);
@@ -113,7 +113,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
     wrong_tokens(&cluster);
     wrong_certificates(&cluster, &nbd);
     io.goes_on("after the strangers");
-    // Every TCP port that anything of the cluster listens on.
+    // Every TCP port that a part of the cluster listens on.
     let pools = cluster.json(&["pool", "list"]);
     let mut ports: Vec<String> = pools
         .as_array()
@@ -132,7 +132,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
         let process = &mut cluster.processes[index];
         assert!(process.is_alive(), "{} died of garbage", process.name);
         let (name, pid) = (process.name.clone(), process.pid());
-        // Handshakes that nobody ends have deadlines; then everything is given back.
+        // Handshakes without an end have deadlines; after them all resources are freed.
         eventually(&format!("{name} keeps no descriptor of a stranger"), || {
             (descriptors(pid) <= before + 4).then_some(())
         });
@@ -176,14 +176,14 @@ fn join(
 
 fn wrong_tokens(cluster: &Cluster) {
     let token = cluster.token("pool");
-    // A pool's token makes no node, and is not used up by the attempt.
+    // A pool's token makes no node, and the attempt does not use it up.
     let refused = join(cluster, &token, Role::Node, "n9", "as-node").unwrap_err();
     assert!(refused.contains("token") || refused.contains("pool"), "{refused}");
     join(cluster, &token, Role::Pool, "p9", "p9").unwrap();
     let again = join(cluster, &token, Role::Pool, "p10", "p10").unwrap_err();
     assert!(again.contains("used"), "{again}");
 
-    // One that ran out: the shortest that can be asked for is a second.
+    // An expired token: the shortest possible validity is a second.
     let expired = expiring_token(cluster);
     std::thread::sleep(Duration::from_millis(1_500));
     let late = join(cluster, &expired, Role::Pool, "p11", "p11").unwrap_err();
@@ -200,7 +200,7 @@ fn wrong_tokens(cluster: &Cluster) {
     assert!(join(cluster, &made, Role::Pool, "p12", "p12").is_err());
 }
 
-/// A token good for one second, asked for as `quoin token create` asks.
+/// Returns a token that is valid for one second, requested as `quoin token create` does.
 fn expiring_token(cluster: &Cluster) -> String {
     use quoin_api::control::CreateJoinTokenRequest;
     use quoin_api::control::cluster_client::ClusterClient;
@@ -213,7 +213,7 @@ fn expiring_token(cluster: &Cluster) -> String {
     })
 }
 
-/// What each wrong certificate gets at the controller, at a pool and at the NBD port.
+/// Checks the answer to each wrong certificate at the controller, at a pool and at the NBD port.
 fn wrong_certificates(cluster: &Cluster, nbd: &str) {
     let other = tempfile::tempdir().unwrap();
     let stranger = Authority::create(&other.path().join("ca"), Lifetimes::default()).unwrap();
@@ -239,7 +239,7 @@ fn wrong_certificates(cluster: &Cluster, nbd: &str) {
         assert!(refused.code() != tonic::Code::PermissionDenied, "{what} was heard: {refused}");
     }
     wrong_certificates_at_a_pool(cluster, other.path());
-    // A pool that calls itself a node: its certificate says what it is.
+    // A pool that calls itself a node: its certificate has its true role.
     let pool = Identity::load(&cluster.scratch.0.join("p1")).unwrap();
     let refused = acquire(cluster, &pool, "n1").unwrap_err();
     assert_eq!(refused.code(), tonic::Code::PermissionDenied, "{refused}");
@@ -249,7 +249,8 @@ fn wrong_certificates(cluster: &Cluster, nbd: &str) {
     assert!(refused.contains("pool p1"), "{refused}");
 }
 
-/// The same at a pool's data port: only the pool judges here, as these callers believe anybody.
+/// Checks the same at a pool's data port: only the pool verifies here, as these callers trust any
+/// server.
 fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
     let pools = cluster.json(&["pool", "list"]);
     let p1 = pools.as_array().unwrap().iter().find(|pool| pool["name"] == "p1").unwrap();
@@ -270,7 +271,7 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
         let session = SessionKey { epoch: Epoch(1), incarnation: Incarnation(1), nonce: 1 };
         dial("p1", address, &security, session, &hello).err().unwrap()
     };
-    // A node's own certificate is heard, and refused for want of a grant.
+    // A node's own certificate is accepted, and refused for lack of a grant.
     let heard = call(&cluster.scratch.0.join("node"));
     assert!(matches!(heard, EstablishError::Refused(_)), "{heard}");
     for name in ["n1", "expired"] {
@@ -284,7 +285,7 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
     eventually("the pool says whom it refused", || cluster.log("p1").contains(words).then_some(()));
 }
 
-/// A client with the certificate of this identity, to which every server is the right one.
+/// Returns a client with the certificate of this identity, which trusts every server.
 fn gullible(identity: &Path) -> Arc<rustls::ClientConfig> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let chain = CertificateDer::pem_file_iter(identity.join("cert.pem")).unwrap();
@@ -336,7 +337,7 @@ impl ServerCertVerifier for Anybody {
     }
 }
 
-/// Asks for the volume's epoch, which only the node that owns it may have.
+/// Requests the volume's epoch, which only the node that owns it may have.
 fn acquire(cluster: &Cluster, identity: &Identity, node: &str) -> Result<(), tonic::Status> {
     use quoin_api::control::AcquireEpochRequest;
     use quoin_api::control::agent_client::AgentClient;
@@ -355,7 +356,8 @@ fn acquire(cluster: &Cluster, identity: &Identity, node: &str) -> Result<(), ton
     })
 }
 
-/// What a port scanner sends: other protocols' greetings, noise, silence, connections cut at once.
+/// Sends what a port scanner does: other protocols' greetings, noise, silence, connections cut at
+/// once.
 fn scan(address: &str) {
     let greetings: [&[u8]; 7] = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -374,7 +376,7 @@ fn scan(address: &str) {
                 panic!("{address} does not listen any more")
             };
             stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
-            // The other side may have had enough of it at any moment.
+            // The other side may close the connection at any moment.
             let _ = stream.write_all(greeting);
             let bytes: Vec<u8> = (0..round * 512)
                 .map(|_| {

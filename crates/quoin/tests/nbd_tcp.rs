@@ -1,5 +1,5 @@
-//! Volumes over NBD on TCP: STARTTLS and client certificates, from real processes, with a client
-//! of our own and with those that others wrote.
+//! Volumes over NBD on TCP: STARTTLS and client certificates, from real processes, with a client of
+//! the tests' own and with foreign ones.
 
 use crate::common;
 
@@ -11,7 +11,7 @@ use common::nbd::{self, FLUSH, FUA, Nbd, TRIM, WRITE, WRITE_ZEROES};
 use common::{Cluster, Place, eventually, free_port, have, signal};
 use quoin_identity::{Authority, Expected, Identity, Lifetimes, Role};
 
-/// A cluster with three pools and a node whose name is one that every host resolves.
+/// Makes a cluster with three pools and a node whose name is one that every host resolves.
 fn cluster(name: &str, flags: &[&str]) -> (Cluster, String) {
     let mut cluster = Cluster::start(name, &Place::here(), &["--default-spread", "pool"]);
     for pool in ["p1", "p2", "p3"] {
@@ -25,7 +25,8 @@ fn cluster(name: &str, flags: &[&str]) -> (Cluster, String) {
     (cluster, address)
 }
 
-/// The node's own certificate, or an admin's: who holds `directory`, calling this node's target.
+/// Returns a client with the certificate in `directory`, the node's own or an admin's, for this
+/// node's target.
 fn client(directory: &str) -> Arc<rustls::ClientConfig> {
     let identity = Identity::load(Path::new(directory)).unwrap();
     identity.client_config(Expected::Named(Role::Node, "localhost".into())).unwrap()
@@ -68,7 +69,7 @@ fn a_volume_is_used_over_tls_by_its_node_and_by_admins_and_by_nobody_else() {
     let mut own = Nbd::connect(&address, Some(client(&cluster.path("node"))), "db 1").unwrap();
     assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096]);
 
-    // A larger volume: at once for a connection that is there, and told to new ones.
+    // A larger volume: visible at once on an open connection, and reported to new ones.
     cluster.ok(&["volume", "resize", "db 1", "--size", "96MiB"]);
     eventually("the new part can be written", || {
         own.call(WRITE, FUA, 80 << 20, 4096, &[7; 4096]).unwrap().ok()
@@ -82,7 +83,7 @@ fn a_volume_is_used_over_tls_by_its_node_and_by_admins_and_by_nobody_else() {
     assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096], "IO went on beside all that");
 }
 
-/// Connects from an address of the loopback that stands for another host, and says nothing.
+/// Connects from an address of the loopback that represents another host, and sends nothing.
 fn silent(to: std::net::SocketAddr) -> Option<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
     let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
@@ -129,7 +130,7 @@ fn a_host_that_connects_without_end_and_says_nothing_keeps_no_client_from_its_vo
     });
 }
 
-/// Connections come in at one place, whichever shard serves their volume.
+/// Connections arrive at one listener, whichever shard serves their volume.
 #[test]
 fn clients_over_tls_reach_volumes_of_every_shard_and_again_after_the_target_died() {
     let (mut cluster, address) = cluster("nbdshards", &["--shards", "3"]);
@@ -171,14 +172,14 @@ fn clients_over_tls_reach_volumes_of_every_shard_and_again_after_the_target_died
     }
 }
 
-/// How many threads of a target serve volumes.
+/// Returns how many threads of a target serve volumes.
 fn shards(pid: u32) -> usize {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let names = tasks.map(|task| std::fs::read_to_string(task.path().join("comm")));
     names.filter(|name| name.as_ref().is_ok_and(|name| name.starts_with("shard-"))).count()
 }
 
-/// What every client relies on, through TLS and a quorum of real pools.
+/// Checks what every client relies on, through TLS and a quorum of real pools.
 fn essentials(volume: &mut Nbd) {
     volume.write(0, &vec![1; 4 << 20]).unwrap();
     assert_eq!(volume.call(WRITE, FUA, 1 << 20, 4096, &[0x5a; 4096]).unwrap(), Ok(()));
@@ -203,7 +204,7 @@ fn refusals(cluster: &Cluster, address: &str) {
     assert_eq!(kind, 0x8000_0005, "LIST before TLS");
     assert!(Nbd::connect(address, None, "db 1").err().unwrap().contains("TLS"));
 
-    // Members of other roles, and other nodes, are told by name.
+    // Members of other roles, and other nodes, get a refusal that names them.
     let token = cluster.token("node");
     for (role, name) in [("pool", "p1"), ("node", "n2")] {
         let directory = cluster.path(name);
@@ -235,7 +236,8 @@ fn refusals(cluster: &Cluster, address: &str) {
     assert!(Nbd::connect(address, ops, "").err().unwrap().contains("by name"));
 }
 
-/// libnbd and QEMU, where they are installed, with the certificates as `cluster join` left them.
+/// Runs libnbd and QEMU, where they are installed, with the certificates as `cluster join` left
+/// them.
 fn foreign_clients(cluster: &Cluster, port: &str, ops: &str) {
     let uri = format!("nbds://localhost:{port}/db%201?tls-certificates={ops}");
     if have("nbdinfo") {

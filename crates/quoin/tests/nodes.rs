@@ -56,7 +56,7 @@ fn whole(cluster: &Cluster) {
     });
 }
 
-/// Pools and GUIDs of the known replicas.
+/// Returns pools and GUIDs of the known replicas.
 fn known(cluster: &Cluster) -> Vec<(String, String)> {
     let replicas = cluster.json(&["replica", "list", "db"]);
     let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
@@ -83,7 +83,7 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     whole(&cluster);
     let before = known(&cluster);
 
-    // With the only free one closed there is nowhere to go.
+    // With the only free one closed there is no destination.
     let text = refused(&cluster, &["node", "drain", "p1"]);
     assert!(text.contains("p2") && text.contains("nothing was begun"), "{text}");
     assert_eq!(known(&cluster), before);
@@ -99,7 +99,7 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     assert!(stayed.clone().count() == 2 && stayed.clone().all(|stays| after.contains(stays)));
     goes_on(&cluster, &load);
 
-    // Empty, it can be taken away, and the volume does not miss it.
+    // Once empty, it can be removed, and the volume does not miss it.
     let nobody = cluster.json(&["pool", "list"]);
     let pool = nobody.as_array().unwrap().iter().find(|pool| pool["name"] == "p1").unwrap();
     assert_eq!(pool["replicas"], 0, "{pool}");
@@ -113,9 +113,10 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     load.verify();
 }
 
-/// A removal of the pool p1 that waits.
+/// Starts a removal of the pool p1 that waits.
 fn removal(cluster: &Cluster) -> Child {
-    // A shell that starts the tests in the background has them ignore SIGINT, and what they start too.
+    // A shell that starts the tests in the background makes them ignore SIGINT, and their children
+    // too.
     let mut child = Command::new("env")
         .args(["--default-signal=INT", env!("CARGO_BIN_EXE_quoin")])
         .args(["pool", "remove", "p1"])
@@ -141,9 +142,9 @@ fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted(
     goes_on(&cluster, &load);
     whole(&cluster);
 
-    // While it is online and in use.
+    // The pool is online and in use.
     let mut waits = removal(&cluster);
-    // The only pool that has room for the replica does not answer, so the drain goes on.
+    // The only pool that has space for the replica does not answer, so the drain continues.
     let free = cluster.process("p4").pid();
     signal(free, "STOP");
     cluster.ok(&["pool", "drain", "p1"]);
@@ -194,7 +195,7 @@ fn more_replicas_than_by_default_are_for_those_who_allow_them_and_not_one_more()
     goes_on(&cluster, &load);
     let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "8"]);
     assert!(text.contains("8 is too many, a volume has at most 7"), "{text}");
-    // As many as are allowed is another matter: there is no pool for it.
+    // The allowed number is another limit: there is no pool for it.
     let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "7"]);
     assert!(text.contains("add a pool"), "{text}");
     let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "5"]);

@@ -1,5 +1,6 @@
-//! The Debian package on a machine of its own: installed, used by its units, upgraded under a mounted
-//! volume, refused removal while that is mounted, removed, installed again and purged. Needs root.
+//! The Debian package on a machine of its own: installed, used by its units, upgraded under a
+//! mounted volume, refused removal while that is mounted, removed, installed again and purged.
+//! Needs root.
 
 use crate::common;
 use crate::machines;
@@ -40,7 +41,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
         assert!(!said.contains("quoin"), "{said}");
     }
 
-    // A host that is everything: controller, one pool, a node. Examples are filled in as they say.
+    // A host with all roles: controller, one pool, a node. Examples are filled in as they instruct.
     machine.ok("quoin controller init --state /var/lib/quoin/controller");
     machine.systemctl("enable --now quoin.target");
     assert_eq!(machine.active(), ["quoin-controller.service", "quoin.target"]);
@@ -60,7 +61,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     machine.systemctl("daemon-reload");
     machine.systemctl("start quoin.target");
     wait_until_online(&machine);
-    // Names are those of the host, and a token that was taken out of the file is not missed.
+    // Names are those of the host, and a token that was removed from the file is not missed.
     assert!(machine.ok("quoin pool list").contains("host-a-a"));
     machine.ok("sed -i 's/^QUOIN_JOIN_TOKEN=.*/QUOIN_JOIN_TOKEN=/' /etc/quoin/*.conf");
     machine.ok("quoin volume create db --size 64MiB --replicas 1");
@@ -73,7 +74,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     machine.systemctl("restart quoin.target");
     machine.ok("echo restarted >> /srv/db/file && sync /srv/db/file");
 
-    // The upgrade, by what the package's own script asks of systemd.
+    // The upgrade, by the calls of the package's own script to systemd.
     machine.listen_to_scripts();
     machine.install(&second);
     assert!(machine.ok("dpkg-query -W quoin").ends_with("-2"));
@@ -104,7 +105,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     assert!(!machine.run("quoin version").status.success());
     machine.ok("test -e /var/lib/quoin/controller/records.redb");
 
-    // All that the package served is there again with it.
+    // Everything that the package served is there again with it.
     machine.install(&second);
     machine.carry_out();
     machine.systemctl("start quoin.target");
@@ -121,7 +122,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     machine.ok("test ! -e /etc/quoin && test -e /var/lib/quoin/controller/records.redb");
 }
 
-/// A controller, a pool and a node on one machine, online.
+/// Makes a controller, a pool and a node on one machine, online.
 fn host_of_all(machine: &mut Machine) {
     machine.ok("quoin controller init --state /var/lib/quoin/controller");
     machine.systemctl("enable --now quoin.target");
@@ -164,7 +165,7 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     let device = machine.ok("quoin volume attach my-db");
     machine.ok(&format!("mkfs.ext4 -q {device}"));
 
-    // Each thing that is written is said.
+    // Each written file is printed.
     let said = machine.ok(&format!("{at_boot} 2>&1"));
     let unit = "quoin-volume@my\\x2ddb.service";
     for path in [
@@ -179,17 +180,17 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     assert!(line.starts_with("UUID=") && line.contains(options), "{line}");
     machine.ok(&format!("test -L '/etc/systemd/system/quoin.target.wants/{unit}'"));
     machine.ok("echo before > '/srv/my db/file' && sync '/srv/my db/file'");
-    // Again, it is the same.
+    // The same command again changes nothing.
     machine.ok(at_boot);
     assert_eq!(machine.ok("wc -l < /etc/fstab"), "2");
 
-    // The records say that the volume is this host's, so its target serves it.
+    // The records name this host as the volume's owner, so its target serves it.
     machine.crash();
     machine.boot();
     machine.eventually_ok("it is mounted again", "mountpoint -q '/srv/my db'");
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
 
-    // In use it is not taken away. Detached, nothing of it is left for the next boot.
+    // In use it is not removed. Detached, nothing of it is left for the next boot.
     let said = machine.refused("quoin volume detach my-db");
     assert!(said.contains("unmount"), "{said}");
     machine.ok("umount '/srv/my db'");

@@ -1,13 +1,13 @@
-//! The page on replicas as a person follows it: its commands, run in order on a cluster of its own,
+//! The page on replicas as a user follows it: its commands, run in order on a cluster of its own,
 //! print what the page shows.
 //!
-//! A block that is fenced as `console` is run, one that is fenced without a word is only read. In it
-//! a line that begins with `$ ` is a command for a shell, and the lines up to the next one are what it
-//! prints: its output, or, where they begin with `error:`, what it says as it fails. Of a command that
-//! waits only the end is compared, since how often it tells its progress before is a matter of time.
-//! `…` stands for anything within a line, and alone in a line for any number of lines. What differs
-//! from run to run (ids, times, sizes, the host's name) need not be the same. A file that is shown by
-//! `cat` before it is there is made of what is shown.
+//! A block that is fenced as `console` is run, one that is fenced without a word is only read. In
+//! it a line that begins with `$ ` is a command for a shell, and the lines up to the next one are
+//! its output, or, where they begin with `error:`, its message as it fails. Of a command that waits
+//! only the end is compared, since the number of its progress lines is a matter of time. `…`
+//! matches anything within a line, and alone in a line any number of lines. Values that differ from
+//! run to run (ids, times, sizes, the host's name) need not be the same. A file that is shown by
+//! `cat` before it exists is made from the shown text.
 
 use crate::support;
 
@@ -21,7 +21,7 @@ const BLOCK: u64 = 4096;
 /// 24 MiB.
 const BLOCKS: u64 = 6144;
 
-/// A command and what the page says that it prints.
+/// A command and its output on the page.
 struct Shown {
     command: String,
     prints: Vec<String>,
@@ -44,7 +44,7 @@ fn commands(page: &str) -> Vec<Shown> {
     found
 }
 
-/// A line without what differs from run to run, and with one space between two words.
+/// Returns a line without values that differ from run to run, and with one space between two words.
 fn normal(line: &str, host: &str) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let is_number = |word: &str| word.parse::<f64>().is_ok();
@@ -72,7 +72,7 @@ fn normal(line: &str, host: &str) -> String {
     out.join(" ")
 }
 
-/// Whether a line is as it is shown, with `…` for anything.
+/// Returns whether a line matches the shown one, with `…` for anything.
 fn fits(shown: &str, line: &str) -> bool {
     let mut parts = shown.split('…');
     let first = parts.next().unwrap_or_default();
@@ -86,7 +86,7 @@ fn fits(shown: &str, line: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// Whether these lines are as they are shown, with a line of `…` for any number of them.
+/// Returns whether these lines match the shown ones, with a line of `…` for any number of them.
 fn all_fit(shown: &[String], lines: &[String]) -> bool {
     match shown {
         [] => lines.is_empty(),
@@ -122,7 +122,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
     let lines: Vec<String> = all.lines().map(|line| normal(line, host)).collect();
     let mut wanted: Vec<String> = prints.iter().map(|line| normal(line, host)).collect();
     if command.contains("--wait") && !fails {
-        // What it says before is its progress.
+        // Earlier lines are its progress.
         let progress = wanted.len().saturating_sub(lines.len());
         for line in wanted.drain(..progress) {
             let subject: Vec<&str> = line.splitn(3, ' ').collect();
@@ -132,7 +132,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
         }
     }
     let ended = output.status.code();
-    // By 3 it says that something would change.
+    // Exit code 3 means that something would change.
     let differs = command.starts_with("quoin diff") && ended == Some(3);
     let as_shown = if fails { ended == Some(1) } else { ended == Some(0) || differs };
     if as_shown && all_fit(&wanted, &lines) {

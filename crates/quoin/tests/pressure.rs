@@ -1,6 +1,6 @@
-//! A host whose memory is short: Quoin has a memory cgroup, as in a pod of its own, and who writes
-//! to its volume has another one; more is written than fits. The writer gets memory by writing
-//! back what is dirty, through Quoin, whose pools are on the same host.
+//! A host whose memory is short: Quoin has a memory cgroup, as in a pod of its own, and the writer
+//! to its volume has another one; more is written than fits. The writer gets memory by writing back
+//! dirty pages, through Quoin, whose pools are on the same host.
 
 use crate::common::dev;
 
@@ -11,22 +11,22 @@ use std::time::{Duration, Instant};
 use dev::{BUDGET, Dev, Scratch, can_attach, have, is_online, is_root, run, skipped};
 
 const ALLOWED_BYTES: u64 = 1 << 30;
-/// Twice of that.
+/// Twice the limit.
 const WRITTEN_BYTES: u64 = 2 << 30;
 /// Text that never repeats, fast to make twice.
 const NUMBERS: &str = "seq 100000000 999999999 | head -c";
 
-/// Where this machine limits memory.
+/// Hierarchy of cgroups in which this machine limits memory.
 struct Hierarchy {
     root: PathBuf,
     limit_file: &'static str,
-    /// What takes a limit away.
+    /// Value that removes a limit.
     unlimited: &'static str,
     is_mounted_here: bool,
 }
 
 impl Hierarchy {
-    /// `None` where memory cannot be limited; says why.
+    /// Finds the hierarchy; `None` where memory cannot be limited, with a printed reason.
     fn find(scratch: &Scratch) -> Option<Self> {
         if !is_root() {
             skipped("a memory cgroup needs root");
@@ -35,7 +35,8 @@ impl Hierarchy {
         let unified = PathBuf::from("/sys/fs/cgroup");
         let controllers = std::fs::read_to_string(unified.join("cgroup.controllers"));
         if controllers.is_ok_and(|all| all.contains("memory")) {
-            // Fails where it is so already and where it may not be: the limit's file tells.
+            // The write fails where it is enabled already and where it may not be: the limit's file
+            // decides.
             let _ = std::fs::write(unified.join("cgroup.subtree_control"), "+memory");
             let (limit_file, unlimited) = ("memory.max", "max");
             return Some(Self { root: unified, limit_file, unlimited, is_mounted_here: false });
@@ -53,7 +54,7 @@ impl Hierarchy {
         Some(Self { root, limit_file, unlimited, is_mounted_here: true })
     }
 
-    /// `None` where it cannot be made; says why.
+    /// Makes a cgroup; `None` where it cannot be made, with a printed reason.
     fn cgroup(&self, name: &str) -> Option<Cgroup<'_>> {
         let directory = self.root.join(format!("quoin-test-{name}-{}", std::process::id()));
         let cgroup = Cgroup { hierarchy: self, directory };
@@ -76,14 +77,14 @@ impl Drop for Hierarchy {
     }
 }
 
-/// A memory cgroup, gone with the test.
+/// A memory cgroup, removed with the test.
 struct Cgroup<'a> {
     hierarchy: &'a Hierarchy,
     directory: PathBuf,
 }
 
 impl Cgroup<'_> {
-    /// A command that runs in the cgroup from its first instruction.
+    /// Returns a command that runs in the cgroup from its first instruction.
     fn command(&self, program: &str) -> Command {
         let mut command = Command::new("sh");
         let enter = "echo $$ > \"$0\"/cgroup.procs && exec \"$@\"";
@@ -99,7 +100,7 @@ impl Cgroup<'_> {
 
 impl Drop for Cgroup<'_> {
     fn drop(&mut self) {
-        // Whoever hangs for want of memory gets on, and can be ended.
+        // A process that hangs for lack of memory continues, and can be ended.
         let limit = self.directory.join(self.hierarchy.limit_file);
         let _ = std::fs::write(limit, self.hierarchy.unlimited);
         let began = Instant::now();
@@ -133,26 +134,26 @@ fn must_end(dev: &Dev, what: &str, mut child: Child) {
     }
 }
 
-/// The right to ask the kernel for what it does for those whom writeback waits for.
+/// Capability to request the kernel's service for processes that writeback waits for.
 const CAP_SYS_RESOURCE: u32 = 24;
-/// From the kernel's `linux/sched.h`: no memory is had by waiting for IO.
+/// Flag from the kernel's `linux/sched.h`: no memory is reclaimed by waiting for IO.
 const PF_MEMALLOC_NOIO: u64 = 0x0008_0000;
 
-/// A word of a process' or thread's status, by its name.
+/// Returns a field of a process' or thread's status, by its name.
 fn status(of: &str, name: &str) -> String {
     let text = std::fs::read_to_string(format!("/proc/{of}/status")).unwrap();
     let line = text.lines().find(|line| line.starts_with(name));
     line.unwrap_or_else(|| panic!("{name} in {text}")).split_whitespace().nth(1).unwrap().into()
 }
 
-/// The kernel's flags of a thread.
+/// Returns the kernel's flags of a thread.
 fn flags(path: &Path) -> u64 {
     let stat = std::fs::read_to_string(path.join("stat")).unwrap();
     let (_, rest) = stat.rsplit_once(") ").unwrap();
     rest.split(' ').nth(6).unwrap().parse().unwrap()
 }
 
-/// Memory that was touched stays, and no thread waits for IO to get some.
+/// Asserts that touched memory stays, and that no thread waits for IO to get some.
 fn assert_is_safe_from_itself(name: &str, pid: i64) {
     let locked = status(&pid.to_string(), "VmLck:");
     assert!(locked.parse::<u64>().unwrap() > 0, "the memory of {name} is not locked");

@@ -1,5 +1,5 @@
-//! Rebuilds on a disk that is slow enough to be watched: what `--wait` tells a person of one, and what
-//! is copied where the pool dies in the middle.
+//! Rebuilds on a disk that is slow enough to be observed: the progress that `--wait` prints, and
+//! the bytes copied where the pool dies in the middle.
 
 use crate::support;
 
@@ -18,7 +18,7 @@ use support::{Dev, block};
 const BLOCK: u64 = 4096;
 const MIB: u64 = 1 << 20;
 
-/// Fills a volume `db` of three replicas in four pools; gives the pool that has none of it.
+/// Fills a volume `db` of three replicas in four pools; returns the pool without a replica.
 fn filled(dev: &Dev, mib: u64) -> String {
     let size = format!("{mib}MiB");
     dev.ok(&["volume", "create", "db", "--size", &size, "--replicas", "3"]);
@@ -35,7 +35,7 @@ fn filled(dev: &Dev, mib: u64) -> String {
     pools.into_iter().find(|pool| !taken.contains(&(*pool).to_owned())).unwrap().to_owned()
 }
 
-/// A pool whose file takes so many bytes a second and no more: its process stands still meanwhile.
+/// A pool whose file has a bounded rate: its process is stopped in between.
 struct Slow {
     end: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
@@ -57,7 +57,7 @@ impl Slow {
                 let due = Duration::from_secs_f64(grown as f64 / bytes_per_s as f64);
                 let early = due.saturating_sub(began.elapsed());
                 if early > Duration::from_millis(20) {
-                    // Standing still for long, it would be taken for one that is gone.
+                    // A long stop would count as an absence.
                     let _ = kill_process(pid, Signal::STOP);
                     std::thread::sleep(early.min(Duration::from_millis(500)));
                     let _ = kill_process(pid, Signal::CONT);
@@ -68,14 +68,14 @@ impl Slow {
         Self { end, thread }
     }
 
-    /// As fast as it is, from here on.
+    /// Lets the pool run at full speed from here on.
     fn end(self) {
         self.end.store(true, Ordering::Relaxed);
         self.thread.join().unwrap();
     }
 }
 
-/// A size as people are told it.
+/// Parses a size as printed for users.
 fn size(text: &str) -> f64 {
     let (number, unit) = text.trim().split_once(' ').unwrap_or_else(|| panic!("{text:?}"));
     let powers = ["B", "KiB", "MiB", "GiB"];
@@ -84,8 +84,8 @@ fn size(text: &str) -> f64 {
     number.parse::<f64>().unwrap_or_else(|_| panic!("{text:?}")) * 1024f64.powi(power as i32)
 }
 
-/// What one line says of the only pool that is made whole: gone through, of how much, and, where it
-/// is told, how many bytes a second and how many seconds it takes.
+/// Values of one progress line about the only pool that is rebuilt: bytes gone through, their
+/// total, and, where printed, bytes a second and remaining seconds.
 struct Line {
     done: f64,
     total: f64,
@@ -162,7 +162,7 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
 /// what it must.
 #[test]
 fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
-    // A fifth is more than what a pool copies between two of its checkpoints.
+    // A fifth is more than a pool copies between two of its checkpoints.
     const MIB_OF_DATA: u64 = 192;
     let (scratch, dev) = cluster("midway", "4");
     let pool = filled(&dev, MIB_OF_DATA);

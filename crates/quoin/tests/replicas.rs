@@ -1,4 +1,4 @@
-//! The user stories of replicas on real processes: added, moved, replaced, taken away, under a client
+//! The user stories of replicas on real processes: added, moved, replaced, removed, under a client
 //! that verifies; and afterwards every copy alone, read with nothing of Quoin running.
 
 use crate::support;
@@ -39,11 +39,11 @@ fn newcomers_that_are_taken_back_under_load_cost_no_new_epoch_and_the_next_one_i
     let epoch = dev.json(&["volume", "get", "db"])["epoch"].clone();
     for round in 0..6 {
         dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
-        // While it is made, while it is fed, and while the change is joint.
+        // During its creation, during its rebuild, and while the change is joint.
         std::thread::sleep(Duration::from_millis(round * 60));
         let replicas = dev.json(&["replica", "list", "db"]);
         let newcomer = replicas.as_array().unwrap().iter().find(|r| r["known"] == false);
-        // One that is known by now leaves, which is a change like others.
+        // A newcomer that is known by now leaves, which is a change like others.
         if newcomer.is_none() {
             dev.wait_for_volume("db", "whole", whole);
         }
@@ -80,7 +80,7 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
         old.filter(|pool| pool["replicas"] == 0)
     });
     load.goes_on(&dev, 100);
-    // Asked for once more, by the pool it was on or by its id, it is there already.
+    // Requested again, by the pool it was on or by its id, it is there already.
     for named in [from.as_str(), id.as_str()] {
         let said = dev.ok(&["replica", "move", "db", named, "--to", free]);
         assert_eq!(said.matches(&format!("replica {id} is on pool {free} already")).count(), 1);
@@ -90,7 +90,7 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
     let text = refused(&dev, &["replica", "move", "db", "pool-x", "--to", free]);
     assert!(text.contains("there is no pool pool-x; pools are pool-a, pool-b"), "{text}");
     assert_eq!(known(&dev), after);
-    // And back again, though it was there before: under yet another GUID.
+    // Moved back, though it was there before: under yet another GUID.
     waiting(&dev, &["replica", "move", "db", free, "--to", &from]);
     assert!(known(&dev).iter().all(|(_, _, again)| *again != guid && again != new));
     end(&scratch, dev, load, 3);
@@ -152,7 +152,7 @@ fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing
         refused(&dev, &["replica", "move", "db", "pool-a", "--to", "pool-b"]).contains("pool-b")
     );
     assert_eq!(known(&dev), before);
-    // One that stays is away: nobody leaves.
+    // A remaining one is away: none leaves.
     let pid = dev.pid("pool-c").unwrap();
     signal(pid, "STOP");
     dev.wait_for_volume("db", "degraded", |volume| volume["health"] == "Degraded");
@@ -225,7 +225,7 @@ fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_w
     assert_ne!(place, pool);
     let told = events(&dev, "ReplicaHeals");
     assert!(told.len() == 1 && told[0].contains(&pool) && told[0].contains("2s"), "{told:?}");
-    // Back with all that it had, it is turned away and cleared.
+    // Back with all its data, it is refused and cleared.
     signal(pid, "CONT");
     dev.eventually("the old copy is deleted", || (held(&dev, &pool) == 0).then_some(()));
     load.goes_on(&dev, 100);
@@ -259,7 +259,7 @@ fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_no
     assert!(after.iter().all(|(place, _, guid)| *place != pool && *guid != old));
     assert!(after.iter().any(|(_, same, _)| *same == id));
     assert_eq!(held(&dev, &pool), 0);
-    // It takes nothing new, until it is opened again; and now nowhere is left to go.
+    // The node takes nothing new, until it is opened again; and now there is no destination left.
     let other = after[0].0.clone();
     let text = refused(&dev, &["pool", "drain", &other]);
     assert!(text.contains(&format!("{pool} (drained)")), "{text}");
@@ -293,7 +293,7 @@ fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_w
     });
     signal(pid, "CONT");
     dev.wait_for_volume("db", "whole", whole);
-    // No client could have come in, and nobody keeps it open.
+    // No client could have connected, and no process keeps it open.
     let id = dev.json(&["volume", "get", "db"])["id"].as_str().unwrap().to_owned();
     assert!(!dev.directory.join(format!("run/nbd/{id}.sock")).exists());
     dev.eventually("its target is gone", || {
@@ -326,7 +326,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     assert_eq!(dev.ok(&["diff", "-f", path]), "volume db: as declared");
     let load = Load::start(dev.client("db"), 3);
     load.goes_on(&dev, 100);
-    // A field of the status is not asked for.
+    // A field of the status is not a request.
     write("  replicationFactor: 3\n");
     assert!(refused(&dev, &["apply", "-f", path]).contains("replicationFactor"));
     write("  desiredReplicationFactor: 3\n  replicas: [{pool: pool-b}, {pool: pool-d}]\n");
@@ -358,7 +358,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     .unwrap();
     assert!(refused(&dev, &["apply", "-f", path]).contains("name in spec.replicas"));
     assert!(refused(&dev, &["volume", "get", "second"]).contains("second"));
-    // What would come of the other one is said all the same.
+    // The result of the other one is reported all the same.
     for command in [&["diff", "-f", path][..], &["apply", "--dry-run", "-f", path]] {
         let output = dev.quoin(command);
         assert_eq!(output.status.code(), Some(1));
@@ -366,7 +366,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
         assert!(said.contains("volume second: volume made: 8 MiB"), "{said}");
         assert!(error.contains("volume db") && error.contains("name in spec.replicas"), "{error}");
     }
-    // What an editor saves is applied.
+    // A document that an editor saves is applied.
     let editor = "sed -i s/pool-d/pool-c/";
     let taken: Vec<_> = known(&dev).into_iter().map(|(pool, ..)| pool).collect();
     let free = ["pool-a", "pool-c"].into_iter().find(|p| !taken.iter().any(|t| t == p)).unwrap();
@@ -383,7 +383,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     end(&scratch, dev, load, 3);
 }
 
-/// What a pool holds, read with nothing of Quoin running: replica ids, GUIDs and quorum.
+/// Reads a pool with nothing of Quoin running; returns replica ids, GUIDs and quorum.
 fn inspect(file: &std::path::Path) -> Vec<(String, String, bool)> {
     let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(["pool", "inspect", "-o", "json"])
@@ -414,7 +414,7 @@ fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_bor
     let load = Load::start(dev.client("db"), 5);
     load.goes_on(&dev, 100);
     dev.wait_for_volume("db", "whole", whole);
-    // Nobody fills the new one: it is as it was born.
+    // No target fills the new one: it is unchanged since its creation.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
@@ -481,14 +481,14 @@ fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_thre
     assert!(warned.contains("may count on what is lost"), "{warned}");
     let recovered: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(factors(&recovered), [1, 1, 3]);
-    // DRF is as it was: RF follows by itself.
+    // DRF is unchanged: RF follows by itself.
     dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
     let after = known(&dev);
     assert_eq!(after.len(), 3);
     assert!(after.contains(before.iter().find(|(pool, ..)| pool == "pool-a").unwrap()));
     let retired: Vec<_> = before.iter().filter(|(pool, ..)| pool != "pool-a").collect();
     assert!(retired.iter().all(|(.., old)| after.iter().all(|(.., guid)| guid != old)));
-    // The client never left; it reads all that it wrote, and writes on.
+    // The client stayed connected; it reads everything that it wrote, and continues to write.
     for lba in 0..512 {
         assert_eq!(client.read(lba * 4096, 4096).unwrap(), block(lba, 9));
     }

@@ -1,6 +1,6 @@
-//! A host that was cut off from everything comes back after its volume went to another one: what
-//! still waits there ends with an error, and people are told where and why. And before: nobody takes
-//! a volume from a host that uses it without meaning to. Needs root, /dev/fuse and loop devices.
+//! A host that was cut off from everything comes back after its volume went to another one: IO that
+//! still waits there ends with an error, and users are told where and why. Before that: no host
+//! takes a volume by mistake from a host that uses it. Needs root, /dev/fuse and loop devices.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ use serde_json::Value;
 struct Host {
     name: &'static str,
     run: String,
-    /// Where target, attach process and node say how they are.
+    /// Health ports of target, attach process and node.
     health: [u16; 3],
 }
 
@@ -61,7 +61,7 @@ impl Host {
         of_it.map(|node| node["state"].as_str().unwrap().to_owned()).unwrap_or_default()
     }
 
-    /// Target and node, which are all that speaks with other hosts.
+    /// Signals target and node, the only processes that communicate with other hosts.
     fn signal(&self, cluster: &mut Cluster, name: &str) {
         for part in ["target", "node"] {
             let process = cluster.process(&format!("{}-{part}", self.name));
@@ -69,7 +69,7 @@ impl Host {
         }
     }
 
-    /// `volume …` as it is run on this host, in a table of mounts in which `other` is not there.
+    /// Runs `volume …` on this host, in a mount table without the mounts of `other`.
     fn volume(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> Output {
         let script = "umount -l \"$1\"/attach/volumes/* 2>&-; shift; exec \"$0\" volume \"$@\"";
         apart(Path::new(&self.run).parent().unwrap())
@@ -89,7 +89,7 @@ impl Host {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
-    /// Attaches a volume here, and opens it as a program does that takes no device.
+    /// Attaches a volume here, and opens it like a program that uses no device.
     fn client(&self, cluster: &Cluster, other: &Host, volume: &str) -> Client {
         let address = self.ok(cluster, other, &["attach", volume, "--node", self.name, "--nbd"]);
         let socket = PathBuf::from(address.split_once("socket=").unwrap().1);
@@ -114,7 +114,7 @@ fn healthz(port: u16) -> String {
     said
 }
 
-/// A program that writes into the file system and waits until it is on the disk.
+/// Starts a program that writes into the file system and waits until it is on the disk.
 fn writer(mount: &Path) -> Child {
     let script =
         format!("exec dd if=/dev/zero of={}/f bs=64k count=16 conv=fsync", mount.display());
@@ -132,7 +132,7 @@ fn events(cluster: &Cluster) -> Vec<(String, String)> {
         .collect()
 }
 
-/// From its first attachment to its being online it is never called ill.
+/// Asserts that it is never reported unhealthy from its first attachment to its being online.
 fn is_never_ill(cluster: &Cluster) {
     cluster.wait_for_volume("db", "online", |volume| {
         let (health, waits) = (volume["health"].as_str().unwrap(), &volume["waitingFor"]);
@@ -163,7 +163,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     run("mkfs.ext4", &["-q", &device]);
     run("mount", &[&device, mount.to_str().unwrap()]);
 
-    // Nobody elsewhere takes it away by mistake.
+    // No other host takes it away by mistake.
     eventually("its use is known", || {
         let shown = cluster.json(&["volume", "get", "db"]);
         (shown["devices"][0]["inUse"] == true).then_some(())
@@ -173,7 +173,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
         assert!(said.contains("attached to h1, not to this host"), "{said}");
         assert!(said.contains("--node"), "{said}");
     }
-    // A node that does not have it, or is none.
+    // A node that does not have it, or does not exist.
     let said = h2.refused(&cluster, &h1, &["detach", "db", "--node", "h7", "--force"]);
     assert!(said.contains("not attached to node h7") && said.contains("attached to h1"), "{said}");
     let taking = ["detach", "db", "--node", "h1"];
@@ -183,7 +183,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     let mut fine = writer(&mount);
     assert!(fine.wait().unwrap().success());
 
-    // Cut off, and taken for lost.
+    // Cut off, and considered lost.
     h1.signal(&mut cluster, "STOP");
     let mut waits = writer(&mount);
     eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
@@ -197,7 +197,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     client.write(4096, Bytes::from_static(&[7; 4096]), true).unwrap();
     assert!(waits.try_wait().unwrap().is_none(), "a host that is cut off only waits");
 
-    // It comes back.
+    // The host comes back.
     h1.signal(&mut cluster, "CONT");
     let status = eventually("what waited there ends", || waits.try_wait().unwrap());
     assert!(!status.success(), "its write is lost, and it must know");
@@ -217,7 +217,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     assert!(events(&cluster).iter().any(|(reason, _)| reason == "MountsDead"));
     assert_eq!(client.read(4096, 4096).unwrap(), [7; 4096].as_slice());
 
-    // The host lets go of what it has, and of nothing else.
+    // The host releases its own devices, and nothing else.
     let said = h1.refused(&cluster, &h2, &["detach", "db"]);
     assert!(said.contains("unmount"), "{said}");
     run("umount", &[mount.to_str().unwrap()]);
@@ -232,8 +232,8 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     assert!(std::fs::symlink_metadata(&device).is_err() || !device.starts_with("/dev/quoin"));
 }
 
-/// What it finds of its own says nothing of who has the volume by now: its attach process may not
-/// answer, and may not have been told yet.
+/// The host's own state proves nothing about the volume's present user: its attach process may not
+/// answer, and may not have been informed yet.
 #[test]
 fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
     if !can_attach() || !have("unshare") {
@@ -249,7 +249,7 @@ fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
         cluster.ok(&["volume", "create", volume, "--size", "64MiB", "--replicas", "3"]);
         h1.ok(&cluster, &h2, &["attach", volume, "--node", "h1"]);
     }
-    // Nothing tells this host any more.
+    // This host is no longer informed.
     h1.signal(&mut cluster, "STOP");
     eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
     let clients = ["idle", "stuck"].map(|volume| {

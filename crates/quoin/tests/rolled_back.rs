@@ -1,4 +1,4 @@
-//! A disk that is put back to an older state, on real processes.
+//! A disk that is restored to an older state, on real processes.
 
 use crate::support;
 
@@ -11,7 +11,7 @@ use support::{Dev, Scratch, block, signal};
 const BLOCK: u64 = 4096;
 
 /// The image is of before the last start: its pool counts up to the same number as that one did.
-/// Two of three replicas are there, enough to open the volume, were it not that one of them is of
+/// Two of three replicas are there, which would be enough to open the volume, but one of them is of
 /// that image and the other was away.
 #[test]
 fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
@@ -37,8 +37,8 @@ fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
 }
 
 /// The image is of the present life of the pool: it counts its starts on like any restart. Its
-/// replica was closed in order then, and the boot is the same, so nothing in the image itself
-/// tells that it lacks what was acknowledged since.
+/// replica was closed in order then, and the boot is the same, so nothing in the image itself shows
+/// that it lacks data acknowledged since.
 #[test]
 fn an_image_of_a_pools_present_life_serves_nobody_and_nothing_older_is_read() {
     let scratch = Scratch::new("present-life");
@@ -56,14 +56,14 @@ fn an_image_of_a_pools_present_life_serves_nobody_and_nothing_older_is_read() {
 
     let client = dev.client("db");
     write_without_pool_c(&dev, client);
-    // Marks are raised and told with the pool's reports.
+    // Marks are raised and reported with the pool's reports.
     std::thread::sleep(Duration::from_secs(9));
     kill_all(dev);
     std::fs::copy(&image, &file).unwrap();
     nothing_older_is_read(&scratch, &flags);
 }
 
-/// The second version of a block reaches two of three pools; then the volume is detached.
+/// Writes the second version of a block to two of three pools; then detaches the volume.
 fn write_without_pool_c(dev: &Dev, client: Client) {
     dev.wait_for_volume("db", "whole", |volume| {
         volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
@@ -82,7 +82,8 @@ fn kill_all(dev: Dev) {
     }
 }
 
-/// The pool whose disk was put back is found out, and a read waits for one that has the second version.
+/// Checks that the pool whose disk was restored is recognised, and that a read waits for one with
+/// the second version.
 fn nothing_older_is_read(scratch: &Scratch, flags: &[&str]) {
     let dev = Dev::start(&scratch.cluster(), flags);
     let whole = dev.pid("pool-a").unwrap();

@@ -1,5 +1,5 @@
-//! Rot in pool files under live volumes, on real processes: found, answered by another replica,
-//! repaired and told.
+//! Corruption in pool files under live volumes, on real processes: found, answered by another
+//! replica, repaired and reported.
 
 use crate::common;
 use crate::support;
@@ -35,7 +35,7 @@ fn check(client: &Client, version: u64) {
     }
 }
 
-/// Has a pool read all it holds, and gives what it says of that.
+/// Makes a pool read its whole content, and returns its report of that.
 fn scrub(dev: &Dev, pool: &str) -> serde_json::Value {
     dev.json(&["pool", "scrub", pool, "--wait"])
 }
@@ -87,7 +87,7 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     });
     check(&client, 1);
 
-    // Nodes of the map, while the pool does not look: it comes back with a map full of holes.
+    // Nodes of the map, while the pool does not check: it comes back with a map full of holes.
     dev.eventually("the log was folded into a map", || (!nodes(&file).is_empty()).then_some(()));
     signal(dev.pid("pool-b").unwrap(), "STOP");
     let nodes = nodes(&file);
@@ -101,7 +101,7 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     dev.eventually("the mended map is told", || says(&dev, "MapRepaired").then_some(()));
     check(&client, 1);
 
-    // Without a target the repair waits, and says so.
+    // Without a target the repair waits, and reports that.
     client.stop();
     dev.ok(&["volume", "detach", "db"]);
     let lonely = test_blocks(&file)[&(4242, 1)].clone();
@@ -127,7 +127,7 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     check(&client, 1);
     client.stop();
 
-    // And the file as a whole is sound, read with nothing running.
+    // The file as a whole is sound, read with nothing running.
     dev.stop();
     let check = Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(["pool", "check"])
@@ -137,7 +137,7 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
 }
 
-/// A figure of a pool among its metrics.
+/// Returns a figure of a pool among its metrics.
 fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
     let name = format!("quoin_pool_{name}_total{{pool=\"{pool}\"}} ");
     let metrics = ask(address, "/metrics")?;
@@ -208,7 +208,7 @@ fn rot_is_found_repaired_and_told_by_the_schedule_alone() {
     client.stop();
 }
 
-/// Spots all over the batches of map nodes.
+/// Returns offsets all over the batches of map nodes.
 fn nodes(file: &Path) -> Vec<u64> {
     const NODES: u8 = 2;
     let found = blocks_of(file, |block| {

@@ -1,5 +1,5 @@
-//! Factors that change and growth one by one, under a client that verifies; and what the document
-//! of a volume shows meanwhile.
+//! Factors that change and growth one by one, under a client that verifies; and the document of a
+//! volume meanwhile.
 
 use crate::support;
 
@@ -13,14 +13,14 @@ use support::stories::*;
 use support::{Dev, block, signal};
 
 const BLOCK: u64 = 4096;
-/// Beyond what a load writes.
+/// First block beyond those of a load.
 const BEYOND: u64 = 3000;
 
 fn manifest(dev: &Dev) -> Value {
     dev.json(&["volume", "get", "db", "--manifest"])
 }
 
-/// Known ids and GUIDs as the document shows them.
+/// Returns known ids and GUIDs from the document.
 fn list(status: &Value) -> BTreeSet<(String, String)> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let listed = status["replicaList"].as_array().unwrap().iter();
@@ -80,7 +80,7 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
     end(&scratch, dev, load, 3);
 }
 
-/// What rebuilds copied since the target began.
+/// Returns the bytes that rebuilds copied since the target began.
 fn moved_bytes(dev: &Dev) -> u64 {
     let metrics = ask_target(dev, "/metrics").expect("the target answers");
     let name = "quoin_target_rebuild_moved_bytes_total ";
@@ -107,14 +107,14 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
     dev.wait_for_volume("db", "whole", whole);
     let (before, members) = (moved_bytes(&dev), known(&dev));
     let away = dev.pid(&members[2].0).unwrap();
-    // Where the others have not cut their logs yet it is given what it missed by entries, and
-    // nothing is copied: then it is away once more, and for longer.
+    // Where the others have not cut their logs yet the missing entries are sent, and nothing is
+    // copied: then the replica is away once more, and for longer.
     let moved = (1..6).find_map(|attempt| {
         signal(away, "STOP");
         dev.eventually("it is missed", || {
             (dev.replica("db", &members[2].0)["phase"] == "Offline").then_some(())
         });
-        // More than any log of what it missed is kept for, of the same few blocks.
+        // More than the limit of any retained log, of the same few blocks.
         (2..26).for_each(|version| write(CHANGED, attempt * 100 + version));
         client.flush().unwrap();
         std::thread::sleep(Duration::from_secs(attempt * 2));
@@ -123,7 +123,7 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
         assert_eq!(events(&dev, "ReplicaHeals"), [""; 0], "replacing was turned off");
         signal(away, "CONT");
         dev.wait_for_volume("db", "whole", whole);
-        // It is counted as the target next tells its metrics.
+        // The bytes are counted at the target's next update of its metrics.
         std::thread::sleep(Duration::from_secs(1));
         Some(moved_bytes(&dev) - before).filter(|moved| *moved > 0)
     });
@@ -187,7 +187,7 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     let old = list(&shown["status"]);
     let replicas = shown["status"]["replicas"].as_array().unwrap();
     assert!(replicas.len() == 3 && replicas.iter().all(|r| r.get("rebuild").is_none()), "{shown}");
-    // A quick machine may be done between two looks; then it is made again.
+    // A fast machine may finish between two polls; then it is made again.
     let look = || {
         dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
         dev.eventually("a rebuild is shown while it runs, or over", || {
@@ -222,7 +222,7 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
     load.goes_on(&dev, 100);
     load.verify();
-    // At rest all are at one position, which is of the epoch that is open.
+    // At rest all are at one position, which is of the open epoch.
     dev.eventually("all replicas are at one position", || {
         let status = manifest(&dev)["status"].clone();
         let replicas = status["replicas"].as_array().unwrap();

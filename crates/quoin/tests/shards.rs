@@ -10,7 +10,7 @@ use support::{Dev, Scratch, is_online};
 const SHARDS: usize = 3;
 const VOLUMES: [&str; 5] = ["v1", "v2", "v3", "v4", "v5"];
 
-/// How many threads of the target serve volumes.
+/// Returns how many threads of the target serve volumes.
 fn shards(dev: &Dev) -> usize {
     let tasks = format!("/proc/{}/task", dev.pid("target").unwrap());
     let names = std::fs::read_dir(tasks)
@@ -35,7 +35,7 @@ fn volumes_of_several_shards_live_their_lives_beside_each_other_and_outlive_the_
         (1..).zip(VOLUMES).map(|(seed, name)| Load::start(dev.client(name), seed)).collect();
     loads.iter().for_each(|load| load.goes_on(&dev, 200));
 
-    // What is done to one disturbs no other, whichever shard they share.
+    // An operation on one disturbs no other, whichever shard they share.
     dev.ok(&["volume", "resize", "v2", "--size", "32MiB"]);
     dev.wait_for_volume("v2", "grown", |volume| volume["sizeBytes"] == 32 << 20);
     let mut loads = loads.into_iter();

@@ -1,4 +1,4 @@
-//! A replica behind a slow link slows nothing, and is told of: by an event, a column and a metric.
+//! A replica behind a slow link slows nothing, and is reported: by an event, a column and a metric.
 
 use crate::common;
 
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::nbd::Nbd;
 use common::{Cluster, Place, eventually, free_port};
 
-/// A link in front of a port: what goes through is held for so many milliseconds on its way there.
+/// A link in front of a port: each piece is held for so many milliseconds on its way there.
 struct Link {
     address: String,
     delay_ms: Arc<AtomicU64>,
@@ -39,7 +39,7 @@ impl Link {
     }
 }
 
-/// Delays without a limit on what goes through: each piece is held for itself.
+/// Delays without a limit of the rate: each piece is held on its own.
 fn carry(mut from: TcpStream, mut to: TcpStream, delay_ms: &AtomicU64) {
     let (pieces, held) = std::sync::mpsc::channel::<(Instant, Vec<u8>)>();
     let near = from.try_clone().unwrap();
@@ -106,7 +106,7 @@ fn a_replica_behind_a_slow_link_is_told_of_until_it_is_as_fast_as_the_others() {
         let slow = replicas.iter().filter(|replica| replica["slow"] == true);
         slow.map(|replica| replica["pool"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    // All of them are as fast as each other, and what a write takes is known.
+    // All of them are equally fast, and the time of a write is known.
     cluster.wait_for_volume("db", "measured", |volume| {
         let replicas = volume["replicas"].as_array().unwrap();
         replicas.iter().all(|replica| replica["writeUs"].as_u64() > Some(0))

@@ -1,4 +1,4 @@
-//! Who may connect, by the report of the target, whatever restarts: replicas of the list, and never
+//! Connected peers, by the report of the target, whatever restarts: replicas of the list, and never
 //! one that was replaced or removed while its pool was away.
 
 use crate::support;
@@ -12,7 +12,7 @@ const POOLS: [&str; 4] = ["pool-a", "pool-b", "pool-c", "pool-d"];
 /// Controller, target and pools, in every combination.
 const RESTARTS: std::ops::RangeInclusive<u8> = 1..=7;
 
-/// How many replicas the target says that it has, by how they stand.
+/// Numbers of replicas in the target's report, by their state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Connected {
     in_sync: u64,
@@ -26,7 +26,7 @@ impl Connected {
     }
 }
 
-/// The report of the target; `None` while it does not run.
+/// Returns the report of the target; `None` while it does not run.
 fn connected(dev: &Dev) -> Option<Connected> {
     let text = ask_target(dev, "/metrics")?;
     let count = |state: &str| connected_as(&text, state);
@@ -37,8 +37,8 @@ fn connected(dev: &Dev) -> Option<Connected> {
     })
 }
 
-/// The replicas that the target reaches, as the controller passes its report on: their GUIDs.
-/// None while the controller does not answer.
+/// Returns the GUIDs of the replicas that the target reaches, by its report to the controller. None
+/// while the controller does not answer.
 fn reached(dev: &Dev) -> Vec<String> {
     let output = dev.quoin(&["replica", "list", "db", "-o", "json"]);
     let replicas: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
@@ -48,7 +48,7 @@ fn reached(dev: &Dev) -> Vec<String> {
     replicas.map(|r| r["guid"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Waits until exactly those of the list are connected, and nobody was that is not on it.
+/// Waits until exactly those of the list are connected, and asserts that no other was.
 fn only_known_ones_connect(dev: &Dev, drf: u64, stranger: &str) {
     dev.eventually("all of the list are connected", || {
         assert!(!reached(dev).iter().any(|guid| guid == stranger), "{stranger} is connected");
@@ -66,8 +66,8 @@ fn spare(dev: &Dev) -> &'static str {
     POOLS.into_iter().find(|pool| list.iter().all(|(held, ..)| held != pool)).unwrap()
 }
 
-/// Restarts a combination of the parts while the pool with the stranger is stopped; then that goes
-/// on, or starts anew where pools are among them, and shows what it holds.
+/// Restarts a combination of the parts while the pool with the stranger is stopped; then that pool
+/// continues, or restarts where pools are among them, and reports its replicas.
 fn restart(dev: &Dev, combination: u8, pool: &str, stopped: i64) {
     let mut parts = Vec::new();
     parts.extend((combination & 1 != 0).then_some("controller"));
@@ -89,7 +89,8 @@ fn restart(dev: &Dev, combination: u8, pool: &str, stopped: i64) {
     }
 }
 
-/// Until the pool of a stranger has been told what it holds, and deleted it: nobody let it in.
+/// Waits until the pool of a stranger has received the order about its replica, and deleted it;
+/// asserts that it was never connected.
 fn comes_back_and_is_cleared(dev: &Dev, pool: &str, drf: u64, stranger: &str) {
     dev.eventually("its pool came back, and deletes it", || {
         assert!(!reached(dev).iter().any(|guid| guid == stranger), "{stranger} is connected");
@@ -114,7 +115,7 @@ fn an_old_replica_is_started_and_does_not_connect() {
     let pid = dev.pid(&pool).unwrap();
     signal(pid, "STOP");
     waiting(&dev, &["replica", "replace", "db", &pool]);
-    // What it misses.
+    // Writes that it misses.
     load.goes_on(&dev, 200);
     signal(pid, "KILL");
     comes_back_and_is_cleared(&dev, &pool, 3, &old);
@@ -181,7 +182,7 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     signal(pid, "STOP");
     signal(target, "CONT");
     load.goes_on(&dev, 50);
-    // It is given up: those that were known stay, and it is nobody's any more when it comes back.
+    // The fourth is given up: the known ones stay, and it belongs to no list when it comes back.
     dev.ok(&["replica", "remove", "db", pool]);
     dev.wait_for_volume("db", "desired as before", |volume| factors(volume) == [3, 2, 3]);
     assert_eq!(known(&dev), before);
@@ -193,8 +194,8 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     end(&scratch, dev, load, 3);
 }
 
-/// Whichever parts restart: a replica whose pool is away is lost by `lose` (given its pool, its id,
-/// its GUID and a spare pool), comes back, and is let in by nobody.
+/// For each combination of restarted parts: a replica whose pool is away is lost by `lose` (given
+/// its pool, its id, its GUID and a spare pool), comes back, and is never connected.
 fn whichever_parts_restart(scratch: &str, lose: impl Fn(&Dev, &str, &str, &str, &str)) {
     let (scratch, dev) = cluster(scratch, "4");
     let load = volume(&dev, "3");
@@ -260,7 +261,7 @@ fn a_desired_factor_below_the_present_one_is_refused_and_both_stay() {
     assert!(refused(&dev, &["volume", "scale", "db", "--replicas", "6"]).contains("at most 5"));
     assert!(declare(6).contains("at most 5"));
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
-    // Nor while a fourth is being made.
+    // The same while a fourth is being made.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
@@ -281,7 +282,7 @@ fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
     let client = dev.client("db");
     client.write(0, block(0, 1).into(), true).unwrap();
     dev.wait_for_volume("db", "whole", whole);
-    // One after the other is lost and replaced; each misses what is written since.
+    // One after the other is lost and replaced; each misses the writes since.
     let mut lost = Vec::new();
     for (version, spare) in [(2, "pool-d"), (3, "pool-e")] {
         let (pool, _, guid) = known(&dev)[version as usize - 1].clone();
@@ -297,7 +298,7 @@ fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
     assert!(lost.iter().all(|(.., old)| list.iter().all(|(.., guid)| guid != old)));
     let away: Vec<_> = list.iter().map(|(pool, ..)| dev.pid(pool).unwrap()).collect();
     away.iter().for_each(|pid| signal(pid, "STOP"));
-    // Both come back with quorum on, to a target that knows of nothing but its list.
+    // Both come back with quorum on, to a target that knows nothing but its list.
     for (_, pid, _) in &lost {
         signal(pid, "CONT");
     }

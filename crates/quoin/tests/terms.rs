@@ -15,10 +15,10 @@ use common::{Cluster, Place, User, eventually};
 use quoin_nbd::client::{Address, Client, ClientOptions};
 
 const BLOCKS: u64 = 256;
-/// The exit status of a controller whose place another one took.
+/// The exit status of a controller that another one has superseded.
 const SUPERSEDED: i32 = 4;
 
-/// The address at which members look for their controller, as a name in DNS is: it leads to one host,
+/// The address at which members find their controller, like a name in DNS: it leads to one host,
 /// and then to another.
 struct Name {
     address: SocketAddr,
@@ -66,7 +66,7 @@ impl Name {
     }
 }
 
-/// By block, the number of the last write that was acknowledged.
+/// Number of the last acknowledged write, by block.
 type Written = Arc<Mutex<BTreeMap<u64, u64>>>;
 
 /// A client that writes and flushes one block after the other.
@@ -157,7 +157,7 @@ fn run_controller(cluster: &mut Cluster, place: &Place, name: &str, state: &str,
     cluster.run(place, name, arguments);
 }
 
-/// Another node than [`Cluster::node`]'s, with directories of its own.
+/// Starts another node than [`Cluster::node`]'s, with directories of its own.
 fn run_node(cluster: &mut Cluster, place: &Place, name: &str, controller: &str, token: &str) {
     let (state, run) =
         (cluster.path(&format!("{name}-state")), cluster.path(&format!("{name}-run")));
@@ -205,7 +205,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     for (index, pool) in [(1, "p1"), (2, "p2"), (3, "p3")] {
         cluster.pool(&network.place(index), pool, &[]);
     }
-    // The node on the controller's host asks that one by its address, wherever the name leads.
+    // The node on the controller's host calls that one by its address, wherever the name leads.
     let token = cluster.token("node");
     run_node(&mut cluster, &old_host, "n1", &old, &token);
     let token = cluster.token("node");
@@ -224,7 +224,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     let backup = cluster.path("backup");
     cluster.ok(&["controller", "backup", &backup]);
 
-    // The host is cut off, and looks like a lost one. All processes on it go on.
+    // The host is cut off, and appears lost. All processes on it continue.
     network.link(0, "down");
     let state = cluster.path("controller2");
     cluster.ok(&["controller", "restore", &backup, "--state", &state]);
@@ -265,7 +265,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     let said = cluster.log("controller");
     assert!(said.contains("term 1 has begun") && said.contains("ControllerSuperseded"), "{said}");
     writer.goes_on("the volume beside what came back");
-    // It stays ended, and says why, until a person lets it begin a term of its own.
+    // The controller stays ended, and reports why, until a user lets it begin a term of its own.
     run_controller(&mut cluster, &old_host, "again", "controller", "run");
     let ended = eventually("it does not start", || cluster.process("again").ended());
     assert_eq!(ended.code(), Some(SUPERSEDED), "{}", cluster.log("again"));

@@ -1,5 +1,5 @@
-//! A cluster of a user who is not root: everything but block devices works, and what does not work
-//! says why.
+//! A cluster of a user who is not root: everything but block devices works, and each refusal has
+//! its reason.
 
 use crate::common;
 
@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 const NOBODY: u32 = 65_534;
 
-/// Ends the supervisor, and with it all that it started.
+/// Ends the supervisor, and with it all its children.
 struct Dev(Child);
 
 impl Drop for Dev {
@@ -29,7 +29,7 @@ impl Drop for Dev {
     }
 }
 
-/// This program as somebody who is not root, whoever runs the test.
+/// Returns this program run by a user who is not root, whoever runs the test.
 fn command(program: &Path, home: &Path) -> Command {
     let mut command = Command::new(program);
     command.env("HOME", home).env("QUOIN_SOCKET", home.join("c/run/admin.sock"));
@@ -39,12 +39,13 @@ fn command(program: &Path, home: &Path) -> Command {
     command
 }
 
-/// The program where that user may run it, and a directory that they may write.
+/// Copies the program to where that user may run it; returns it and a directory that they may
+/// write.
 fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
-    // The build directory may be out of others' reach.
+    // The build directory may be unreadable for others.
     let program = scratch.0.join("quoin");
-    // By another process: a file that this one has open to write, and with it whatever another
-    // test starts at that moment, is busy and cannot be run.
+    // By another process: a file that this one has open for writing, and with it any process that
+    // another test starts at that moment, is busy and cannot be executed.
     let mut install = Command::new("install");
     install.args(["-m", "755", env!("CARGO_BIN_EXE_quoin")]).arg(&program);
     assert!(install.status().unwrap().success());
@@ -94,7 +95,7 @@ fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused
     let refused = quoin(&["volume", "attach", "db"]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("--nbd"));
-    // Nothing is half-made: nobody has it, and nobody waits for it.
+    // Nothing is half-made: no node has it, and none waits for it.
     let shown = ok(&["volume", "get", "db", "-o", "json"]);
     let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
     assert_eq!((&shown["use"], &shown["phase"]), (&"detached".into(), &"Ready".into()), "{shown}");
@@ -115,7 +116,7 @@ fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused
     assert!(status.success(), "{status}");
 }
 
-/// The demo as it is without root, with no flag that says so.
+/// Returns the demo as it is without root, with no flag for it.
 fn demo(program: &Path, home: &Path) -> Command {
     let mut demo = command(program, home);
     demo.args(["demo", "--size", "256MiB"]).env("TMPDIR", home).stdin(Stdio::null());
@@ -123,7 +124,7 @@ fn demo(program: &Path, home: &Path) -> Command {
     demo
 }
 
-/// No file of the demo's and none of its processes.
+/// Asserts that there is no file of the demo's and none of its processes.
 fn assert_clean(home: &Path) {
     let left: Vec<_> = std::fs::read_dir(home).unwrap().flatten().map(|e| e.path()).collect();
     assert!(left.is_empty(), "{left:?}");

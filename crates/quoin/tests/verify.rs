@@ -12,9 +12,9 @@ use support::load::Load;
 use support::{Dev, Scratch, block, is_online, rot, test_blocks};
 
 const BLOCK: u64 = 4096;
-/// Written once and then left alone, beside what the load writes.
+/// Written once and then unchanged, beside the load's writes.
 const STILL: std::ops::Range<u64> = 3000..7000;
-/// What `quoin volume verify` ends with where something is bad.
+/// Exit code of `quoin volume verify` where blocks are bad.
 const FOUND: Option<i32> = Some(3);
 
 fn fill(client: &Client) {
@@ -34,7 +34,7 @@ fn check(client: &Client) {
     }
 }
 
-/// Runs `quoin volume verify` or `repair` and gives how it ended and what it said.
+/// Runs `quoin volume verify` or `repair`; returns its exit code and output.
 fn compare(dev: &Dev, what: &str) -> (Option<i32>, Value) {
     let output = dev.quoin(&["volume", what, "db", "-o", "json"]);
     let text = String::from_utf8_lossy(&output.stdout);
@@ -122,7 +122,7 @@ fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended
     check(&client);
     client.stop();
 
-    // Attached nowhere, it is opened for as long as it takes.
+    // A volume that is attached nowhere is opened for as long as it takes.
     dev.ok(&["volume", "detach", "db"]);
     harm("pool-a", &[5000]);
     let (code, said) = compare(&dev, "verify");

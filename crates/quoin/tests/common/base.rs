@@ -1,5 +1,5 @@
-//! What every test of real processes needs: a directory of its own, patience, signals, and a
-//! user's command line on its cluster.
+//! Common parts of all tests of real processes: a directory, waiting, signals, and a user's command
+//! line on its cluster.
 
 #![allow(dead_code)] // Each test binary uses its part.
 
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 pub use quoin_testkit::{have, skipped};
 
-/// Far more than anything here takes: reached only when something hangs.
+/// Far more than any step here takes: reached only when a process hangs.
 pub const BUDGET: Duration = Duration::from_secs(180);
 
-/// A directory short enough for sockets, removed at the end.
+/// A directory with a path short enough for sockets, removed at the end.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -37,11 +37,11 @@ impl Scratch {
     }
 }
 
-/// All tests of this program have their connections at a time.
+/// Raises the limit: all tests of this program have their connections at the same time.
 fn allow_descriptors() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Nofile).maximum;
-    // Root may have more than it was given; others have what they have.
+    // Root may raise its hard limit; other users have theirs.
     for wanted in [maximum, maximum.map(|given| given.max(1 << 17))] {
         let _ = setrlimit(Resource::Nofile, Rlimit { current: wanted, maximum: wanted });
     }
@@ -56,7 +56,7 @@ impl Drop for Scratch {
 /// A user of one cluster, on its command line.
 pub struct User {
     pub admin_socket: PathBuf,
-    /// Where the processes of the cluster write what they say, each into `NAME.log`.
+    /// Directory in which the processes of the cluster write their output, each into `NAME.log`.
     pub logs: PathBuf,
 }
 
@@ -71,7 +71,7 @@ impl User {
             .unwrap()
     }
 
-    /// Runs a command that must work, and gives what it printed.
+    /// Runs a command that must succeed, and returns its output.
     pub fn ok(&self, arguments: &[&str]) -> String {
         let output = self.quoin(arguments);
         if !output.status.success() {
@@ -87,12 +87,12 @@ impl User {
         serde_json::from_str(&self.ok(&arguments)).unwrap()
     }
 
-    /// Attaches a volume; its block device as the kernel calls it.
+    /// Attaches a volume; returns its block device by the kernel's name.
     pub fn device(&self, volume: &str) -> String {
         self.json(&["volume", "attach", volume])["device"].as_str().unwrap().to_owned()
     }
 
-    /// Waits for something that must come, and shows the logs where it does not.
+    /// Waits for an expected result, and shows the logs where it does not come.
     #[track_caller]
     pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {
         let began = Instant::now();
@@ -142,7 +142,7 @@ impl User {
     }
 }
 
-/// Waits for something that must come.
+/// Waits for an expected result.
 #[track_caller]
 pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
@@ -155,14 +155,14 @@ pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A process that is to stop has stopped when this returns.
+/// Sends a signal; a process that is to stop has stopped when this returns.
 pub fn signal(pid: impl Display, name: &str) {
-    // A group's number, which is negative, some `kill` take for that of all processes there are.
+    // Some versions of `kill` take a group's number, which is negative, for that of all processes.
     assert!(pid.to_string().parse::<u32>().is_ok_and(|pid| pid > 1), "{pid} is no process");
     let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
     assert!(status.success(), "kill -{name} {pid}");
     if name == "STOP" {
-        // The signal goes to one thread; the others work on until that one had its turn.
+        // The signal goes to one thread; the others run until that one had its turn.
         eventually("the process stands still", || is_stopped(&pid.to_string()).then_some(()));
     }
 }
@@ -171,16 +171,16 @@ fn is_stopped(pid: &str) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
     threads.flatten().all(|thread| {
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // One that ended meanwhile, or that waits in the kernel, works no more either.
+        // A process that ended meanwhile, or that waits in the kernel, does no work either.
         stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'D', 'Z', 'X']))
     })
 }
 
-/// Lazily takes away what other tests than the one of the directory `$0` have mounted.
+/// Script that lazily unmounts the mounts of other tests than that of the directory `$0`.
 pub const FORGET_MOUNTS: &str = r#"grep -o ' /[^ ]*/quoin-test-[^ ]*' /proc/self/mounts |
 grep -vF " $0/" | while read -r mount; do umount -l "$mount" 2>&-; done; "#;
 
-/// A command in a table of mounts of its own, without the mounts of other tests than that of
+/// Returns a command in a mount table of its own, without the mounts of other tests than that of
 /// `scratch`: a copy of theirs would keep their devices busy after they unmounted them.
 pub fn apart(scratch: &Path) -> Command {
     let mut command = Command::new("unshare");
@@ -195,10 +195,11 @@ pub fn run(program: &str, arguments: &[&str]) {
     assert!(output.status.success(), "{program} {arguments:?}: {said}");
 }
 
-/// A port of the loopback that nobody has, and that no outgoing connection gets before it is used.
+/// Returns a port of the loopback that is free, and that no outgoing connection gets before it is
+/// used.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    // Apart from other tests' by the process, from `quoin dev`'s by the range.
+    // The process number separates it from other tests' ports, the range from those of `quoin dev`.
     let first = std::process::id().wrapping_mul(101);
     let next = || 10_000 + (first.wrapping_add(NEXT.fetch_add(1, Relaxed)) % 10_000) as u16;
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
@@ -210,7 +211,7 @@ pub fn is_root() -> bool {
     std::fs::metadata("/proc/self").unwrap().uid() == 0
 }
 
-/// Root, with what a block device needs.
+/// Returns whether this is root, with the requirements of a block device.
 pub fn can_attach() -> bool {
     let can = is_root() && Path::new("/dev/fuse").exists();
     if !can {

@@ -1,4 +1,4 @@
-//! A `quoin dev` of its own for a test, which it ends whatever comes.
+//! A `quoin dev` of its own for a test, which ends it in every case.
 
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
@@ -15,7 +15,7 @@ pub struct Dev {
     pub child: Child,
     pub directory: PathBuf,
     user: User,
-    /// The line by which it said that it is up, and what it said since.
+    /// The line by which it reported that it is up, and its output since.
     pub greeting: String,
     lines: mpsc::Receiver<String>,
 }
@@ -25,7 +25,7 @@ impl Dev {
         Self::start_by(Command::new(env!("CARGO_BIN_EXE_quoin")), directory, flags)
     }
 
-    /// As [`Self::start`], by a command that becomes `quoin`.
+    /// Starts as [`Self::start`] does, by a command that becomes `quoin`.
     pub fn start_by(mut command: Command, directory: &Path, flags: &[&str]) -> Self {
         let mut child = command
             .args(["dev", "--dir"])
@@ -51,7 +51,7 @@ impl Dev {
         dev
     }
 
-    /// Waits until it says this; gives the whole line.
+    /// Waits until the output has these words; returns the whole line.
     pub fn wait_for_line(&self, words: &str) -> String {
         let began = Instant::now();
         while began.elapsed() < BUDGET {
@@ -65,7 +65,7 @@ impl Dev {
         panic!("quoin dev did not say: {words}");
     }
 
-    /// An NBD client of the volume; it holds IO while the target is away.
+    /// Returns an NBD client of the volume; it holds IO while the target is away.
     pub fn client(&self, volume: &str) -> Client {
         let address = self.ok(&["volume", "attach", volume, "--nbd"]);
         let socket = address.split_once("socket=").unwrap().1;
@@ -93,13 +93,13 @@ impl Dev {
             .is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z')))
     }
 
-    /// Ctrl-C, and its clean end.
+    /// Sends Ctrl-C, and checks its clean end.
     pub fn stop(self) {
         signal(self.child.id(), "INT");
         self.ended();
     }
 
-    /// Its clean end, which was asked for.
+    /// Checks the clean end that was requested.
     pub fn ended(mut self) {
         let pids: Vec<_> =
             self.processes().values().filter_map(serde_json::Value::as_i64).collect();
@@ -116,7 +116,7 @@ impl Dev {
             panic!("quoin dev ended with {status}");
         }
         for pid in pids {
-            // One that has ended may wait for whoever took it over to look.
+            // A process that has ended may wait to be reaped by the one that adopted it.
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             let is_there = stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'));
             assert!(!is_there, "process {pid} is left: {stat}");
@@ -134,7 +134,8 @@ impl std::ops::Deref for Dev {
 
 impl Drop for Dev {
     fn drop(&mut self) {
-        // A failed test leaves nothing behind either; asked twice, not even a mount in use.
+        // A failed test leaves nothing behind either; a second signal ends it even with a mount in
+        // use.
         for _ in 0..2 {
             if self.child.try_wait().is_ok_and(|status| status.is_none()) {
                 signal(self.child.id(), "TERM");
@@ -155,7 +156,7 @@ pub fn is_online(volume: &serde_json::Value) -> bool {
     volume["health"] == "Online"
 }
 
-/// Mounts and loop devices below `directory`: there must be none after an end.
+/// Checks that no mounts and loop devices below `directory` are left after an end.
 pub fn assert_nothing_is_left(directory: &Path) {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
     assert!(!mounts.contains(directory.to_str().unwrap()), "{mounts}");

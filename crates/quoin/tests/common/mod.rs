@@ -1,5 +1,5 @@
-//! A cluster of real processes with real certificates, each where the test wants it: on this
-//! host's loopback, or in a network namespace of its own.
+//! A cluster of real processes with real certificates, each in its place: on this host's loopback,
+//! or in a network namespace of its own.
 
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
@@ -14,10 +14,10 @@ use std::process::{Child, Command, Stdio};
 
 pub use base::*;
 
-/// Where a process runs and how others reach it.
+/// Place of a process, and its address for others.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// The network namespace; `None`: this one.
+    /// Name of the network namespace; `None`: this one.
     pub namespace: Option<String>,
     pub address: String,
 }
@@ -31,7 +31,7 @@ impl Place {
         match &self.namespace {
             None => Command::new(program),
             Some(namespace) => {
-                // Not `ip netns exec`: that copies the table of mounts too, and keeps those of
+                // Not `ip netns exec`: that copies the mount table too, and keeps the mounts of
                 // other tests busy that run at the same time.
                 let mut command = Command::new("nsenter");
                 command.arg(format!("--net=/run/netns/{namespace}")).arg(program);
@@ -75,12 +75,12 @@ impl Process {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// How it ended, if it has.
+    /// Returns the exit status if it has ended.
     pub fn ended(&mut self) -> Option<std::process::ExitStatus> {
         self.child.try_wait().unwrap()
     }
 
-    /// SIGTERM, and a clean end.
+    /// Sends SIGTERM, and checks a clean end.
     pub fn stop(mut self) {
         signal(self.pid(), "TERM");
         let status = eventually("a clean end", || self.child.try_wait().unwrap());
@@ -95,7 +95,7 @@ impl Drop for Process {
     }
 }
 
-/// The controller of a cluster and the directory of everything.
+/// The controller of a cluster and the directory of all its files.
 pub struct Cluster {
     pub scratch: Scratch,
     pub controller: String,
@@ -109,7 +109,7 @@ impl Cluster {
         Self::made_with(name, place, &[], flags)
     }
 
-    /// As [`Self::start`], of a cluster that `init` makes with flags of its own.
+    /// Makes the cluster as [`Self::start`] does, with flags of its own for `init`.
     pub fn made_with(name: &str, place: &Place, init_flags: &[&str], flags: &[&str]) -> Self {
         let scratch = Scratch::new(name);
         let port = if place.namespace.is_some() { 7400 } else { free_port() };
@@ -150,12 +150,12 @@ impl Cluster {
         self.ok(&["token", "create", "--role", role])
     }
 
-    /// A pool that joins with a token of its own.
+    /// Starts a pool that joins with a token of its own.
     pub fn pool(&mut self, place: &Place, name: &str, flags: &[&str]) {
         self.pool_by(place, name, &self.token("pool"), flags);
     }
 
-    /// A pool that joins with a token that there is already.
+    /// Starts a pool that joins with an existing token.
     pub fn pool_by(&mut self, place: &Place, name: &str, token: &str, flags: &[&str]) {
         let mut arguments: Vec<String> =
             ["pool", "run", "--name", name, "--node", name].into_iter().map(String::from).collect();
@@ -171,7 +171,7 @@ impl Cluster {
         self.run(place, name, arguments);
     }
 
-    /// A node's identity, its target and, for its heartbeat, its CSI process.
+    /// Starts a node: its identity, its target and, for its reports, its CSI process.
     pub fn node(&mut self, place: &Place, name: &str, target_flags: &[&str], node_flags: &[&str]) {
         let (state, run) = (self.path("node"), self.path("run"));
         let member = |token: Option<String>| {
@@ -199,7 +199,7 @@ impl Cluster {
         });
     }
 
-    /// A process by name.
+    /// Returns a process by name.
     pub fn process(&mut self, name: &str) -> &mut Process {
         self.processes.iter_mut().find(|process| process.name == name).unwrap()
     }
@@ -226,7 +226,7 @@ impl Drop for Cluster {
         if std::thread::panicking() {
             self.show_logs();
         }
-        // Before the directory goes.
+        // The processes end before the directory is removed.
         self.processes.clear();
     }
 }

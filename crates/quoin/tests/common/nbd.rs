@@ -1,5 +1,5 @@
-//! An NBD client of our own, written from the protocol alone: what it proves does not depend on
-//! whether a foreign client is installed.
+//! An NBD client of the tests' own, written from the protocol alone: its proof does not depend on
+//! an installed foreign client.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -37,11 +37,11 @@ pub struct Nbd {
 /// Chunks of an answer: their types and bodies.
 type Chunks = Vec<(u16, Vec<u8>)>;
 
-/// What an option was answered with: the type of the last reply and its text.
+/// Answer to an option: the type of the last reply and its text.
 pub type Answer = (u32, String);
 
 impl Nbd {
-    /// Opens the export, over TLS where a configuration is given; `Err`: what stood in the way.
+    /// Opens the export, over TLS where a configuration is given; `Err`: the reason of the refusal.
     pub fn connect(
         address: &str,
         tls: Option<Arc<ClientConfig>>,
@@ -109,7 +109,7 @@ impl Nbd {
         self.stream.flush()
     }
 
-    /// The chunks of one answer: their types and bodies; an error as the number it has.
+    /// Returns the chunks of one answer: their types and bodies; an error as its number.
     fn answer(&mut self) -> std::io::Result<Result<Chunks, u32>> {
         let mut chunks = Vec::new();
         loop {
@@ -142,7 +142,7 @@ impl Nbd {
         }
     }
 
-    /// A request that has no data to give back; `Ok(Err)`: the server's error number.
+    /// Sends a request without data in its answer; `Ok(Err)`: the server's error number.
     pub fn call(
         &mut self,
         kind: u16,
@@ -173,7 +173,7 @@ impl Nbd {
         Ok(data)
     }
 
-    /// Lengths and state flags of `base:allocation`, from `offset` on.
+    /// Returns lengths and state flags of `base:allocation`, from `offset` on.
     pub fn status(&mut self, offset: u64, length: u32) -> std::io::Result<Vec<(u32, u32)>> {
         self.request(BLOCK_STATUS, 0, offset, length, &[])?;
         let chunks = self.answer()?.map_err(std::io::Error::from_raw_os_error_number)?;
@@ -193,7 +193,7 @@ impl FromNumber for std::io::Error {
     }
 }
 
-/// A connection that has been greeted.
+/// Returns a connection after the greeting.
 pub fn hello(address: &str) -> Result<TcpStream, String> {
     let mut stream = TcpStream::connect(address).map_err(|e| e.to_string())?;
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -204,7 +204,7 @@ pub fn hello(address: &str) -> Result<TcpStream, String> {
     Ok(stream)
 }
 
-/// Asks an option; the type and text of the last answer to it.
+/// Sends an option; returns the type and text of the last answer to it.
 pub fn ask(stream: &mut (impl Read + Write), code: u32, data: &[u8]) -> Result<Answer, String> {
     ask_with(stream, code, data, |_, _| {})
 }

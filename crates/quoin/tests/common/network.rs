@@ -16,12 +16,12 @@ fn must(arguments: &str) {
     assert!(output.status.success(), "ip {arguments}: {said}");
 }
 
-/// Networks that one process of tests has at a time, at most.
+/// Most networks that one process of tests has at a time.
 const NETWORKS_MAX: u32 = 8;
-/// Numbers of those that are there.
+/// Numbers of the present networks.
 static NUMBERS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-/// A bridge on this host and a namespace a host, gone with the test however it ends.
+/// A bridge on this host and one namespace a host, removed with the test in every case.
 pub struct Network {
     id: u32,
     bridge: String,
@@ -30,7 +30,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// `None` where namespaces cannot be had; says why.
+    /// Makes a network; `None` where namespaces are not possible, with a printed reason.
     pub fn new(hosts: &[&str]) -> Option<Self> {
         if !is_root() || !have("ip") {
             skipped("network namespaces need root and iproute2");
@@ -48,7 +48,7 @@ impl Network {
             skipped(&format!("no bridge can be made here: {why}"));
             return None;
         }
-        // From here on dropping it cleans up, whatever has been made of it.
+        // From here on its drop cleans up, at whatever stage.
         let mut network = Self {
             id,
             bridge,
@@ -80,7 +80,7 @@ impl Network {
         }
     }
 
-    /// Cuts or restores the link of a host, with no word to either side.
+    /// Cuts or restores the link of a host; neither side is informed.
     pub fn link(&self, index: usize, state: &str) {
         must(&format!("link set qv{}-{index} {state}", self.id));
     }

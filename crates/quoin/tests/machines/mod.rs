@@ -1,5 +1,5 @@
-//! Machines for tests: each an overlay over this one's root file system, with a name, a network and a
-//! service manager of its own. All that a machine changes is gone with the test.
+//! Machines for tests: each an overlay over this one's root file system, with a name, a network and
+//! a service manager of its own. All changes of a machine are removed with the test.
 //!
 //! The kernel is shared, and with it the loop devices and `/sys/block`. The service manager
 //! ([`services`]) reads the installed units as systemd does and runs their commands.
@@ -32,7 +32,7 @@ echo ready
 exec chroot "$1/root" sh -c 'read line'
 "#;
 
-/// Whether machines can be made here; says why not.
+/// Returns whether machines can be made here; prints why not.
 pub fn possible() -> bool {
     let possible = is_root() && ["dpkg-deb", "nsenter", "ip"].into_iter().all(have) && can_attach();
     if !possible {
@@ -74,7 +74,7 @@ impl Machine {
         within(self.pid, "sh").args(["-c", line]).output().unwrap()
     }
 
-    /// Runs a command that must work, and gives what it printed.
+    /// Runs a command that must succeed, and returns its output.
     #[track_caller]
     pub fn ok(&self, line: &str) -> String {
         let output = self.run(line);
@@ -96,7 +96,7 @@ impl Machine {
         eventually(what, || self.run(line).status.success().then_some(()));
     }
 
-    /// A file of the machine as this process reaches it.
+    /// Returns the path of the machine's file for this process.
     pub fn path(&self, inside: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root{inside}", self.pid))
     }
@@ -115,8 +115,8 @@ impl Machine {
         self.ok("mount -t tmpfs none /sys/block");
     }
 
-    /// Makes `systemctl` of the machine a program that keeps its calls for [`Self::carry_out`], and
-    /// lets the machine look as if systemd ran there.
+    /// Makes `systemctl` of the machine a program that records its calls for [`Self::carry_out`],
+    /// and makes the machine appear to run systemd.
     pub fn listen_to_scripts(&self) {
         self.ok("mkdir -p /run/systemd/system");
         self.ok("rm -f /usr/bin/systemctl /bin/systemctl");
@@ -126,7 +126,7 @@ impl Machine {
         self.ok("chmod 755 /usr/bin/systemctl");
     }
 
-    /// Does what scripts asked of `systemctl` since the last time, and gives their calls.
+    /// Carries out the scripts' calls of `systemctl` since the last time, and returns them.
     pub fn carry_out(&mut self) -> Vec<String> {
         let calls = self.ok("cat /run/systemctl.calls 2>/dev/null; rm -f /run/systemctl.calls");
         let calls: Vec<String> = calls.lines().map(str::to_owned).collect();
@@ -136,25 +136,25 @@ impl Machine {
         calls
     }
 
-    /// `systemctl ARGUMENTS`, by the service manager of the test.
+    /// Runs `systemctl ARGUMENTS` by the service manager of the test.
     pub fn systemctl(&mut self, arguments: &str) {
         self.services.systemctl(arguments);
     }
 
-    /// The units that are up.
+    /// Returns the units that are up.
     pub fn active(&self) -> Vec<String> {
         self.services.active()
     }
 
-    /// Ends all processes of units at once, as a crash of the host does. No device and no mount of a
-    /// volume outlives it, and `/run` is empty.
+    /// Ends all processes of units at once, as a crash of the host does. No device and no mount of
+    /// a volume survives it, and `/run` is empty.
     pub fn crash(&mut self) {
         self.services.crash();
         self.free_devices();
         self.ok("find /run -mindepth 1 -delete");
     }
 
-    /// Unmounts volumes and what is below `/run`, and frees block devices that nobody serves any more.
+    /// Unmounts volumes and everything below `/run`, and frees block devices without a server.
     fn free_devices(&self) {
         let listed = self.run("losetup --list --noheadings --output NAME,BACK-FILE").stdout;
         let listed = String::from_utf8_lossy(&listed);
@@ -177,7 +177,7 @@ impl Machine {
         }
     }
 
-    /// Starts what is enabled.
+    /// Starts the enabled units.
     pub fn boot(&mut self) {
         self.services.boot();
     }
@@ -200,7 +200,7 @@ impl Drop for Machine {
         self.services.end(std::thread::panicking());
         // The kernel would keep them after the machine.
         self.free_devices();
-        // Its end ends `read`, and with the last process the mounts go.
+        // The closed input ends `read`, and with the last process the mounts are gone.
         drop(self.holder.stdin.take());
         let _ = self.holder.wait();
     }
@@ -229,7 +229,7 @@ impl Switch {
         machine.ok(&format!("ip addr add 10.80.0.{host}/24 dev eth0 && ip link set eth0 up"));
     }
 
-    /// Cuts or restores the link of a machine, with no word to either side.
+    /// Cuts or restores the link of a machine; neither side is informed.
     pub fn link(&self, machine: &Machine, state: &str) {
         self.ip(&format!("link set {} {state}", machine.name));
     }
@@ -250,8 +250,8 @@ impl Drop for Switch {
     }
 }
 
-/// Starts a process that keeps namespaces until its input ends. `unshare` without a fork becomes the
-/// shell, so the pid is that of the process.
+/// Starts a process that keeps namespaces until its input ends. `unshare` without a fork becomes
+/// the shell, so the pid is that of the process.
 fn hold(mut command: Command) -> (Child, u32) {
     let mut holder = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
@@ -261,7 +261,7 @@ fn hold(mut command: Command) -> (Child, u32) {
     (holder, pid)
 }
 
-/// A command in the namespaces of that process.
+/// Returns a command in the namespaces of that process.
 fn within(pid: u32, program: &str) -> Command {
     let mut command = Command::new("nsenter");
     command.args(["--target", &pid.to_string(), "--mount", "--net", "--uts", "--root", "--wdns=/"]);

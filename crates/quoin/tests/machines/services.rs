@@ -1,6 +1,6 @@
-//! The service manager of a machine: reads the installed units and does with them what systemd does,
-//! as far as Quoin's units go. Order (`After=`), conditions, environment, directories, `Restart=`
-//! and its limit of starts are kept; sandboxing is not.
+//! The service manager of a machine: reads the installed units and does with them what systemd
+//! does, as far as Quoin's units need it. Order (`After=`), conditions, environment, directories,
+//! `Restart=` and its limit of starts are implemented; sandboxing is not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::signal;
 
-/// systemd starts a unit again so often within so long, where the unit says nothing else.
+/// Limit of restarts of systemd, with its interval, where the unit sets no other.
 const STARTS_MAX: usize = 5;
 const STARTS_WITHIN: Duration = Duration::from_secs(10);
 const GENERATED: &str = "/run/systemd/generator";
@@ -41,7 +41,7 @@ impl Unit {
     }
 }
 
-/// `\xHH` are bytes, a dash is a slash.
+/// Decodes `\xHH` as bytes, a dash as a slash.
 fn unescape(instance: &str) -> String {
     let mut bytes = Vec::new();
     let mut rest = instance.as_bytes();
@@ -66,7 +66,7 @@ fn unescape(instance: &str) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// A unit that is up: a process that is started again, or the effect of a command that has ended.
+/// A unit that is up: a process that is restarted, or the effect of a command that has ended.
 struct Running {
     name: String,
     after: Vec<String>,
@@ -150,7 +150,7 @@ impl Services {
         }
     }
 
-    /// Ends all processes by SIGKILL, none of which is started again.
+    /// Ends all processes by SIGKILL; none of them is restarted.
     pub fn crash(&mut self) {
         let processes: Vec<Process> =
             self.running.drain(..).filter_map(|running| running.process).collect();
@@ -166,7 +166,7 @@ impl Services {
         }
     }
 
-    /// The end of the test; with the last lines of each log where it failed.
+    /// Ends the test; prints the last lines of each log where it failed.
     pub fn end(&mut self, is_failure: bool) {
         for process in self.running.iter().filter_map(|running| running.process.as_ref()) {
             let mut state = process.state.lock().unwrap_or_else(|broken| broken.into_inner());
@@ -199,7 +199,7 @@ impl Services {
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     }
 
-    /// Units that a pattern means: those that are up, or the one of this name.
+    /// Returns the units that a pattern matches: those that are up, or the one of this name.
     fn matching(&self, pattern: &str) -> Vec<String> {
         let Some((before, after)) = pattern.split_once('*') else {
             return vec![pattern.to_owned()];
@@ -213,7 +213,7 @@ impl Services {
         self.running.iter().any(|running| running.name == unit)
     }
 
-    /// `None`: it is no unit of Quoin's package.
+    /// Returns a unit; `None`: it is no unit of Quoin's package.
     fn unit(&self, name: &str) -> Option<Unit> {
         let (prefix, suffix) = name.rsplit_once('.')?;
         let (file, instance) = match prefix.split_once('@') {
@@ -251,7 +251,7 @@ impl Services {
         self.ok(&format!("rm -f /etc/systemd/system/*.wants/'{name}'"));
     }
 
-    /// What `NAME.wants/` holds, wherever it is.
+    /// Returns the entries of `NAME.wants/`, wherever it is.
     fn linked(&self, name: &str) -> Vec<String> {
         let listed = self.ok(&format!(
             "ls /etc/systemd/system/'{name}'.wants {GENERATED}/'{name}'.wants 2>/dev/null | cat"
@@ -295,7 +295,7 @@ impl Services {
                 self.ok(&format!("mkdir -p {root}/{directory}"));
             }
         }
-        // What is started once and stays: it is tried again in the background where it fails.
+        // A service that is started once and stays: it is retried in the background where it fails.
         let process = unit.name.ends_with(".service").then(|| self.keep(unit));
         self.running.push(Running {
             name: unit.name.clone(),
@@ -311,7 +311,7 @@ impl Services {
         spawn(self.pid, unit, exec, &self.logs)
     }
 
-    /// Starts a process and starts it again whenever it ends.
+    /// Starts a process and restarts it whenever it ends.
     fn keep(&self, unit: &Unit) -> Process {
         let first = self.spawn(unit);
         let state = Arc::new(Mutex::new(State { child: Some(first), ..State::default() }));
@@ -344,7 +344,7 @@ impl Services {
                 );
                 let mut state = shared.lock().unwrap();
                 if state.is_ending {
-                    // It was stopped between two starts.
+                    // The unit was stopped between two starts.
                     return;
                 }
                 starts.push(Instant::now());
@@ -356,12 +356,12 @@ impl Services {
     }
 
     fn stop(&mut self, name: &str) {
-        // Nothing where it is not up.
+        // No effect where it is not up.
         let is_stopped =
             |running: &Running| running.name == name || running.part_of.iter().any(|of| of == name);
         let mut names: Vec<String> =
             self.running.iter().filter(|r| is_stopped(r)).map(|r| r.name.clone()).collect();
-        // The reverse of the order of the start.
+        // Units stop in the reverse order of their start.
         while !names.is_empty() {
             let set: BTreeSet<&String> = names.iter().collect();
             let is_last = |one: &&String| {
@@ -386,7 +386,7 @@ impl Services {
         }
         process.keeper.join().unwrap();
         let ended = process.state.lock().unwrap().ended;
-        // As systemd has it: an end by the signal that was asked for is clean.
+        // systemd considers an end by the requested signal clean.
         let is_clean = ended.is_none_or(|status| status.success() || status.signal() == Some(15));
         assert!(is_clean, "{} {name}: {ended:?}", self.host);
     }
@@ -409,7 +409,7 @@ impl Services {
         }
     }
 
-    /// SIGKILL to its process, which is started again.
+    /// Sends SIGKILL to its process, which is restarted.
     fn kill(&mut self, name: &str) {
         let running = self.running.iter().find(|running| running.name == name).unwrap();
         let mut state = running.process.as_ref().unwrap().state.lock().unwrap();
@@ -419,8 +419,8 @@ impl Services {
     }
 }
 
-/// A command line of a unit. `${NAME}` is one word, `$NAME` as many as it holds: the shell's rules but
-/// for quotes.
+/// Starts a command line of a unit. `${NAME}` is one word, `$NAME` as many as it holds: the shell's
+/// rules except for quotes.
 fn spawn(pid: u32, unit: &Unit, exec: &str, logs: &std::path::Path) -> Child {
     let mut environment = BTreeMap::new();
     let mut set = |line: &str| {

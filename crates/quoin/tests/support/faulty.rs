@@ -18,21 +18,21 @@ use quoin_types::block::{Operation, Payload};
 use rustix::fs::OFlags;
 
 const EIO: u32 = 5;
-/// How much room there is, in the kernel's words.
+/// The kernel's request for free space.
 const STATFS: u32 = 17;
 const MESSAGE_BYTES_MAX: usize = IO_BYTES_MAX + 8192;
 
-/// What goes wrong from now on.
+/// Faults from now on.
 #[derive(Default)]
 struct Faults {
     syncs: AtomicU64,
     /// One sync in so many is refused; 0: none.
     refuses_one_in: AtomicU64,
-    /// The next sync takes so long; 0: as long as it takes.
+    /// Stall of the next sync; 0: none.
     stalls_for_ms: AtomicU64,
 }
 
-/// A mounted file that fails as it is told; unmounted when dropped.
+/// A mounted file with faults on demand; unmounted when dropped.
 pub struct FaultyDisk {
     faults: Arc<Faults>,
     mount: Option<Mount>,
@@ -45,7 +45,7 @@ impl FaultyDisk {
         let below = File::options().read(true).write(true).open(below).unwrap();
         let size = below.metadata().unwrap().len();
         let (mount, device) = Mount::new(path, "faulty").unwrap();
-        // Nothing else is waited for.
+        // Blocking reads: the thread waits for nothing else.
         rustix::fs::fcntl_setfl(&device, OFlags::empty()).unwrap();
         let faults = Arc::new(Faults::default());
         let served = Arc::new(Served {
@@ -86,7 +86,7 @@ struct Served {
 }
 
 impl Served {
-    /// Until the kernel says that nobody has it mounted any more.
+    /// Serves until the kernel reports that it is unmounted.
     fn run(self: Arc<Self>) {
         let mut message = vec![0; MESSAGE_BYTES_MAX];
         loop {
@@ -108,7 +108,7 @@ impl Served {
                 Outcome::Nothing => return,
                 Outcome::Answer(answer) => return self.answer(&answer),
                 Outcome::Submit { token, operation: Operation::Flush } => {
-                    // Whatever else is asked for meanwhile is answered.
+                    // All other requests are answered meanwhile.
                     let served = self.clone();
                     std::thread::spawn(move || {
                         let result = served.sync();
@@ -161,7 +161,7 @@ impl Served {
     fn answer(&self, answer: &Answer) {
         let mut slices = vec![IoSlice::new(&answer.head)];
         slices.extend(answer.data.iter().map(|data| IoSlice::new(data)));
-        // Whoever asked may have gone.
+        // The caller may be gone.
         let _ = rustix::io::writev(&self.device, &slices);
     }
 }
@@ -170,7 +170,7 @@ fn is_about_room(message: &[u8]) -> bool {
     message.len() >= 16 && message[4..8] == STATFS.to_ne_bytes()
 }
 
-/// A file system has room where a volume's one file has none to give.
+/// Answers with free space, which a file system has and a volume's one file has not.
 fn room(message: &[u8]) -> Answer {
     const BYTES: usize = 80;
     let mut head = Vec::new();

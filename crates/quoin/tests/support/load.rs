@@ -1,4 +1,4 @@
-//! A client that verifies what it wrote, for as long as the test likes.
+//! A client that verifies its writes, for as long as the test needs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,11 +11,11 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use super::{BUDGET, Dev, block};
 
 const BLOCK: u64 = 4096;
-/// Of the volume, which has 8 MiB at least.
+/// Blocks of the volume, which has 8 MiB at least.
 const BLOCKS: u64 = 2048;
 const WRITERS: u64 = 4;
 
-/// Writers that each own a part of the volume and know what every block of it must say.
+/// Writers that each own a part of the volume and know the right content of every block of it.
 pub struct Load {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -36,7 +36,7 @@ impl Load {
         Load { stop, done, writers, client }
     }
 
-    /// How many operations are done so far.
+    /// Returns how many operations are done so far.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
@@ -46,7 +46,7 @@ impl Load {
         self.goes_on_or(operations, || dev.show_logs());
     }
 
-    /// As [`Self::goes_on`], where the processes are not those of a [`Dev`].
+    /// Waits as [`Self::goes_on`] does, where the processes are not those of a [`Dev`].
     pub fn goes_on_or(&self, operations: u64, show_logs: impl Fn()) {
         let (from, began) = (self.done.load(Ordering::Relaxed), Instant::now());
         while self.done.load(Ordering::Relaxed) < from + operations {
@@ -61,7 +61,7 @@ impl Load {
         }
     }
 
-    /// Ends it and reads everything once more: no write was lost, none taken back.
+    /// Ends it and reads everything once more: no write was lost, none undone.
     pub fn verify(self) {
         self.stop.store(true, Ordering::Relaxed);
         for (writer, handle) in (0..).zip(self.writers) {

@@ -1,4 +1,4 @@
-//! What tests of pools do beside running a cluster: look into pool files, harm them, kill.
+//! Common parts of tests of pools beside a running cluster: reading pool files, faults, kills.
 
 #![allow(dead_code, unused_imports, reason = "each test takes what it needs")]
 
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 pub use crate::common::dev::*;
 
 impl Dev {
-    /// The replica of a volume that a pool holds.
+    /// Returns the replica of a volume that a pool holds.
     pub fn replica(&self, volume: &str, pool: &str) -> serde_json::Value {
         let replicas = self.json(&["replica", "list", volume]);
         let all = replicas.as_array().unwrap();
@@ -24,7 +24,7 @@ impl Dev {
         self.directory.join("pools").join(pool).join("data")
     }
 
-    /// Kills a process and waits until another one runs in its place.
+    /// Kills a process and waits until its successor runs.
     pub fn kill(&self, name: &str) {
         let old = self.pid(name);
         if let Some(old) = old {
@@ -33,8 +33,9 @@ impl Dev {
         self.runs_again(name, old);
     }
 
-    /// As [`Dev::kill`], with all of them gone before the first is there again: they are stopped
-    /// before they are killed, for a pool is started and healed within two tenths of a second.
+    /// Kills as [`Dev::kill`] does, with all of them gone before the first is there again: they are
+    /// stopped before they are killed, because a pool is started and healed within two tenths of a
+    /// second.
     pub fn kill_together(&self, names: &[&str]) {
         let old: Vec<_> = names.iter().map(|name| self.pid(name).unwrap()).collect();
         for what in ["STOP", "KILL"] {
@@ -57,7 +58,7 @@ impl Dev {
     }
 }
 
-/// The first 24 bytes of every block that a test writes: what it is, where, and which version.
+/// Returns a block of the tests. Its first 24 bytes are a mark, its position, and its version.
 pub fn block(lba: u64, version: u64) -> Vec<u8> {
     let mut bytes = vec![(lba ^ version) as u8; 4096];
     bytes[..8].copy_from_slice(b"TESTDATA");
@@ -66,7 +67,7 @@ pub fn block(lba: u64, version: u64) -> Vec<u8> {
     bytes
 }
 
-/// Every block of a sparse file that `wanted` takes, with its offset.
+/// Returns every block of a sparse file that `wanted` accepts, with its offset.
 pub fn blocks_of<T>(path: &Path, mut wanted: impl FnMut(&[u8]) -> Option<T>) -> Vec<(u64, T)> {
     use rustix::fs::SeekFrom;
     let file = std::fs::File::open(path).unwrap();
@@ -91,7 +92,7 @@ pub fn blocks_of<T>(path: &Path, mut wanted: impl FnMut(&[u8]) -> Option<T>) -> 
     found
 }
 
-/// Where a pool file holds the test's blocks, by LBA and version.
+/// Returns the offsets of the test's blocks in a pool file, by LBA and version.
 pub fn test_blocks(path: &Path) -> BTreeMap<(u64, u64), Vec<u64>> {
     let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
     let found = blocks_of(path, |block| {

@@ -1,5 +1,5 @@
-//! What the user stories of replicas share: a cluster with a volume `db` under a load, how the
-//! records say that it stands, and every copy alone, read with nothing of Quoin running.
+//! Common parts of the user stories of replicas: a cluster with a volume `db` under a load, its
+//! state in the records, and every copy alone, read with nothing of Quoin running.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -13,12 +13,12 @@ use super::{Dev, Scratch, is_online};
 
 const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
 
-/// A cluster that replaces nothing by itself.
+/// Starts a cluster that replaces nothing by itself.
 pub fn cluster(name: &str, pools: &str) -> (Scratch, Dev) {
     healing(name, pools, "off")
 }
 
-/// A cluster that replaces replicas by itself after so long.
+/// Starts a cluster that replaces replicas by itself after this time.
 pub fn healing(name: &str, pools: &str, after: &str) -> (Scratch, Dev) {
     let scratch = Scratch::new(name);
     let flags =
@@ -35,14 +35,14 @@ pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
     told.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
 }
 
-/// What the target itself says under a path, whether or not a controller answers.
+/// Returns the target's own answer under a path, whether or not a controller answers.
 pub fn ask_target(dev: &Dev, path: &str) -> Option<String> {
     let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
     let settings: Value = serde_json::from_slice(&settings).unwrap();
     ask(settings["target_http"].as_str()?, path)
 }
 
-/// What a process says under a path of its own HTTP address.
+/// Returns a process's answer under a path of its own HTTP address.
 pub fn ask(address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n");
@@ -52,13 +52,13 @@ pub fn ask(address: &str, path: &str) -> Option<String> {
     Some(text)
 }
 
-/// How many replicas the target says, among its metrics, that it has in this state.
+/// Returns how many replicas the target has in this state, by its metrics.
 pub fn connected_as(metrics: &str, state: &str) -> Option<u64> {
     let name = format!("quoin_target_replicas{{state=\"{state}\"}} ");
     metrics.lines().find_map(|line| line.strip_prefix(&name))?.trim().parse().ok()
 }
 
-/// The newcomer, once its pool has made it and a target that would fill it is waited for.
+/// Returns the newcomer, once its pool has made it and a target that would fill it is waited for.
 pub fn made(dev: &Dev) -> Value {
     dev.eventually("it is made", || {
         let replicas = dev.json(&["replica", "list", "db"]);
@@ -67,14 +67,14 @@ pub fn made(dev: &Dev) -> Value {
     })
 }
 
-/// How many replicas the records have in a pool.
+/// Returns how many replicas the records have in a pool.
 pub fn held(dev: &Dev, pool: &str) -> u64 {
     let pools = dev.json(&["pool", "list"]);
     let held = pools.as_array().unwrap().iter().find(|p| p["name"] == pool).unwrap();
     held["replicas"].as_u64().unwrap()
 }
 
-/// A volume `db` of 8 MiB, under a load.
+/// Makes a volume `db` of 8 MiB, under a load.
 pub fn volume(dev: &Dev, replicas: &str) -> Load {
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", replicas]);
     let load = Load::start(dev.client("db"), 3);
@@ -98,7 +98,7 @@ pub fn whole(volume: &Value) -> bool {
         && volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
 }
 
-/// The known replicas: pool, id and GUID of each.
+/// Returns the known replicas: pool, id and GUID of each.
 pub fn known(dev: &Dev) -> Vec<(String, String, String)> {
     let replicas = dev.json(&["replica", "list", "db"]);
     let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
@@ -107,14 +107,14 @@ pub fn known(dev: &Dev) -> Vec<(String, String, String)> {
     known.map(|r| (text(r, "pool"), text(r, "id"), text(r, "guid"))).collect()
 }
 
-/// Stops the load and the cluster, and compares what each copy alone holds with the others.
+/// Stops the load and the cluster, and compares the content of each copy alone with the others.
 pub fn end(scratch: &Scratch, dev: Dev, load: Load, copies: usize) {
     dev.wait_for_volume("db", "whole", whole);
     load.verify();
     compare(scratch, dev, copies);
 }
 
-/// Stops the cluster, and compares what each copy alone holds with the others.
+/// Stops the cluster, and compares the content of each copy alone with the others.
 pub fn compare(scratch: &Scratch, dev: Dev, copies: usize) {
     dev.wait_for_volume("db", "whole", whole);
     let known = known(&dev);
@@ -143,7 +143,7 @@ pub fn compare(scratch: &Scratch, dev: Dev, copies: usize) {
     }
 }
 
-/// What a command says that must be refused.
+/// Returns the message of a command that must be refused.
 pub fn refused(dev: &Dev, arguments: &[&str]) -> String {
     let output = dev.quoin(arguments);
     assert_eq!(output.status.code(), Some(1), "{arguments:?}");
