@@ -1,4 +1,4 @@
-//! Who gets in, who may do what, and what a hostile network can do.
+//! Authentication, authorisation, and the limits against a hostile network.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 
 use crate::server::Server;
 
-/// What each kind of call is answered to one caller: allowed or the refusal.
+/// Answers to each kind of call of one caller: allowed or the refusal.
 struct Answers {
     look: Code,
     manage: Code,
@@ -34,7 +34,7 @@ fn code<T>(answer: Result<T, tonic::Status>) -> Code {
     answer.map_or_else(|status| status.code(), |_| Code::Ok)
 }
 
-/// Refused in the handshake, of which a caller sees a broken connection.
+/// Asserts a refusal in the handshake, which a caller sees as a broken connection.
 fn refused<T>(answer: Result<T, tonic::Status>) {
     let code = code(answer);
     assert!(matches!(code, Code::Unavailable | Code::Unknown), "{code:?}");
@@ -76,7 +76,7 @@ async fn ask(channel: Channel) -> Answers {
             assert_eq!(watched, reported);
             let holdings = PoolHoldings { pool: "p1".into(), ..PoolHoldings::default() };
             let told = futures::stream::iter([holdings]);
-            // A pool that may tell was not asked.
+            // A pool that may report was not asked to.
             let refused = if reported == Code::Ok { Code::FailedPrecondition } else { reported };
             assert_eq!(code(agent.report_holdings(told).await), refused);
             reported
@@ -183,7 +183,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
         let created = tokio::spawn(async move {
             creating.create_volume(CreateVolumeRequest { spec, ..Default::default() }).await
         });
-        // The pools answer while the creation waits for them.
+        // The pools report while the creation waits for them.
         while !created.is_finished() {
             for n in 1..=3 {
                 let told = server.controller.pool_assignment(&format!("p{n}")).replicas;
@@ -227,14 +227,14 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     };
     assert_eq!(code(cluster.get_volume(get(&ids[0])).await), Code::Ok);
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::NotFound);
-    // What is out of sight is answered as what is nowhere: not even its id is told.
+    // An invisible volume is answered like one that does not exist: not even its id is revealed.
     let named = |name: &str| GetVolumeRequest {
         volume: Some(VolumeRef { id: String::new(), name: name.into() }),
     };
     let hidden = cluster.get_volume(named("other")).await.unwrap_err();
     let nowhere = cluster.get_volume(named("nothing")).await.unwrap_err();
     assert_eq!(hidden.message().replace("other", "nothing"), nowhere.message());
-    // Nor is anything believed of it that this node tells.
+    // Events of this node are not attributed to it either.
     let event = |id: &String, reason: &str| AgentEvent {
         severity: "Error".into(),
         volume_id: id.clone(),
@@ -256,7 +256,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert!(refused.message().contains("quoin node set n1 --manages-volumes true"), "{refused}");
     let itself = SetNodeRequest { node: "n1".into(), manages_volumes: true };
     assert_eq!(code(cluster.set_node(itself.clone()).await), Code::PermissionDenied);
-    // And an epoch only of what it owns.
+    // An epoch is granted only for volumes that the node owns.
     let mut agent = AgentClient::new(channel);
     let acquire = |id: &String| AcquireEpochRequest {
         volume_id: id.clone(),
@@ -271,7 +271,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert_eq!((grant.epoch.0, grant.node.as_str()), (mine.epoch, "n1"));
     let other = agent.acquire_epoch(acquire(&ids[1])).await.unwrap().into_inner();
     assert_eq!((other.outcome(), other.grant.len()), (Outcome::NotOwner, 0));
-    // Until somebody who governs lets it.
+    // Until a caller with the right allows it.
     admin.set_node(itself.clone()).await.unwrap();
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::Ok);
     assert_eq!(code(cluster.publish_volume(publish).await), Code::Ok);
@@ -280,7 +280,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     let nobody = SetNodeRequest { node: "n5".into(), manages_volumes: true };
     assert_eq!(code(admin.set_node(nobody).await), Code::NotFound);
 
-    // Nor does a cordon that it asks for tell what others have where.
+    // A cordon that it requests does not reveal the places of other volumes either.
     let report = NodeReport { node: "n2".into(), ..NodeReport::default() };
     local.report_node(report).await.unwrap();
     let elsewhere = PublishVolumeRequest {
@@ -314,7 +314,7 @@ async fn a_token_is_good_for_one_key_of_its_role_and_name_until_it_expires() {
     attempt(first.clone(), Role::Pool, "p1", "p1").await.unwrap();
     let error = attempt(first.clone(), Role::Pool, "p2", "p2").await.unwrap_err();
     assert!(error.contains("unknown, used or expired"), "{error}");
-    // The same key may ask again: its answer could have been lost.
+    // The same key may join again: its answer could have been lost.
     std::fs::remove_file(server.home("p1").join("cert.pem")).unwrap();
     attempt(first.clone(), Role::Pool, "p1", "p1").await.unwrap();
     let error = attempt(first, Role::Pool, "p1", "p1").await.unwrap_err();
@@ -366,7 +366,7 @@ async fn foreign_and_expired_certificates_do_not_get_in() {
     let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
     refused(AgentClient::new(channel).report_node(report.clone()).await);
 
-    // Issued by the right authority, but over.
+    // Issued by the right authority, but expired.
     let brief = Lifetimes { holder: Duration::from_secs(1), ..Lifetimes::default() };
     let authority = Authority::load(&server.home("controller"), brief).unwrap();
     let node = authority.issue_identity(&brief_dir, Role::Node, "n1").unwrap();
@@ -402,7 +402,7 @@ async fn garbage_on_the_port_harms_nobody() {
     let mut agent = AgentClient::new(node.channel(&server.address).unwrap());
     let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
     agent.report_node(report.clone()).await.unwrap();
-    // A newcomer's rubbish, and what is far too large.
+    // Malformed input of a newcomer, and far too large input.
     let token = server.token("", "", 60).await;
     let newcomer = newcomer_channel(&server.address, &token).await.unwrap();
     let mut joining = JoinClient::new(newcomer);
@@ -444,8 +444,8 @@ async fn a_member_renews_itself_while_connected_and_outlives_its_first_certifica
         failures = match agent.report_node(report.clone()).await {
             Ok(_) => 0,
             Err(status) => {
-                // The connection of the first certificate ends with it, perhaps in the middle of
-                // a call (a broken pipe is Unknown); the next call is on a new one.
+                // The connection of the first certificate ends with it, perhaps in the middle of a
+                // call (a broken pipe is Unknown); the next call is on a new one.
                 let cut = matches!(status.code(), Code::Unavailable | Code::Unknown);
                 assert!(cut, "{status}");
                 failures + 1
@@ -473,7 +473,7 @@ async fn the_authority_is_rotated_with_members_connected_old_ones_renewing_and_n
     // A new connection with the old certificate, to the controller's new one.
     let mut again = AgentClient::new(old.channel(&server.address).unwrap());
     again.report_node(report.clone()).await.unwrap();
-    // A token of before knows the former authority.
+    // An earlier token names the former authority.
     let home = server.home("p1");
     join(&server.address, &token_of_before, Role::Pool, "p1", &home).await.unwrap();
     let new = server.member(Role::Node, "n2").await;

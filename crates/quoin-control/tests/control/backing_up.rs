@@ -1,4 +1,4 @@
-//! Backups: checked whole, and restored as they were.
+//! Backups: checked whole, and restored unchanged.
 
 use quoin_control::backup::Backup;
 use quoin_control::store::{Embedded, Store};
@@ -18,7 +18,7 @@ async fn a_backup_with_any_byte_changed_or_cut_off_anywhere_is_refused() {
             changed[at] ^= 1 << bit;
             assert!(Backup::parse(&changed).is_err(), "byte {at}, bit {bit}");
         }
-        // The last line end alone says nothing.
+        // The last line end alone carries no data.
         if at + 1 < bytes.len() {
             assert!(Backup::parse(&bytes[..at]).is_err(), "cut at {at}");
         }
@@ -54,7 +54,7 @@ async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     let refused = restored.delete_volume(asked.as_ref()).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::Unavailable, "not deleted already");
     assert!(refused.to_string().contains("quoin controller recover"), "{refused}");
-    // Another cluster's directory, and one with somebody else's files.
+    // Another cluster's directory, and one with foreign files.
     let other = dir.path().join("other");
     quoin_control::init(&other, Lifetimes::default()).await.unwrap();
     let foreign = backup.restore(&other, true).await.unwrap_err().to_string();

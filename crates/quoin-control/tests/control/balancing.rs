@@ -1,4 +1,5 @@
-//! Pools that fill unevenly: which replica moves, when, and what comes first.
+//! Pools that fill unevenly: the replicas that move, the time of their moves, and the precedence of
+//! other work.
 
 use std::time::Duration;
 
@@ -9,14 +10,14 @@ use tokio::time::Instant;
 
 use crate::cluster::{Cluster, GIB, by_name, spec};
 
-/// Longer than pools are let alone after a change.
+/// Longer than the rest of pools after a change.
 const RESTED: Duration = Duration::from_secs(11);
 
 async fn cordon(cluster: &Cluster, pool: &str, action: Cordoning) {
     cluster.controller.set_cordon(&Scope::Pool(pool.into()), action, false).await.unwrap();
 }
 
-/// Three pools of 100 GiB, and these volumes of one replica in the first: 15 GiB in each.
+/// Makes three pools of 100 GiB, and these volumes of one replica in the first: 15 GiB in each.
 async fn uneven(asked: &[VolumeSpec]) -> Cluster {
     let mut cluster = Cluster::new().await;
     for pool in ["p2", "p3"] {
@@ -39,7 +40,7 @@ fn four() -> Vec<VolumeSpec> {
     (0..4).map(|n| spec(&format!("v{n}"))).collect()
 }
 
-/// Looks now and once more after a rest.
+/// Balances now and once more after a rest.
 async fn looks(cluster: &mut Cluster, now: &mut Instant) {
     cluster.controller.heal_at(*now).await.unwrap();
     *now += RESTED;
@@ -47,7 +48,7 @@ async fn looks(cluster: &mut Cluster, now: &mut Instant) {
     cluster.settle().await.unwrap();
 }
 
-/// Replicas that are on their way, with their volumes.
+/// Returns replicas that are on their way, with their volumes.
 fn moving(cluster: &Cluster, names: &[&str]) -> Vec<(VolumeRecord, ReplicaRecord)> {
     let of = |name: &&str| {
         let volume = cluster.volume(name);
@@ -57,7 +58,7 @@ fn moving(cluster: &Cluster, names: &[&str]) -> Vec<(VolumeRecord, ReplicaRecord
     names.iter().filter_map(of).collect()
 }
 
-/// Has the target swap in what is on its way.
+/// Makes the target swap in the replica that is on its way.
 async fn carry_out(cluster: &mut Cluster, volume: &VolumeRecord, new: &ReplicaRecord) {
     let name = &volume.spec.name;
     cluster.attach(name, "n1").await.unwrap();
@@ -115,7 +116,7 @@ async fn what_must_be_made_elsewhere_comes_first_and_a_move_gives_way_to_it() {
     cluster.controller.create_volume(&wide, 0).await.unwrap();
     cluster.settle().await.unwrap();
     assert!(cluster.volume("wide").replicas.iter().all(|r| r.pool != "p1"));
-    // One pool of it is drained: nothing is evened out meanwhile.
+    // One pool of it is drained: no balancing meanwhile.
     cordon(&cluster, "p3", Cordoning::Drain).await;
     let mut now = Instant::now();
     for _ in 0..3 {
@@ -131,7 +132,7 @@ async fn what_must_be_made_elsewhere_comes_first_and_a_move_gives_way_to_it() {
     let under_way = moving(&cluster, &NAMES);
     let [(_, new)] = &under_way[..] else { panic!("{under_way:?}") };
     assert_eq!(new.pool, "p2", "a drained pool takes nothing");
-    // The pool that it goes to is away: the old one is there, so nothing is waited for.
+    // The destination is away: the old replica is there, so nothing is waited for.
     cluster.goes("p2").await;
     let (name, new) = (under_way[0].0.spec.name.clone(), under_way[0].1.clone());
     looks(&mut cluster, &mut now).await;
@@ -171,7 +172,7 @@ async fn a_move_that_gets_no_further_is_given_up_and_not_begun_again_for_a_while
     cluster.attach(&name, "n1").await.unwrap();
     cluster.open_volume(volume.id.0, "n1", 9).await;
     let guid = new.guid.0.to_string();
-    // It comes on for an hour, then no more.
+    // The newcomer progresses for an hour, then no more.
     for lsn in 0..7 {
         cluster
             .reports(&name, "serving", |report| {
@@ -237,7 +238,7 @@ async fn a_person_moves_a_replica_elsewhere_though_it_is_on_its_way_by_itself() 
     assert_eq!(fresh.len(), 2, "the one that is known, and the one that was asked for");
     assert!(fresh.iter().any(|r| r.pool == elsewhere && r.cause == Cause::Asked));
     assert!(moved.discarded.iter().any(|gone| gone.guid == new.guid));
-    // What a person asked for is not taken back for another pool.
+    // A user's request is not taken back for another pool.
     let again =
         cluster.controller.move_replica(by_name.as_ref(), &Move::of(id).to(&new.pool)).await;
     assert!(again.unwrap_err().to_string().contains("already on its way"));

@@ -1,4 +1,4 @@
-//! Members are known by their keys, and can be removed for good.
+//! Members are identified by their keys, and can be removed permanently.
 
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::cluster_client::ClusterClient;
@@ -36,7 +36,7 @@ async fn takes_the_name(server: &Server, role: Role, name: &str, home: &str) -> 
 async fn a_node_that_was_replaced_can_do_nothing_with_its_certificate_not_even_renew_it() {
     let server = Server::start().await;
     let first = server.member(Role::Node, "n1").await;
-    // A connection that stands, with a stream on it.
+    // An open connection, with a stream on it.
     let channel = first.channel(&server.address).unwrap();
     let mut agent = AgentClient::new(channel);
     let watch = WatchNodeRequest { node: "n1".into() };
@@ -82,7 +82,7 @@ async fn a_removed_node_stays_removed_when_its_name_is_used_again() {
 async fn a_renewal_for_another_key_counts_from_that_keys_first_call_and_ends_the_former_one() {
     let server = Server::start().await;
     let first = server.member(Role::Node, "n1").await;
-    // Another key of the same name, as a member would make it that changes its own.
+    // Another key of the same name, as by a member that changes its own.
     let lost = Authority::load(&server.home("controller"), Lifetimes::default()).unwrap();
     let next = lost.issue_identity(&server.home("next"), Role::Node, "n1").unwrap();
     is_refused(reports(&server, &next).await, "known by another key");
@@ -92,7 +92,7 @@ async fn a_renewal_for_another_key_counts_from_that_keys_first_call_and_ends_the
         key_hash_of_request(&first.renewal_request().unwrap()).unwrap()
     );
     renews(&server, &first, csr_der).await.unwrap();
-    // The answer may have got lost, so the present key is good until the next one is used.
+    // The answer may have been lost, so the present key is valid until the next one is used.
     reports(&server, &first).await.unwrap();
     reports(&server, &next).await.unwrap();
     is_refused(reports(&server, &first).await, "known by another key");
@@ -175,7 +175,7 @@ async fn an_authority_that_is_replaced_at_once_ends_every_certificate_until_its_
     join(&server.address, &unused, Role::Pool, "p1", &home).await.unwrap_err();
     assert!(server.controller.join_tokens().is_empty());
 
-    // As it is told: a new token, the certificate removed, the key kept.
+    // The way in the message: a new token, the certificate removed, the key kept.
     let token = server.token("node", "n1", 60).await;
     let home = node.dir().to_owned();
     std::fs::remove_file(home.join("cert.pem")).unwrap();

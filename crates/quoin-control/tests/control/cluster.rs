@@ -20,20 +20,20 @@ use tokio::sync::broadcast;
 
 pub const GIB: u64 = 1 << 30;
 
-/// A store in memory. It outlives controllers; `crash_after` makes it fail from some write on.
+/// A store in memory. It survives controllers; `crash_after` makes it fail from some write on.
 pub struct Memory {
     records: Mutex<(u64, BTreeMap<String, Entry>)>,
     changes: broadcast::Sender<Change>,
     writes_left: AtomicI64,
-    /// Whether the write at which it fails is still carried out, unanswered.
+    /// True if the write at which it fails is still carried out, unanswered.
     last_write_lands: AtomicBool,
-    /// Whether nothing works after that write, as for a process that died.
+    /// True if nothing works after that write, as for a process that died.
     crashes: AtomicBool,
-    /// How often it was opened again, as it says.
+    /// Number of re-openings that it reports.
     pub opened_again: AtomicU64,
 }
 
-/// What a write comes to.
+/// Outcome of a write.
 #[derive(PartialEq)]
 enum Fate {
     Done,
@@ -57,8 +57,7 @@ impl Memory {
         })
     }
 
-    /// From now on so many writes are done, and the next one is not answered, whether it lands or
-    /// not.
+    /// Lets so many more writes succeed; the next one is not answered, whether it lands or not.
     pub fn fail_at(&self, writes: i64, lands: bool, crashes: bool) {
         self.last_write_lands.store(lands, Ordering::SeqCst);
         self.crashes.store(crashes, Ordering::SeqCst);
@@ -69,7 +68,7 @@ impl Memory {
         self.writes_left.load(Ordering::SeqCst)
     }
 
-    /// Whether a write has failed.
+    /// Returns whether a write has failed.
     pub fn failed(&self) -> bool {
         self.writes_left() < 0
     }
@@ -177,8 +176,8 @@ impl Store for Memory {
     }
 }
 
-/// A pool that does what it is told, remembers every GUID that it ever created, and fails the
-/// test when it is told to create one twice.
+/// A pool that carries out its orders, remembers every GUID that it ever created, and fails the
+/// test when it is ordered to create one twice.
 pub struct SimPool {
     pub name: String,
     pub node: String,
@@ -186,7 +185,7 @@ pub struct SimPool {
     pub start_counter: u64,
     pub start_nonce: u64,
     pub mark: u64,
-    /// Beside its replicas, and by each of them.
+    /// Used bytes beside its replicas, and by each of them.
     pub used_bytes: u64,
     pub replica_bytes: u64,
     pub online: bool,
@@ -214,7 +213,7 @@ impl SimPool {
         }
     }
 
-    /// GUIDs of all that it ever made.
+    /// Returns the GUIDs of all replicas that it ever made.
     pub fn born(&self) -> &[String] {
         &self.born
     }
@@ -289,7 +288,7 @@ impl SimPool {
     }
 }
 
-/// Where the certificates of all tests are; made once.
+/// Returns identity and authority of all tests; made once.
 pub fn pki() -> (Identity, Authority) {
     static DIR: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
     let dir: &Path = DIR
@@ -312,7 +311,7 @@ pub struct Cluster {
     pub offline_after: Duration,
 }
 
-/// p1 on host h1, p2 on h2 and so on.
+/// Returns p1 on host h1, p2 on h2 and so on.
 pub fn pools(numbers: std::ops::RangeInclusive<usize>) -> Vec<SimPool> {
     numbers.map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect()
 }
@@ -326,17 +325,17 @@ pub fn by_name(name: &str) -> Option<VolumeRef> {
 }
 
 impl Cluster {
-    /// Three pools on three hosts, and node n1 and n2, all online.
+    /// Makes three pools on three hosts, and node n1 and n2, all online.
     pub async fn new() -> Self {
         Self::of(3).await
     }
 
-    /// So many [`pools`], and node n1 and n2, all online.
+    /// Makes so many [`pools`], and node n1 and n2, all online.
     pub async fn of(pools: usize) -> Self {
         Self::with(Memory::new(), self::pools(1..=pools)).await
     }
 
-    /// A pool ends, and says so.
+    /// Ends a pool, which reports that it leaves.
     pub async fn goes(&mut self, pool: &str) {
         let pool = self.pools.iter_mut().find(|p| p.name == pool).unwrap();
         pool.online = false;
@@ -348,18 +347,18 @@ impl Cluster {
         let offline_after = Duration::from_secs(3600);
         let controller = open(&store, offline_after).await.unwrap();
         let mut cluster = Self { store, controller, pools, offline_after };
-        // A crash in here is made good by whoever goes on.
+        // A crash in here is repaired by the next controller.
         let _ = cluster.settle().await;
         cluster
     }
 
-    /// The controller process ends here and another one takes over.
+    /// Ends the controller process; another one takes over.
     pub async fn restart(&mut self) {
         self.store.recover();
         self.controller = open(&self.store, self.offline_after).await.unwrap();
     }
 
-    /// Everybody obeys and reports until nothing changes any more.
+    /// Lets all members obey and report until nothing changes any more.
     pub async fn settle(&mut self) -> Result<(), Error> {
         for node in ["n1", "n2"] {
             let report = NodeReport { node: node.into(), ..NodeReport::default() };
@@ -399,7 +398,7 @@ impl Cluster {
         acquired.unwrap().unwrap().epoch
     }
 
-    /// What a volume's target would ask for: the known list as it is, changed.
+    /// Returns the swap that a volume's target would request: the present known list, changed.
     pub fn swap(
         &self,
         name: &str,
@@ -427,7 +426,7 @@ impl Cluster {
         }
     }
 
-    /// The target says that it serves, with these replicas in this state.
+    /// Reports as the target that it serves, with these replicas in this state.
     pub async fn serving(&self, name: &str, states: &[(&str, &str)]) -> Vec<u8> {
         let progress = |(guid, state): &(&str, &str)| ReplicaProgress {
             guid: (*guid).into(),
@@ -438,7 +437,7 @@ impl Cluster {
         self.reports(name, "serving", |report| report.replicas = replicas).await
     }
 
-    /// The target says this of itself, and that it goes by the record as it is.
+    /// Reports this as the target, which uses the record's present membership.
     pub async fn reports(
         &self,
         name: &str,

@@ -1,4 +1,4 @@
-//! The controller dies at any write, before or after it lands; the next one goes on.
+//! The controller dies at any write, before or after it lands; the next one continues.
 
 use std::sync::atomic::Ordering;
 
@@ -30,7 +30,7 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
         5 => {
             let pool = cluster.volume("db").replicas[0].pool.clone();
             let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
-            // Only what is known is lost here, so that a repeat of the step loses nothing more.
+            // Only known data is lost here, so that a repeat of the step loses nothing more.
             let volume = cluster.controller.get_volume(db.as_ref())?;
             let known = &volume.membership.known[0].guid.0.to_string();
             pool.holds.remove(known);
@@ -66,7 +66,8 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
 
 const STEPS: usize = 11;
 
-/// The number of writes of a life without a crash bounds where a crash can be.
+/// Runs a life with a crash after so many writes; returns whether it crashed. The number of writes
+/// of a life without a crash bounds where one can be.
 async fn live(crash_after: i64, last_write_lands: bool) -> bool {
     let store = Memory::crashing(crash_after, last_write_lands);
     let mut cluster = Cluster::with(store, pools(1..=3)).await;
@@ -121,7 +122,7 @@ async fn a_write_without_an_answer_is_looked_at_by_the_tick_and_an_opening_of_th
         cluster.controller.read_unanswered().await.unwrap();
         assert_eq!(told(&cluster), 1);
     }
-    // It was carried out all the same, and the rest follows by itself.
+    // The step was carried out all the same, and the rest follows by itself.
     assert_eq!(cluster.volume("db").phase, quoin_control::records::VolumePhase::Deleting);
     cluster.settle().await.unwrap();
     assert_eq!(cluster.store.keys("volume/"), Vec::<String>::new());

@@ -1,6 +1,6 @@
 //! The controller fails at any write to its store while the replicas of a volume are changed: the
-//! write is carried out or not, and the process dies or goes on with no answer. The operator's
-//! command is then given once more, as is done by whoever had no answer.
+//! write is carried out or not, and the process dies or continues with no answer. The operator's
+//! command is then given once more, as by a caller without an answer.
 
 use std::collections::BTreeSet;
 
@@ -18,16 +18,16 @@ enum Story {
     /// From so many replicas to so many, in one change.
     Grow(u32, u32),
     Move,
-    /// Its pool is gone for good.
+    /// Its pool is gone permanently.
     Replace,
     Remove,
     Factor,
-    /// Two of three are lost for good.
+    /// Two of three are lost permanently.
     Recover,
     DrainNode,
 }
 
-/// What a write to the store comes to, and whether the controller outlives it.
+/// Outcome of a write to the store, and of the controller after it.
 #[derive(Clone, Copy, Debug)]
 struct Failure {
     at_write: i64,
@@ -39,7 +39,7 @@ struct Run {
     story: Story,
     cluster: Cluster,
     before: VolumeRecord,
-    /// As the target has it open.
+    /// Epoch in which the target has it open.
     epoch: Epoch,
     incarnation: u128,
     retired: BTreeSet<String>,
@@ -75,7 +75,7 @@ impl Run {
         self.cluster.pools.iter().map(|p| p.name.clone()).find(|name| !taken(name)).unwrap()
     }
 
-    /// What the operator types, the same each time.
+    /// Runs the operator's command, the same each time.
     async fn command(&self) -> Result<(), Error> {
         let controller = &self.cluster.controller;
         let db = by_name("db");
@@ -98,7 +98,7 @@ impl Run {
                 controller.move_replica(db.as_ref(), &asked).await?;
             }
             Story::Remove => match controller.remove_replicas(db.as_ref(), &[first]).await {
-                // It has left: there is nothing of that name to remove.
+                // The replica has left: there is nothing of that name to remove.
                 Err(Error::NotFound { .. }) if self.known().len() == 2 => {}
                 answer => drop(answer?),
             },
@@ -108,7 +108,7 @@ impl Run {
                 let keep = vec![ids[0]];
                 let recovery = Recovery { keep, destroyed: vec![ids[2]], accept_loss_of };
                 match controller.recover_volume(db.as_ref(), &recovery).await {
-                    // It is recovered: what was given up is no replica of it.
+                    // The volume is recovered: the abandoned replicas are no replicas of it.
                     Err(Error::NotFound { .. } | Error::Precondition(_))
                         if self.cluster.volume("db").may_have_lost_ms > 0 => {}
                     answer => drop(answer?),
@@ -131,7 +131,7 @@ impl Run {
         Membership::from(&self.cluster.volume("db").membership).known
     }
 
-    /// RF, CF and DRF that the command declares.
+    /// Returns RF, CF and DRF that the command declares.
     fn declared(&self) -> (u8, u8, u8) {
         match self.story {
             Story::Grow(_, to) => (to as u8, default_cf(to as u8), to as u8),
@@ -141,7 +141,7 @@ impl Run {
         }
     }
 
-    /// The numbers of entries that the list may have at any moment.
+    /// Returns the numbers of entries that the list may have at any moment.
     fn sizes(&self) -> Vec<usize> {
         match self.story {
             Story::Grow(from, to) => vec![from as usize, to as usize],
@@ -151,7 +151,7 @@ impl Run {
         }
     }
 
-    /// The next change of its list that the target asks for, as it was told.
+    /// Requests the next change of its list as the target, by its assignment.
     async fn target(&mut self) -> Result<(), Error> {
         let volume = self.cluster.volume("db");
         if volume.owner.as_deref() != Some("n1") {
@@ -198,11 +198,11 @@ impl Run {
         }
         let mut asked = self.cluster.swap("db", self.epoch, self.incarnation, |_| {});
         (asked.known, asked.rf, asked.cf) = (next.known, next.rf, next.cf);
-        // Refused where the record went on meanwhile; it is looked at anew.
+        // Refused where the record changed meanwhile; the target reads it anew.
         self.cluster.controller.swap_membership(&asked).await.map(drop)
     }
 
-    /// All that happens without the operator, once.
+    /// Carries out once everything that happens without the operator.
     async fn go_on(&mut self) -> Result<(), Error> {
         self.cluster.settle().await?;
         let now = Instant::now();
@@ -217,7 +217,7 @@ impl Run {
         Ok(())
     }
 
-    /// What holds at every moment.
+    /// Asserts the invariants of every moment.
     fn check(&mut self) {
         let volume = self.cluster.volume("db");
         let membership = Membership::from(&volume.membership);
@@ -251,7 +251,7 @@ impl Run {
             }
             _ => true,
         };
-        // By its own word nothing was done yet where nothing has to change at first.
+        // The volume itself shows no change before the operation has begun.
         let begun = match self.story {
             Story::Move | Story::Replace | Story::DrainNode => !membership.retired.is_empty(),
             Story::Recover => volume.may_have_lost_ms > 0,
@@ -264,7 +264,7 @@ impl Run {
             && drained()
     }
 
-    /// The declared state, and nothing beside it.
+    /// Asserts the declared state, and nothing beside it.
     async fn check_end(&mut self) {
         self.cluster.pools.iter_mut().for_each(|pool| pool.online = true);
         for _ in 0..2 {
@@ -303,7 +303,7 @@ impl Run {
 
 const ROUNDS_MAX: usize = 12;
 
-/// The number of writes that were tried; with a failure, it passed by one.
+/// Returns the number of writes that were tried; with a failure, one more than before it.
 async fn live(story: Story, failure: Option<Failure>) -> i64 {
     let mut run = Run::new(story).await;
     let writes = i64::MAX / 2;
@@ -323,7 +323,7 @@ async fn live(story: Story, failure: Option<Failure>) -> i64 {
         }
         if run.cluster.store.failed() && !failed {
             failed = true;
-            // Whoever asked is not sure, and asks again.
+            // The caller is not sure, and repeats the command.
             asked = false;
             if failure.unwrap().dies {
                 run.cluster.restart().await;
@@ -341,7 +341,7 @@ async fn live(story: Story, failure: Option<Failure>) -> i64 {
     tried
 }
 
-/// All ways to fail at all writes of a story.
+/// Tries all kinds of failures at all writes of a story.
 async fn at_every_write(story: Story) {
     let writes = live(story, None).await;
     assert!(writes >= 2, "{story:?}: only {writes} writes were seen");
@@ -349,7 +349,7 @@ async fn at_every_write(story: Story) {
         let ways = [(false, false), (false, true), (true, false), (true, true)];
         ways.map(|(lands, dies)| Failure { at_write, lands, dies })
     });
-    // Side by side: a recovery waits for leases to be over.
+    // All at the same time: a recovery waits for leases to be over.
     futures::future::join_all(failures.map(|failure| live(story, Some(failure)))).await;
 }
 

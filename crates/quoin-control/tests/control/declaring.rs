@@ -1,4 +1,4 @@
-//! Volumes made what a document declares.
+//! Volumes made by a declaring document.
 
 use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Durability, VolumeSpec};
 use quoin_control::Error;
@@ -30,7 +30,7 @@ async fn refused(cluster: &Cluster, asked: &ApplyVolumeRequest) -> String {
     refusal.to_string()
 }
 
-/// Where the replicas are, or are to be.
+/// Returns the present or future pools of the replicas.
 fn pools(volume: &VolumeRecord) -> Vec<String> {
     let goes = |id| volume.replicas.iter().any(|r| r.id == id && !volume.is_known(r));
     let stays =
@@ -40,7 +40,7 @@ fn pools(volume: &VolumeRecord) -> Vec<String> {
     pools
 }
 
-/// Carries out what is declared, as a target would: newcomers in, those that leave out.
+/// Carries out the declared changes, as a target would: newcomers in, leaving ones out.
 async fn carry_out(cluster: &mut Cluster) {
     let volume = cluster.volume("db");
     if volume.owner.is_none() {
@@ -93,26 +93,26 @@ async fn a_volume_is_made_where_it_is_declared_and_the_same_document_again_chang
 async fn replicas_are_added_moved_and_taken_away_as_the_list_says_and_fewer_only_by_name() {
     let mut cluster = Cluster::of(5).await;
     apply(&mut cluster, &wish(3, &["p1", "p2", "p3"])).await;
-    // More: one where it is named, one of the cluster's choice.
+    // More: one in its named pool, one in a pool of the cluster's choice.
     let said = apply(&mut cluster, &wish(4, &["p1", "p2", "p3", "p5"])).await;
     assert!(said.len() == 1 && said[0].contains("p5"), "{said:?}");
     carry_out(&mut cluster).await;
     assert_eq!(pools(&cluster.volume("db")), ["p1", "p2", "p3", "p5"]);
-    // Fewer, without saying which; and more than there may be.
+    // Fewer, without naming them; and more than allowed.
     let text = refused(&cluster, &wish(3, &[])).await;
     assert!(text.contains("name in spec.replicas those that stay"), "{text}");
     assert!(refused(&cluster, &wish(3, &["p1", "p2"])).await.contains("all of them"));
     assert!(refused(&cluster, &wish(6, &[])).await.contains("at most 5"));
     assert!(refused(&cluster, &wish(2, &["p1", "p2", "p3"])).await.contains("3 are named"));
     assert!(refused(&cluster, &wish(0, &["p1", "p1"])).await.contains("twice"));
-    // Those that stay are named: the other leaves.
+    // The staying replicas are named: the other leaves.
     let said = apply(&mut cluster, &wish(3, &["p1", "p2", "p5"])).await;
     assert!(said.len() == 1 && said[0].contains("3 stay"), "{said:?}");
     carry_out(&mut cluster).await;
     let volume = cluster.volume("db");
     assert_eq!((volume.membership.rf, volume.membership.drf), (3, 3));
     assert_eq!(pools(&volume), ["p1", "p2", "p5"]);
-    // One that is not named and a pool that is: it moves there, under its id.
+    // One unnamed replica and one named pool: it moves there, under its id.
     let moved = volume.replicas.iter().find(|r| r.pool == "p5").unwrap().id;
     apply(&mut cluster, &wish(3, &["p1", "p2", "p4"])).await;
     assert_eq!(cluster.shown("db").changing, "1 replica moving");
@@ -160,7 +160,7 @@ async fn other_fields_change_where_they_can_and_are_refused_by_name_where_they_c
     assert!(text.starts_with("durability:") && text.contains("cannot be changed"), "{text}");
     let low = ApplyVolumeRequest { consistency_factor: Some(1), ..grown.clone() };
     assert!(refused(&cluster, &low).await.contains("allowLossOnSingleFailure"));
-    // Read before somebody else changed it.
+    // A version from before another change.
     let version = cluster.shown("db").resource_version;
     let current = ApplyVolumeRequest { resource_version: version, ..grown.clone() };
     assert!(apply(&mut cluster, &current).await.is_empty());

@@ -1,5 +1,5 @@
-//! What nodes report of their devices, and what follows: whose are dead, and who is asked before a
-//! volume is taken away. And how a volume looks while it is opened, and once it is deleted.
+//! Nodes' reports of their devices, and the consequences: dead devices, and confirmation before a
+//! volume is taken away. Also a volume's state while it is opened, and once it is deleted.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn device(cluster: &Cluster, in_use: bool, since_epoch: u64) -> DeviceReport {
     }
 }
 
-/// A node reports these devices; what it is told.
+/// Reports these devices as a node; returns the answer.
 async fn reports(
     cluster: &Cluster,
     node: &str,
@@ -71,12 +71,12 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
     assert_eq!(cluster.controller.node_assignment("n1").served_elsewhere, served);
     let shown = cluster.shown("db").devices.remove(0);
     assert!(shown.node == "n1" && shown.dead.contains("served by n2 since epoch"), "{shown:?}");
-    // Each time it is reported it is answered, and told to people once.
+    // Each report gets the answer, and users get one event.
     reports(&cluster, "n1", vec![mounted.clone()]).await;
     let told = cluster.reasons().iter().filter(|reason| *reason == "MountsDead").count();
     assert_eq!(told, 1);
 
-    // Back on the first node, what it made before is of no use to it.
+    // Back on the first node, the earlier device is useless to it.
     cluster.restart().await;
     cluster.settle().await.unwrap();
     detach(&cluster, "n2").await;
@@ -90,7 +90,7 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
     assert!(cluster.shown("db").devices.is_empty());
 }
 
-/// Nothing is opened anew there, so the epoch that it has is the one from which its use counts.
+/// The volume is not opened anew there, so its use counts from the present epoch.
 #[tokio::test]
 async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_lent_to_it() {
     let mut cluster = Cluster::of(4).await;
@@ -134,7 +134,7 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
     assert!(cluster.controller.report_target(&report).await.unwrap().is_empty());
     let refused = cluster.controller.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
-    // A sign of life that tells nothing of devices, as CSI's without an attach process, takes none.
+    // A report without devices, as CSI's without an attach process, removes none.
     let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
     cluster.controller.report_node(&csi).await.unwrap();
     assert!(cluster.controller.check_unused(by_name("db").as_ref(), "n1").is_err());
@@ -165,19 +165,19 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
     assert_eq!(refused(""), Ok(()));
 
-    // One that has left says nothing of what it has open.
+    // A node that has left does not report open devices.
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
     cluster.controller.report_node(&last_words).await.unwrap();
     let (code, said) = refused("").unwrap_err();
     assert_eq!(code, Code::FailedPrecondition);
     assert!(said.contains("node n1 has not reported") && said.contains("--force"), "{said}");
-    // Orchestrators have unstaged it, or take the node for gone.
+    // Orchestrators have unstaged it, or consider the node gone.
     cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
     assert_eq!(refused(""), Ok(()));
 }
 
-/// As after a recovery of the records: a target that goes on asks for nothing, so nothing says again who
-/// has the epoch.
+/// As after a recovery of the records: a target that continues requests nothing, so no message
+/// names the holder of the epoch.
 #[tokio::test]
 async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opened_it() {
     let mut cluster = opened().await;
@@ -197,8 +197,8 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
     cluster.controller.check_unused(db.as_ref(), "").unwrap();
 }
 
-/// Proven by what it said lately alone: a controller that has just started knows nothing, and an attach
-/// process that hangs tells nothing.
+/// The proof is a recent report alone: a controller that has just started knows nothing, and an
+/// attach process that hangs reports nothing.
 #[tokio::test]
 async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     let mut cluster = opened().await;
@@ -207,7 +207,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     let serving = cluster.report_of("db", "serving");
     cluster.restart().await;
-    // Its target speaks first, and proves that the node is there.
+    // Its target reports first, and proves that the node is there.
     cluster.controller.report_volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
         let refused = cluster.controller.check_unused(db.as_ref(), "").unwrap_err();
@@ -222,7 +222,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
     cluster.controller.check_unused(db.as_ref(), "").unwrap();
 
-    // What it had some time ago says nothing of now.
+    // An old report proves nothing about the present.
     cluster.offline_after = Duration::from_millis(500);
     cluster.restart().await;
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
@@ -266,7 +266,7 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     cluster.attach("db", "n1").await.unwrap();
     assert_eq!(cluster.shown("db").health, "Opening");
     cluster.open_volume(volume.id.0, "n1", 9).await;
-    // One pool holds the first View of the epoch before the target and other pools tell of it.
+    // One pool holds the first View of the epoch before the target and other pools report it.
     let first = volume.replicas[0].guid.0.to_string();
     let pool = cluster.pools.iter().find(|pool| pool.holds.contains_key(&first)).unwrap();
     let mut report = pool.report();
@@ -302,7 +302,7 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     assert_eq!(cluster.shown("db").health, "Online");
     assert!(!cluster.reasons().contains(&"VolumeDegraded".to_owned()));
 
-    // One that stays so long has met with something, and so has one whose pool is away.
+    // A volume that stays so for long has a problem, and so has one whose pool is away.
     cluster.open_volume(volume.id.0, "n1", 10).await;
     cluster.reports("db", "waiting", waits).await;
     assert_eq!(cluster.shown("db").health, "Opening");
@@ -322,7 +322,7 @@ async fn a_deleted_volume_is_on_no_list_and_its_name_is_free_while_pools_still_c
     cluster.create("other").await;
     let reference = Some(VolumeRef { id: first.id.0.to_string(), name: String::new() });
     cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
-    // No pool has heard of it yet.
+    // No pool has received the order yet.
     let names = |cluster: &Cluster| -> Vec<String> {
         let (page, end) = cluster.controller.list_volumes(0, "").unwrap();
         assert_eq!(end, "");
@@ -340,7 +340,7 @@ async fn a_deleted_volume_is_on_no_list_and_its_name_is_free_while_pools_still_c
     let second = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
     assert_ne!(second.id, first.id);
     assert_eq!(names(&cluster).len(), 2);
-    // The first one goes by its id, and takes nothing of the second along.
+    // The first one is deleted by its id, and the second one is not affected.
     cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.volume("db").id, second.id);

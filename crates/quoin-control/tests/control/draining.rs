@@ -1,4 +1,4 @@
-//! Pools that take nothing new, and pools that are emptied before they are taken away.
+//! Pools that take nothing new, and pools that are emptied before they are removed.
 
 use quoin_api::control::{CordonStatus, VolumeSpec};
 use quoin_control::{Cordoning, Error, Move, Scope};
@@ -13,7 +13,7 @@ async fn drain(cluster: &Cluster, scope: &Scope) -> Result<CordonStatus, Error> 
     cluster.controller.set_cordon(scope, Cordoning::Drain, false).await
 }
 
-/// Attaches a volume, and has what is being made swapped in as a target would, until nothing is.
+/// Attaches a volume, and swaps in its newcomers as a target would, until there are none.
 async fn carry_out(cluster: &mut Cluster, name: &str) {
     cluster.attach(name, "n1").await.unwrap();
     let mut incarnation = 100;
@@ -54,7 +54,7 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
     let status = drain(&cluster, &pool(&from)).await.unwrap();
     assert_eq!(status.state, "draining");
     assert!(status.replicas.iter().any(|r| r.volume_name == "db" && r.state == "moving"));
-    // Asked again: the same.
+    // Requested again: the same.
     assert_eq!(drain(&cluster, &pool(&from)).await.unwrap(), status);
     cluster.restart().await;
     cluster.settle().await.unwrap();
@@ -65,12 +65,12 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
     assert_eq!(cluster.controller.cordon_status(&pool(&from)).unwrap().state, "drained");
     assert!(cluster.reasons().contains(&"Drained".to_owned()));
     assert!(cluster.pools.iter().find(|p| p.name == from).unwrap().holds.is_empty());
-    // One of a single replica moved as well, or was not there.
+    // A volume of a single replica moved as well, or was not there.
     let now = cluster.volume("single").replicas[0].pool.clone();
     assert!(now != from && (alone == from || now == alone));
     let shown = cluster.controller.pool_messages();
     assert!(shown.iter().any(|p| p.name == from && p.cordon == "drained"));
-    // New replicas go there again once it is opened.
+    // New replicas are placed there again once it is opened.
     let text =
         cluster.controller.create_volume(&VolumeSpec { replicas: 4, ..spec("wide") }, 0).await;
     assert!(text.unwrap_err().to_string().contains(&format!("{from} (drained)")));
@@ -124,7 +124,7 @@ async fn a_refused_drain_has_a_line_for_each_volume_once_and_counts_those_that_a
     assert!((5..=20).contains(&named), "{named}");
 }
 
-/// What a target has not had the time to tell is no trouble.
+/// State that a target had no time to report yet is no problem.
 #[tokio::test]
 async fn a_drain_that_goes_well_warns_of_nothing() {
     let mut cluster = Cluster::of(4).await;
@@ -148,7 +148,7 @@ async fn a_drain_that_goes_well_warns_of_nothing() {
         events.filter(|e| e.severity != "Normal").map(|e| e.message).collect::<Vec<_>>()
     };
     assert_eq!(warnings(&cluster), Vec::<String>::new());
-    // A target that knows of it and does not reach it is told of.
+    // A target that knows the newcomer and does not reach it causes a warning.
     let new = new.guid.0.to_string();
     let states = [(guids[1].as_str(), "in-sync"), (&guids[2], "in-sync"), (&new, "disconnected")];
     cluster.serving("db", &states).await;

@@ -35,7 +35,7 @@ async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_ag
     report(&cluster, &name, 201_500, 800).await;
     assert_eq!(told(&cluster), 1, "once");
 
-    // It takes nothing new, and what it holds is made elsewhere.
+    // The pool takes nothing new, and its replicas are made elsewhere.
     let four = VolumeSpec { replicas: 4, ..spec("four") };
     let refused = cluster.controller.create_volume(&four, 0).await.unwrap_err().to_string();
     assert!(refused.contains(&name), "{refused}");
@@ -45,7 +45,7 @@ async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_ag
     assert_eq!(newcomers.len(), 1, "one change at a time");
     assert!(newcomers[0].pool != name && newcomers[0].id == volume.replicas[0].id);
 
-    // However well it does: only a person opens it, and then what was counts no more.
+    // Good reports do not help: only a user opens it, and then earlier faults count no more.
     cluster.restart().await;
     cluster.settle().await.unwrap();
     report(&cluster, &name, 900_000, 800).await;

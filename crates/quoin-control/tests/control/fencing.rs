@@ -1,4 +1,4 @@
-//! What a node was granted is taken back from it when it loses a volume, without its cooperation.
+//! Grants are revoked from a node when it loses a volume, without its cooperation.
 
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::*;
@@ -9,7 +9,7 @@ use tonic::Code;
 use crate::cluster::{Cluster, by_name};
 use crate::server::Server;
 
-/// What every pool is told of the volume's epochs; the same for all of them.
+/// Returns the order of every pool about the volume's epochs; the same for all of them.
 fn told(cluster: &Cluster) -> (u64, bool) {
     let told = |pool: &crate::cluster::SimPool| {
         let assignment = cluster.controller.pool_assignment(&pool.name);
@@ -38,7 +38,7 @@ async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
     cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
     let (fence, at_once) = told(&cluster);
     assert!(fence > epoch.0 && !at_once);
-    // Repeated, it takes nothing more.
+    // A repeat fences nothing more.
     cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
     assert_eq!(told(&cluster), (fence, false));
     cluster.restart().await;
@@ -51,7 +51,7 @@ async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
     assert!(next.0 > fence);
     assert_eq!(told(&cluster), (fence, false), "the new owner is not fenced");
 
-    // One that is not trusted any more is given no time.
+    // A node that is not trusted any more is given no time.
     cluster.controller.detach_volume(db.as_ref(), "", true).await.unwrap();
     let (second, at_once) = told(&cluster);
     assert!(second > next.0 && at_once);
@@ -79,8 +79,8 @@ async fn a_detach_that_came_later_than_a_detach_cuts_what_is_still_open() {
     assert!(cut > fence && at_once);
 }
 
-/// The epoch of a fence was granted to nobody, so it must be nobody's for all time: what a pool opened
-/// under it no later fence would end.
+/// The epoch of a fence was granted to no node, so it must stay free: no later fence would end a
+/// session that a pool opened under it.
 #[tokio::test]
 async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence() {
     let (mut cluster, _) = opened().await;
@@ -94,12 +94,12 @@ async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence(
     assert!(cluster.controller.report_volume(&claim).await.unwrap().is_empty());
     assert_ne!(cluster.shown("db").health, "Online", "nor is what it says believed");
 
-    // It is cut off above that epoch all the same, whoever signed what for it before.
+    // The node is cut off above that epoch all the same, whoever signed what for it before.
     cluster.controller.detach_volume(db.as_ref(), "n2", true).await.unwrap();
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
 
-    // One that asks gets a grant, and gets it anew with its reports.
+    // A node that requests an epoch gets a grant, and gets it anew with its reports.
     cluster.attach("db", "n2").await.unwrap();
     let id = cluster.volume("db").id.0;
     cluster.open_volume(id, "n2", 10).await;
@@ -139,7 +139,7 @@ async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_w
     assert!(cluster.open_volume(id, "n1", 9).await > epoch);
     let now = cluster.report_of("db", "serving");
     assert!(!cluster.controller.report_volume(&now).await.unwrap().is_empty());
-    // What came late of before it changes nothing.
+    // A late report of an earlier use changes nothing.
     cluster.controller.report_volume(&old).await.unwrap();
     assert_eq!(cluster.volume("db").epoch, now.epoch);
 }
@@ -152,7 +152,7 @@ async fn no_target_gets_an_epoch_as_the_incarnation_that_stands_for_none() {
     assert_eq!(asked.unwrap_err().code(), Code::InvalidArgument);
 }
 
-/// One far above would leave few epochs to all who come later.
+/// One far above would leave few epochs for all later targets.
 #[tokio::test]
 async fn an_epoch_that_a_target_asks_for_may_not_be_far_above_the_record_s() {
     let (cluster, _) = opened().await;

@@ -1,4 +1,4 @@
-//! Callers are let through or turned away by path and role, before their bodies are read.
+//! Callers are let through or refused by path and role, before their bodies are read.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tonic::{Code, Status};
 
 use crate::server::Server;
 
-/// A body of pieces; it counts those that were asked for, and then ends or goes on for ever.
+/// A body of pieces; it counts those that were read, and then ends or continues without end.
 struct Pieces {
     left: Vec<Bytes>,
     ends: bool,
@@ -42,7 +42,7 @@ impl http_body::Body for Pieces {
     }
 }
 
-/// The code that a call is answered before its body ends; `None`: it waits for the body.
+/// Returns the code of an answer before the call's body ends; `None`: it waits for the body.
 async fn answer(mut channel: Channel, path: &str, body: Pieces) -> Option<(Code, String)> {
     let request = http::Request::post(format!("http://quoin/quoin.control.v1.{path}"))
         .header("content-type", "application/grpc")
@@ -60,7 +60,7 @@ fn endless() -> Pieces {
     Pieces { left: Vec::new(), ends: false, taken: Arc::default() }
 }
 
-/// A message as it is framed, in pieces, the last one first.
+/// Returns a framed message, in pieces, the last one first.
 fn framed(message: &[u8]) -> Vec<Bytes> {
     let mut whole = vec![0];
     whole.extend((message.len() as u32).to_be_bytes());
@@ -68,7 +68,7 @@ fn framed(message: &[u8]) -> Vec<Bytes> {
     whole.chunks(64 << 10).rev().map(Bytes::copy_from_slice).collect()
 }
 
-/// What the protocol's own description says of its calls.
+/// Returns the calls in the protocol's own description.
 fn calls() -> Vec<String> {
     let proto = include_str!("../../../quoin-api/proto/control.proto");
     let (mut service, mut calls) = ("", Vec::new());
@@ -219,7 +219,7 @@ async fn a_member_holds_its_share_of_the_streams_and_leaves_the_rest_to_others()
     assert_eq!(refusal.code(), Code::ResourceExhausted, "{refusal}");
     watch(&other, "n2").await.unwrap();
     held.clear();
-    // The places are free again once the controller has heard of it.
+    // The places are free again once the controller has noticed it.
     for _ in 0..200 {
         if watch(&greedy, "n1").await.is_ok() {
             return server.stop().await;

@@ -1,4 +1,4 @@
-//! Replicas that are gone for too long, and what is made of them without anybody asking.
+//! Replicas that are gone for too long, and their replacement without a user's request.
 
 use quoin_control::Move;
 use std::time::Duration;
@@ -16,7 +16,7 @@ async fn returns(cluster: &mut Cluster, pool: &str) {
     cluster.settle().await.unwrap();
 }
 
-/// Looks now, and again after so long.
+/// Heals now, and again after this time.
 async fn looks(cluster: &mut Cluster, later: Duration) {
     let now = Instant::now();
     cluster.controller.heal_at(now).await.unwrap();
@@ -52,7 +52,7 @@ async fn a_replica_is_replaced_elsewhere_once_it_is_gone_for_longer_than_replace
     assert_eq!(cluster.shown("db").replicas.iter().filter(|r| r.cause == "healing").count(), 1);
     let said = told(&cluster, "ReplicaHeals");
     assert!(said.len() == 1 && said[0].contains(&old.pool) && said[0].contains("10m"), "{said:?}");
-    // It is under way: nothing more is begun, however long it takes.
+    // The replacement is under way: no other begins, however long it takes.
     looks(&mut cluster, LONG).await;
     assert_eq!(*cluster.volume("db"), *volume);
     // The old one counts until its target swaps the new one in; then it is retired.
@@ -152,7 +152,8 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
         cluster.settle().await.unwrap();
     }
     let names = ["a-safe", "b-safe", "c-risky", "d-risky"];
-    // Those of three are moved so that all have a replica in p1 and none a free pool but p6.
+    // Volumes of three replicas are moved so that all have a replica in p1 and none a free pool but
+    // p6.
     for pool in ["p2", "p3", "p4", "p5"] {
         cluster
             .controller
@@ -243,7 +244,7 @@ async fn a_replica_that_its_target_reaches_is_there_though_its_pool_does_not_rep
     cluster.goes(&volume.replicas[0].pool).await;
     looks(&mut cluster, LONG).await;
     assert!(newcomers(&cluster.volume("db")).is_empty());
-    // And one that it does not reach is gone, though its pool reports.
+    // A replica that the target does not reach is gone, though its pool reports.
     returns(&mut cluster, &volume.replicas[0].pool).await;
     let states = [
         (guids[0].as_str(), "in-sync"),

@@ -1,14 +1,14 @@
-//! Calls of targets that come late, twice, or after what they are about is over.
+//! Calls of targets that arrive late, twice, or after their subject is over.
 
 use quoin_api::control::VolumeReport;
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid};
 
 use crate::cluster::{Cluster, by_name};
 
-/// A volume that node n1 has opened, and then something else happened.
+/// A volume that node n1 has opened, with a later change.
 struct Scene {
     cluster: Cluster,
-    /// Of n1's target.
+    /// Epoch of n1's target.
     epoch: Epoch,
     report: VolumeReport,
 }
@@ -21,10 +21,10 @@ enum Since {
     Nothing,
     /// The same target has opened it again.
     OpenedAgain,
-    /// Another target of the same node has.
+    /// Another target of the same node has opened it.
     Restarted,
     Detached,
-    /// Detached and attached to the same node; nobody has opened it.
+    /// Detached and attached to the same node; no target has opened it.
     AttachedAgain,
     /// Another node owns it and has not opened it yet.
     Moved,
@@ -77,7 +77,7 @@ async fn an_epoch_is_granted_to_the_owner_alone_and_never_the_same_one_twice() {
         let Scene { cluster, epoch, report } = scene(since).await;
         let id = report.volume_id.parse().unwrap();
         let mut last = epoch;
-        // The question, and the same one again, as a network may deliver it.
+        // The request, and the same one again, as a network may deliver it.
         for _ in 0..2 {
             let before = cluster.controller.get_volume(by_name("db").as_ref()).ok();
             let asked = cluster.controller.acquire_epoch(id, "n1", Incarnation(OWN), epoch).await;
@@ -101,7 +101,7 @@ async fn an_epoch_is_granted_to_the_owner_alone_and_never_the_same_one_twice() {
 #[tokio::test]
 async fn a_swap_counts_once_under_the_epoch_of_the_record_and_under_no_other() {
     for since in ALL {
-        // The newcomer is on its way since before, so the records wish for the swap in any case.
+        // The newcomer was on its way before, so the records request the swap in any case.
         let Scene { mut cluster, epoch, report } = scene(since).await;
         if since == Since::Deleted {
             continue;
@@ -116,11 +116,11 @@ async fn a_swap_counts_once_under_the_epoch_of_the_record_and_under_no_other() {
         let current = since == Since::Nothing;
         assert_eq!(outcome.is_ok(), current, "{since:?}: {outcome:?}");
         assert_eq!(now.version, before.version + u64::from(current), "{since:?}");
-        // Told again, late: the same answer, and nothing more changes.
+        // Repeated late: the same answer, and nothing more changes.
         let (again, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
         assert_eq!((outcome.is_ok(), &again), (current, &now), "{since:?}");
         if current {
-            // After the next change the old one is over, whatever it asks for.
+            // After the next change the old one is over, whatever it requests.
             let next = cluster.swap("db", epoch, OWN, |known| known.reverse());
             let (third, outcome) = cluster.controller.swap_membership(&next).await.unwrap();
             assert!(outcome.is_ok() && third.version == now.version + 1);
@@ -128,7 +128,7 @@ async fn a_swap_counts_once_under_the_epoch_of_the_record_and_under_no_other() {
             assert!(outcome.is_err());
             assert_eq!(stays, third);
         }
-        // No stranger gets in by any of them.
+        // No unknown replica becomes known by any of them.
         let stranger = Member { id: asked.known[0].id, guid: ReplicaGuid(0xbad) };
         let mut foreign = asked.clone();
         foreign.version = cluster.volume("db").membership.version;

@@ -1,4 +1,4 @@
-//! Tokens that are taken back, and pools and nodes that go for good.
+//! Tokens that are revoked, and pools and nodes that are removed permanently.
 
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::*;
@@ -51,7 +51,7 @@ async fn a_node_leaves_only_when_it_is_away_and_has_nothing_attached() {
     assert!(online.to_string().contains("online"), "{online}");
     cluster.controller.remove_node("n1", false).await.unwrap();
     assert_eq!(cluster.controller.node_messages().len(), 1);
-    // With force, the word that its processes have ended is taken.
+    // With force, the user's statement that its processes have ended is accepted.
     cluster.controller.remove_node("n2", true).await.unwrap();
     assert!(cluster.controller.node_messages().is_empty());
 }
@@ -128,7 +128,7 @@ async fn a_cluster_is_made_in_no_directory_of_somebody_else() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "something was made");
     std::fs::remove_file(dir.path().join("passwd")).unwrap();
     quoin_control::init(dir.path(), Lifetimes::default()).await.unwrap();
-    // One that a crash left half made is completed.
+    // A directory that a crash left half made is completed.
     std::fs::remove_file(dir.path().join("records.redb")).unwrap();
     quoin_control::init(dir.path(), Lifetimes::default()).await.unwrap();
     assert!(is_initialised(dir.path()));

@@ -1,4 +1,4 @@
-//! A volume's life, told from outside.
+//! A volume's life, as seen from outside.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ async fn a_volume_is_pending_until_every_pool_has_created_its_replica_and_then_r
     let membership = shown.membership.unwrap();
     assert!(membership.formed);
     assert_eq!((membership.rf, membership.cf), (3, 2));
-    // What was chosen at creation is what is known now.
+    // The replicas chosen at creation are the known ones now.
     let chosen: Vec<_> = volume.membership.known.iter().map(|m| m.guid.0.to_string()).collect();
     assert_eq!(membership.known.iter().map(|m| m.guid.clone()).collect::<Vec<_>>(), chosen);
     assert!(shown.contract.contains("survive the loss of one host"), "{}", shown.contract);
@@ -91,7 +91,7 @@ async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive
     assert_eq!(creations(&cluster), [format!("1 GiB on pools p1, p2, p3: {contract}")]);
 }
 
-/// What the events say of the volumes that were made.
+/// Returns the events about volumes that were made.
 fn creations(cluster: &Cluster) -> Vec<String> {
     let events = cluster.controller.events().after(0).into_iter();
     events.filter(|event| event.reason == "VolumeCreated").map(|event| event.message).collect()
@@ -119,7 +119,7 @@ async fn no_volume_takes_another_s_id_for_its_name_and_a_name_that_looks_like_on
     let asked = |id: &str, name: &str| Some(VolumeRef { id: id.into(), name: name.into() });
     let found = cluster.controller.get_volume(asked(alike, alike).as_ref()).unwrap();
     assert_eq!(found.id, volume.id);
-    // Who gives an id alone never means a name: it may be that of a volume which is gone.
+    // A caller that gives an id alone never means a name: it may be that of a deleted volume.
     assert!(cluster.controller.get_volume(asked(alike, "").as_ref()).is_err());
     let found = cluster.controller.get_volume(asked(&id, "nobody's").as_ref()).unwrap();
     assert_eq!(found.id.0.to_string(), id);
@@ -143,7 +143,7 @@ async fn an_attached_volume_is_not_deleted_and_a_deleted_one_goes_when_every_poo
     let shown = cluster.controller.volume_message(&left);
     assert_eq!(shown.phase, "Deleting");
     assert_eq!(shown.waiting_for, "pool p2 to remove its replica");
-    // Meanwhile the name is free, and deleting again is no error.
+    // Meanwhile the name is free, and a repeated delete is no error.
     cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
     cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
     assert_eq!(cluster.attach("db", "n1").await.unwrap_err().code(), Code::NotFound);
@@ -284,12 +284,12 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     cluster.serving("db", &all).await;
     assert_eq!(cluster.shown("db").attachments[0].phase, "Attached");
 
-    // A new controller knows nothing yet, and says so instead of crying wolf.
+    // A new controller knows nothing yet, and reports that instead of a false alarm.
     cluster.restart().await;
     assert_eq!(cluster.shown("db").health, "Unknown");
     let refused = cluster.controller.create_volume(&spec("new"), 0).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
-    // From here on whoever is silent for no time at all is offline.
+    // From here on a member without a report for any time is offline.
     let patient = std::mem::replace(&mut cluster.offline_after, Duration::ZERO);
     cluster.restart().await;
     assert_eq!(cluster.shown("db").health, "Faulted");
@@ -426,7 +426,7 @@ async fn nothing_is_made_or_grown_in_pools_without_a_free_byte() {
     let grown = cluster.controller.resize_volume(by_name("db").as_ref(), 2 * GIB, 0).await;
     let text = grown.unwrap_err().to_string();
     assert!(text.contains("is full: the disk below it is full"), "{text}");
-    // Room there is room.
+    // Space there counts as space.
     cluster.settle().await.unwrap();
     cluster.create("more").await;
 }

@@ -1,4 +1,4 @@
-//! The controller against pools, nodes and targets that are simulated, and over real sockets.
+//! The controller against simulated pools, nodes and targets, and over real sockets.
 
 mod access;
 mod backing_up;

@@ -1,4 +1,4 @@
-//! Going on with the replicas that are left, which a person decides.
+//! Continuation with the replicas that are left, which a user decides.
 
 use quoin_api::control::VolumeSpec;
 use quoin_control::{Error, Recovery};
@@ -55,11 +55,11 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert_eq!(membership.known.len(), 1);
     assert_eq!(membership.retired, [volume.replicas[1].guid, volume.replicas[2].guid]);
     assert!(recovered.epoch() > old && recovered.owner.is_none() && recovered.may_have_lost_ms > 0);
-    // Whoever had it open may change nothing any more.
+    // The target that had it open may change nothing any more.
     let late = cluster.swap("db", old, 5, |_| {});
     let late = quoin_control::MembershipSwap { node: "n1".into(), ..late };
     assert!(cluster.controller.swap_membership(&late).await.unwrap().1.is_err());
-    // It is given back to the node that it is attached to, for a new epoch.
+    // The volume is given back to the node that it is attached to, for a new epoch.
     let now = tokio::time::Instant::now();
     cluster.controller.tend_unused_at(now).await.unwrap();
     assert!(cluster.volume("db").owner.is_none(), "its target has not seen it yet");
@@ -71,7 +71,7 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);
     assert!(cluster.shown("db").contract.contains("recovered by hand"));
     assert!(cluster.reasons().contains(&"VolumeRecovered".to_owned()));
-    // What it was made from is not given up a second time.
+    // The kept replica is not given up a second time.
     let again = cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await;
     assert!(matches!(again, Err(Error::NotFound { .. } | Error::Precondition(_))));
 }
@@ -104,7 +104,7 @@ async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_af
     let membership = quoin_types::Membership::from(&recovered.membership);
     assert_eq!((membership.rf, membership.cf, membership.drf), (3, 3, 5));
     assert_eq!(membership.open_quorum(), 3);
-    // No pool has room for others: the target takes CF to what was asked for at once.
+    // No pool has space for others: the target sets CF to the requested value at once.
     assert_eq!(recovered.replicas.len(), 3);
     assert_eq!(recovered.desired_cf(), 2);
     assert!(recovered.changing().contains("consistency factor 3 to 2"), "{}", recovered.changing());

@@ -1,4 +1,4 @@
-//! Replicas that are lost, replaced, that return, and disks that come back older.
+//! Replicas that are lost, replaced or return, and disks restored to an older state.
 
 use quoin_api::control::PoolReport;
 use quoin_control::MembershipSwap;
@@ -7,7 +7,7 @@ use quoin_types::{Epoch, Incarnation, ReplicaGuid, ReplicaId};
 
 use crate::cluster::Cluster;
 
-/// A replacement as a target asks for it.
+/// A replacement as a target requests it.
 #[derive(Clone, Debug)]
 struct Asked {
     swap: MembershipSwap,
@@ -23,7 +23,7 @@ impl Asked {
         swap
     }
 
-    /// The same with another newcomer.
+    /// Returns the same with another newcomer.
     fn instead(&self, new: ReplicaGuid) -> MembershipSwap {
         self.with(|swap| {
             for member in swap.known.iter_mut().filter(|m| m.id == self.replica) {
@@ -33,7 +33,7 @@ impl Asked {
     }
 }
 
-/// Wipes the pool of the first replica of an attached volume; what its target would ask then.
+/// Wipes the pool of the first replica of an attached volume; returns its target's next request.
 async fn lost(cluster: &mut Cluster) -> Asked {
     let before = cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
@@ -93,7 +93,7 @@ async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_reti
     assert_eq!(membership.retired, [asked.old]);
     assert!(membership.check().is_ok());
     assert!(known(&cluster.volume("db"), &asked));
-    // The answer got lost; the target asks again and learns that it is done.
+    // The answer was lost; the target repeats the request and learns that it is done.
     let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
     outcome.unwrap();
     assert_eq!(again, membership);
@@ -200,7 +200,7 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     pool.start_counter = 5;
     cluster.settle().await.unwrap();
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
-    // While it opens or leaves it does not tell how often it started.
+    // While it opens or leaves it does not report its number of starts.
     let empty =
         PoolReport { capacity_bytes: 0, start_counter: 0, replicas: vec![], ..pool.report() };
     let silent = PoolReport { start_counter: 0, ..pool.report() };
@@ -246,7 +246,7 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
         let name = cluster.pools[0].name.clone();
         assert_eq!(cluster.controller.is_rolled_back(&name), is_older, "start {counter} {nonce}");
     }
-    // A build of before tells none.
+    // An earlier build reports none.
     let name = cluster.pools[1].name.clone();
     for nonce in [7, 0, 8] {
         cluster.pools[1].start_nonce = nonce;
@@ -256,8 +256,8 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
     assert!(!cluster.controller.is_rolled_back(&name));
 }
 
-/// An image of the pool's present life counts its starts on, and its mark does not reach what the
-/// pool has told since.
+/// An image of the pool's present life counts its starts on, and its mark is below the value that
+/// the pool has reported since.
 #[tokio::test]
 async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
     let mut cluster = Cluster::new().await;
@@ -279,7 +279,7 @@ async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
     assert!(message.is_some_and(|e| e.message.contains("mark 2") && e.message.contains("mark 3")));
 }
 
-/// The last report of a process that ends in order tells the mark and no start.
+/// The last report of a process that ends in order has the mark and no start.
 #[tokio::test]
 async fn the_mark_of_a_pools_last_report_is_kept() {
     let mut cluster = Cluster::new().await;
@@ -297,8 +297,8 @@ async fn the_mark_of_a_pools_last_report_is_kept() {
     }
 }
 
-/// What the replaced storage had counted is nothing to the new one, even where that reports
-/// first while it opens.
+/// The counts of the replaced storage do not bind the new one, even where that reports first while
+/// it opens.
 #[tokio::test]
 async fn the_counts_of_a_replaced_pool_are_not_held_against_the_new_one() {
     let mut cluster = Cluster::new().await;

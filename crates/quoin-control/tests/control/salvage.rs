@@ -1,5 +1,5 @@
-//! Records made to agree with what pools hold: where some of the pools are away, and where one tells
-//! without being asked.
+//! Records made to agree with pools' holdings: where some of the pools are away, and where one
+//! reports unasked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use crate::cluster::{Cluster, spec};
 use crate::server::Server;
 use crate::terms::{follow, report};
 
-/// Recovers, while each of these pools tells that it holds nothing and deleted these by order.
+/// Recovers, while each of these pools reports that it holds nothing and deleted these by order.
 async fn recover(
     cluster: &Cluster,
     without: &[&str],
@@ -68,7 +68,7 @@ async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_it
     let guid = last.guid.0.to_string();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Keep"));
     assert_eq!(cluster.volume("db").spec.name, "db", "its name is taken");
-    // A person may still delete it.
+    // A user may still delete it.
     cluster.controller.delete_volume(crate::cluster::by_name("db").as_ref()).await.unwrap();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Delete"));
 }
@@ -93,7 +93,7 @@ async fn a_pool_that_is_not_asked_what_it_holds_is_refused_at_its_first_piece() 
         });
         let refused = agent.report_holdings(endless).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-        // What fits into the windows of the connection has left before the answer came.
+        // Pieces that fit into the windows of the connection were sent before the answer came.
         assert!(sent.load(Ordering::SeqCst) < 1000, "{sent:?} pieces were read");
     }
     server.stop().await;
@@ -124,7 +124,7 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     assert_eq!((recovered.pools, recovered.missing_pools.len()), (vec!["p1".to_owned()], 0));
     following.abort();
     assert_eq!(server.controller.pool_assignment("p1").holdings_request, 0, "it is asked no more");
-    // Refused already, where its first piece came late.
+    // The report is refused already, where its first piece came late.
     let _ = pieces.unbounded_send(piece(request));
     let refused = left_open.await.unwrap().unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");

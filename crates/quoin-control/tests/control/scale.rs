@@ -1,5 +1,5 @@
-//! Replicas that people add, move and take away: what is refused, what is written down, and what a
-//! target may make of it.
+//! Replicas that users add, move and remove: refused requests, recorded ones, and their use by a
+//! target.
 
 use quoin_api::control::TargetAssignment;
 use quoin_control::records::{ReplicaPhase, VolumeRecord};
@@ -12,7 +12,7 @@ fn to(replicas: u32) -> Scale {
     Scale { replicas, ..Scale::default() }
 }
 
-/// An attached volume of three replicas on six pools, opened by its target.
+/// Makes an attached volume of three replicas on six pools, opened by its target.
 async fn opened() -> (Cluster, Epoch) {
     let mut cluster = Cluster::of(6).await;
     let volume = cluster.create("db").await;
@@ -70,7 +70,7 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     let fresh: Vec<_> = target.replicas.iter().filter(|r| r.candidate).collect();
     assert!(fresh.len() == 2 && fresh.iter().all(|r| !r.beside));
     assert_eq!(cluster.shown("db").changing, "2 replicas being added");
-    // Asked for once more: nothing new.
+    // Requested once more: nothing new.
     cluster.controller.scale_volume(db.as_ref(), &to(5)).await.unwrap();
     assert_eq!(cluster.volume("db").replicas.len(), 5);
     let both = cluster.swap("db", epoch, 9, |known| known.extend(&new));
@@ -79,7 +79,7 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     assert_eq!((membership.rf, membership.cf, membership.known.len()), (5, 3, 5));
     assert!(membership.retired.is_empty());
     assert_eq!(cluster.shown("db").changing, "");
-    // Its answer was lost: the same again is done, and done once.
+    // Its answer was lost: the repeat is accepted, and done once.
     swap(&mut cluster, &both).await.unwrap();
     assert_eq!(cluster.volume("db").membership, membership);
     cluster.restart().await;
@@ -105,7 +105,7 @@ async fn the_known_list_is_part_of_the_volume_and_a_target_is_told_it_after_any_
         let expected: Vec<_> = answered.known.iter().map(|m| m.guid.to_string()).collect();
         assert_eq!(listed, expected);
         assert_eq!((shown.rf, shown.cf, shown.drf), (4, 3, 4));
-        // What a target is granted is the same list, and the same factors.
+        // A target's grant has the same list, and the same factors.
         let (incarnation, at_least) = (quoin_types::Incarnation(20 + round), Epoch(0));
         let granted = cluster
             .controller
@@ -170,7 +170,7 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     assert!(fresh.len() == 1 && fresh[0].beside && fresh[0].pool == free);
     assert_eq!(cluster.shown("db").changing, "1 replica moving");
     assert_eq!(cluster.shown("db").health, "Online", "the old one serves on");
-    // Again, without a pool or with the same: the same move. To another one: not now.
+    // Repeated without a pool or with the same: the same move. To another one: refused now.
     cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0)).await.unwrap();
     assert_eq!(*cluster.volume("db"), *volume);
     let mut free = cluster.pools.iter().filter(|p| p.holds.is_empty());

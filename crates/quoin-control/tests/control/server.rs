@@ -66,7 +66,7 @@ impl Server {
             .unwrap();
     }
 
-    /// How it ended by itself, and its directory.
+    /// Returns how it ended by itself, and its directory.
     pub async fn ended(self) -> (quoin_control::Error, tempfile::TempDir) {
         let ended = tokio::time::timeout(Duration::from_secs(30), self.serving).await;
         (ended.expect("it goes on").unwrap().expect_err("an end with a reason"), self.dir)
@@ -95,7 +95,7 @@ impl Server {
         self.dir.path().join(name)
     }
 
-    /// A node whose token lets it manage volumes.
+    /// Returns a node whose token lets it manage volumes.
     pub async fn manager(&self, name: &str) -> Identity {
         let asked = CreateJoinTokenRequest {
             role: "node".into(),

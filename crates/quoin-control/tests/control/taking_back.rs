@@ -1,5 +1,5 @@
-//! Newcomers that are taken off a record again: a joint View may name them already, and nobody is
-//! to wait for what is being deleted.
+//! Newcomers that are removed from a record again: a joint View may name them already, and no
+//! target may wait for a replica that is being deleted.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
 
-/// A volume with a fourth replica on its way.
+/// Makes a volume with a fourth replica on its way.
 async fn growing() -> (Cluster, VolumeRecord, Epoch) {
     let mut cluster = Cluster::of(6).await;
     let volume = cluster.create("db").await;
@@ -36,7 +36,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     let (cluster, volume, epoch) = growing().await;
     cluster.serving("db", &[]).await;
     let version = volume.membership.version;
-    // The target asks for it, and a person takes it back before that arrives.
+    // The target requests it, and a user takes it back before that arrives.
     let member = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
     let late = cluster.swap("db", epoch, 9, |known| {
         known.push(quoin_types::Member { id: member.id.0, guid: member.guid.0 });
@@ -49,7 +49,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     assert_eq!(target.membership_version, version + 1, "its target is told");
     let (now, refused) = cluster.controller.swap_membership(&late).await.unwrap();
     assert!(refused.is_err() && now.version == version + 1);
-    // What the target then asks for is what is so already.
+    // The target's next request is for the present list.
     let same = cluster.swap("db", epoch, 9, |_| {});
     let same = quoin_control::MembershipSwap { version, ..same };
     let (now, done) = cluster.controller.swap_membership(&same).await.unwrap();
@@ -65,7 +65,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     assert_eq!(after.membership.version, volume.membership.version + 1);
     assert_eq!(after.replicas.len(), 4);
 
-    // One that becomes known is not taken back.
+    // A newcomer that becomes known is not taken back.
     let (mut cluster, volume, epoch) = growing().await;
     cluster.serving("db", &[]).await;
     let member = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
@@ -77,8 +77,8 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     assert_eq!(cluster.volume("db").membership.version, volume.membership.version + 1, "once");
 }
 
-/// An old copy may call a replica a newcomer that counted for long: what it does not know must go
-/// on to be found out by the version.
+/// An old copy may call a replica a newcomer that counted for long: the version must continue to
+/// show what that copy does not know.
 #[tokio::test]
 async fn a_record_that_nothing_has_confirmed_yet_keeps_its_version() {
     let (mut cluster, volume, _) = growing().await;
@@ -96,7 +96,8 @@ async fn a_record_that_nothing_has_confirmed_yet_keeps_its_version() {
     assert_eq!(cluster.volume("db").membership.version, volume.membership.version);
 }
 
-/// Its target waits to open for a newcomer that a joint View names, whose pool is away.
+/// Makes a volume whose target waits to open for a newcomer that a joint View names, and whose pool
+/// is away.
 async fn waiting_for_newcomer() -> (Cluster, VolumeRecord) {
     let (mut cluster, volume, _) = growing().await;
     cluster.serving("db", &[]).await;
@@ -142,7 +143,7 @@ async fn a_volume_that_waits_for_an_unknown_change_goes_on_by_the_word_of_a_pers
     assert!(refused.contains("--accept-loss-of"), "{refused}");
     let recovered = recover(&cluster, &recovery).await.unwrap();
     assert_eq!(recovered.membership.known, volume.membership.known);
-    // Past the version under which it may have ruled, and it never comes back.
+    // The version is past the one under which it may have ruled, and it never comes back.
     assert_eq!(recovered.membership.version, volume.membership.version + 2);
     assert_eq!(recovered.membership.retired, [newcomer.guid]);
     assert!(recovered.replicas.iter().all(|r| r.guid != newcomer.guid));

@@ -1,4 +1,4 @@
-//! Reports of targets beside the volumes that they serve: signs of life, devices, slow replicas.
+//! Reports of targets beside the volumes that they serve: heartbeats, devices, slow replicas.
 
 use quoin_api::control::{NodeReport, ReplicaProgress, TargetReport};
 use quoin_control::Publish;
@@ -54,7 +54,7 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
     for _ in 0..2 {
         cluster.controller.publish_volume(by_name("db").as_ref(), &ask).await.unwrap();
     }
-    // Asked without one again, as the host itself does, it stays.
+    // Requested without one again, as the host itself does, it stays.
     cluster.attach("db", "n1").await.unwrap();
     assert!(cluster.controller.node_assignment("n1").targets[0].device);
     cluster.open_volume(volume.id.0, "n1", 1).await;
@@ -72,7 +72,7 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
     assert!(waits.device.is_empty() && waits.device_message.contains("quoin attach"));
     assert!(told("", "there is no /dev/fuse", true).await.device_refused);
     assert_eq!(told("/dev/loop3", "", false).await.device, "/dev/loop3");
-    // File systems are made on what it names.
+    // File systems are made on the device that it names.
     for hostile in ["loop3", "/dev/loop3\n/dev/sda", "/dev/loop3 /dev/sda"] {
         let report = quoin_api::control::VolumeReport {
             device: hostile.into(),

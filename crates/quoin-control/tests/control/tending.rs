@@ -1,4 +1,4 @@
-//! Volumes that nobody uses, and the targets lent to them while their replicas are worked on.
+//! Volumes without users, and the targets lent to them while their replicas are worked on.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
 
-/// A volume attached nowhere, with a replica being added; h1 to h4 are nodes too.
+/// Makes a volume attached nowhere, with a replica being added; h1 to h4 are nodes too.
 async fn growing() -> Cluster {
     let mut cluster = Cluster::of(4).await;
     cluster.create("db").await;
@@ -82,7 +82,7 @@ async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
         events.filter(|e| e.severity != "Normal").map(|e| e.reason).collect::<Vec<_>>()
     };
     assert_eq!(warnings(&cluster), ["BadBlock"]);
-    // Of one whose replica is gone, and of one that is used, everybody is.
+    // A volume whose replica is gone, and one that is used, cause warnings.
     cluster.goes(&volume.replicas[0].pool).await;
     cluster.controller.reconcile().await.unwrap();
     assert_eq!(warnings(&cluster), ["BadBlock", "VolumeDegraded"]);
@@ -104,7 +104,7 @@ async fn who_attaches_it_meanwhile_takes_over_and_lets_clients_in() {
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "n2").await.unwrap();
     cluster.controller.tend_unused().await.unwrap();
     assert_eq!(told(&cluster, &cluster.volume("db").owner.clone().unwrap()), [true]);
-    // Deleting asks nobody: it is attached nowhere.
+    // A deletion needs no detachment: the volume is attached nowhere.
     cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
 }
 

@@ -33,7 +33,7 @@ pub fn report(pool: &str) -> PoolReport {
     }
 }
 
-/// Follows a controller as a pool does that holds nothing, until the test ends.
+/// Follows a controller as a pool without replicas does, until the test ends.
 pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
     let (pool, agent) = (pool.clone(), agent(pool, server));
     let name = pool.peer().name.clone();
@@ -57,7 +57,7 @@ pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
     })
 }
 
-/// Tells what it holds whenever it is asked, until the controller is refused or gone.
+/// Reports its holdings at each request, until the controller is refused or gone.
 async fn obey(
     pool: &Identity,
     mut agent: AgentClient<TermChannel>,
@@ -77,7 +77,7 @@ async fn obey(
     }
 }
 
-/// Another controller, of a backup of this one.
+/// Starts another controller, from a backup of this one.
 async fn restored(server: &Server) -> Server {
     let backup = server.controller.backup(true).await.unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -90,7 +90,7 @@ async fn recover(server: &Server) -> Recovered {
     server.controller.recover_records(&RecoverRecords::default()).await.unwrap()
 }
 
-/// A token that the controller neither takes nor shows.
+/// Asserts that the controller neither accepts nor lists a token.
 async fn joins_nobody(server: &Server, token: &JoinToken) {
     let home = server.home("newcomer");
     let refused = join(&server.address, token, Role::Pool, "p9", &home).await;
@@ -104,7 +104,7 @@ fn reasons(server: &Server) -> Vec<String> {
     server.controller.events().after(0).into_iter().map(|event| event.reason).collect()
 }
 
-/// The outcome of a start in the directory of a controller that ended.
+/// Returns the outcome of a start in the directory of a controller that ended.
 async fn reopened(dir: &tempfile::TempDir) -> Result<quoin_control::Controller, Error> {
     let options = quoin_control::Options::new(dir.path().join("controller"));
     loop {
@@ -127,7 +127,8 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     agent(&pool, &first).report_pool(report("p1")).await.unwrap();
     let former_token = first.token("pool", "", 600).await;
     let second = restored(&first).await;
-    // Records that do not rule claim nothing: the first one goes on, though the pool talks to both.
+    // Records that do not rule claim nothing: the first one continues, though the pool is connected
+    // to both.
     let following = follow(&pool, &second);
     agent(&pool, &first).report_pool(report("p1")).await.unwrap();
     assert_eq!(pool.terms().highest().term, Term::default());
@@ -136,9 +137,9 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     assert_eq!((recovered.term, term.number), (term, 1));
     assert_eq!(pool.terms().highest().term, term, "a pool has heard of it before the records rule");
     assert!(reasons(&second).contains(&"TermBegan".to_owned()));
-    // A node that has not heard of it is served by the first one, which cannot know.
+    // A node that does not know of it is served by the first one, which cannot know.
     assert_eq!(node.terms().highest().term, Term::default());
-    // The pool knows, and says so with its next call.
+    // The pool knows, and shows it with its next call.
     let refused = agent(&pool, &first).report_pool(report("p1")).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
     assert!(reasons(&first).contains(&"ControllerSuperseded".to_owned()));
@@ -149,7 +150,7 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
         let again = reopened(&dir).await.err().expect("it starts again");
         assert!(matches!(again, Error::Superseded { by, .. } if by == term), "{again}");
     }
-    // A person lets it begin a term of its own.
+    // A user lets it begin a term of its own.
     let home = dir.path().join("controller");
     assert_eq!(quoin_control::let_recover(&home).await.unwrap(), term);
     let once = quoin_control::let_recover(&home).await.unwrap_err().to_string();
@@ -175,7 +176,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     let first = Server::start().await;
     let (used, revoked) = (first.token("pool", "", 600).await, first.token("", "", 600).await);
     let second = restored(&first).await;
-    // Both are used up where the records are, as everybody there knows.
+    // Both are used up where the records are, as all members there know.
     join(&first.address, &used, Role::Pool, "p1", &first.home("p1")).await.unwrap();
     first.controller.revoke_join_token(&revoked.to_string()).await.unwrap();
     for token in [&used, &revoked, &first.first_token] {
@@ -188,7 +189,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     }
     join(&second.address, &fresh, Role::Pool, "p2", &second.home("p2")).await.unwrap();
 
-    // Records that were put back by hand rule without any doubt of theirs.
+    // Records that were put back by hand rule, because they cannot notice it.
     let unused = second.token("pool", "", 600).await;
     recover(&second).await;
     joins_nobody(&second, &unused).await;
@@ -197,7 +198,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     first.stop().await;
 }
 
-/// A context of a person goes by terms as members do.
+/// A user's context checks terms as members do.
 #[tokio::test]
 async fn a_command_of_an_admin_who_heard_of_a_newer_term_is_refused_and_ends_the_former_controller()
 {
@@ -246,7 +247,7 @@ async fn of_two_controllers_that_begin_one_term_a_pool_believes_the_first_and_a_
     right.controller.recover_records(&alone("p1")).await.unwrap();
     let (a, b) = (left.controller.term(), right.controller.term());
     assert!(a.number == 1 && b.number == 1 && a.id != b.id);
-    // Neither has a word to say to the pool that believed the other, and neither ends.
+    // Neither can give orders to the pool that accepted the other, and neither ends.
     for (pool, server, name) in [(&pool, &right, "p1"), (&other, &left, "p2")] {
         let refused = agent(pool, server).report_pool(report(name)).await.unwrap_err();
         assert!(refused.message().contains("another one began the same term"), "{refused}");
@@ -293,8 +294,8 @@ async fn no_member_ends_a_controller_by_a_term_that_no_controller_signed() {
     stranger.stop().await;
 }
 
-/// Each answer of a controller whose term is over is refused by the member, whatever it called: here
-/// one that has not heard of anything newer, and so would answer.
+/// A member refuses every answer of a controller whose term is over, for every method: here of one
+/// that knows of nothing newer, and so would answer.
 #[tokio::test]
 async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_newer_one() {
     use quoin_api::control::join_client::JoinClient;
