@@ -129,7 +129,7 @@ mod tests {
     }
 
     proptest! {
-        /// Proves CSI-CAPACITY-01, CSI-CAPACITY-03, CSI-CAPACITY-05: of the size that is chosen.
+        /// Proves CSI-CAPACITY-01, CSI-CAPACITY-03, CSI-CAPACITY-05: for the chosen size.
         #[test]
         fn a_chosen_size_lies_in_the_range(required in 0_i64.., extra in 0_i64..1 << 40, exact: bool) {
             let limit = if exact { required } else { required.saturating_add(extra) };

@@ -83,7 +83,7 @@ impl Identity for IdentityService {
 mod tests {
     use super::*;
 
-    /// Proves CSI-PLUGININFO-02, CSI-PLUGININFO-04, CSI-PLUGININFO-05: of the name's form.
+    /// Proves CSI-PLUGININFO-02, CSI-PLUGININFO-04, CSI-PLUGININFO-05: for the name's form.
     #[test]
     fn a_driver_name_is_a_domain_name_between_two_letters() {
         assert!(is_driver_name(crate::DRIVER_NAME));

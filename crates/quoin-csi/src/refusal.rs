@@ -111,7 +111,7 @@ pub fn from_control(status: &Status) -> Status {
 mod tests {
     use super::*;
 
-    /// Proves CSI-ERR-12, CSI-ERR-14: for what the control plane answered.
+    /// Proves CSI-ERR-12, CSI-ERR-14: for answers of the control plane.
     #[test]
     fn an_answer_of_the_control_plane_keeps_its_code_and_loses_its_details() {
         let rich = Status::with_details(

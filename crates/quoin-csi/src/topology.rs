@@ -223,7 +223,7 @@ mod tests {
         }
     }
 
-    /// Proves CSI-TOPOLOGY-21: of requests.
+    /// Proves CSI-TOPOLOGY-21: for requests.
     #[test]
     fn keys_that_differ_in_case_only_are_refused_together_and_equal_apart() {
         assert_eq!(
@@ -262,7 +262,7 @@ mod tests {
         assert_eq!(of_volume(&[], "c1"), vec![of(&[(CLUSTER_KEY, "c1")])]);
     }
 
-    /// Proves CSI-TOPOLOGY-20: of what a node reports.
+    /// Proves CSI-TOPOLOGY-20: for a node's report.
     #[test]
     fn a_nodes_own_keys_share_one_prefix() {
         let own = |key: &str| BTreeMap::from([(key.to_owned(), "a".to_owned())]);

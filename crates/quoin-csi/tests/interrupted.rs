@@ -284,8 +284,8 @@ async fn a_mount_in_use_is_not_said_to_be_gone() {
     world.assert_node_is_clean();
 }
 
-/// Proves CSI-NODEEXPAND-22: ext4 grows online only for
-/// a process that has CAP_SYS_RESOURCE; for another, with the next staging.
+/// Proves CSI-NODEEXPAND-22: ext4 grows online only for a process that has CAP_SYS_RESOURCE; for
+/// another, with the next staging.
 #[tokio::test]
 async fn a_mounted_ext4_grows_or_says_what_it_lacks_and_grows_with_the_next_staging() {
     if !can_mount() {

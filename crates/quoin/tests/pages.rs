@@ -144,7 +144,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
     ))
 }
 
-/// Proves: every command that the page on replicas shows as one to be followed prints what it shows.
+/// Proves: every command that the page on replicas shows to be run prints the shown output.
 #[test]
 fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/replicas.md");

@@ -103,8 +103,7 @@ fn read_line(line: &str, pool: &str) -> Option<Line> {
     Some(Line { done: size(done), total: size(total), pace })
 }
 
-/// Proves: a person who waits is told how far it is, how fast it goes and when it is done, and all
-/// three are so.
+/// Proves: a user who waits sees progress, speed and remaining time, and all three are right.
 #[test]
 fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_takes() {
     const RATE: u64 = 8 * MIB;
@@ -158,8 +157,8 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
     dev.stop();
 }
 
-/// Proves: a rebuild whose pool dies in the middle goes on from there, and moves at most 1.2 times
-/// what it must.
+/// Proves: a rebuild whose pool dies in the middle continues from there, and moves at most 1.2 times
+/// the necessary bytes.
 #[test]
 fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
     // A fifth is more than a pool copies between two of its checkpoints.

@@ -144,8 +144,8 @@ fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
     metrics.lines().find_map(|line| line.strip_prefix(&name))?.trim().parse().ok()
 }
 
-/// Proves: rot is found by the schedule of the pool alone, repaired from another replica and told,
-/// and no pool reads more often than it was told to.
+/// Proves: corruption is found by the schedule of the pool alone, repaired from another replica and
+/// reported, and no pool reads more often than configured.
 #[test]
 fn rot_is_found_repaired_and_told_by_the_schedule_alone() {
     const BLOCKS: u64 = 400;

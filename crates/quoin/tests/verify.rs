@@ -59,8 +59,8 @@ fn is_whole(file: &Path, lba: u64) -> bool {
     })
 }
 
-/// Proves: all replicas are compared while a client writes; what was flipped is named by replica
-/// and block and nothing else is; a repair mends it; a client never reads wrong data.
+/// Proves: all replicas are compared while a client writes; flipped bytes are reported by
+/// replica and block and nothing else is; a repair fixes them; a client never reads wrong data.
 #[test]
 fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended() {
     let scratch = Scratch::new("verify");

@@ -77,7 +77,7 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
 }
 
 /// Proves SCALE-STORY-08: of five with CF 2 three are left, of which any may be the only one that
-/// holds an acknowledged write: two of them are no open.
+/// holds an acknowledged write: two of them are not enough to open.
 #[tokio::test]
 async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_after_it() {
     let mut cluster = Cluster::of(5).await;
