@@ -244,8 +244,9 @@ fn verify(path: &Path, acknowledged: &BTreeMap<u64, u64>) {
     }
 }
 
-/// Proves: the commands of the page on hosts bring a cluster up from nothing, and move a volume off a
-/// lost host with every acknowledged byte; nothing that the lost host does later reaches the volume.
+/// Proves: the commands of the page on hosts bring a cluster up from nothing, and move a volume off
+/// a lost host with every acknowledged byte; nothing that the lost host does later reaches the
+/// volume.
 #[test]
 fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host() {
     if !machines::possible() {

@@ -157,8 +157,8 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
     dev.stop();
 }
 
-/// Proves: a rebuild whose pool dies in the middle continues from there, and moves at most 1.2 times
-/// the necessary bytes.
+/// Proves: a rebuild whose pool dies in the middle continues from there, and moves at most 1.2
+/// times the necessary bytes.
 #[test]
 fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
     // A fifth is more than a pool copies between two of its checkpoints.
