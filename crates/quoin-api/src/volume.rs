@@ -81,9 +81,9 @@ macro_rules! choices {
 choices!(
     /// Moment at which a replica holds a write.
     Durability, "cache | media":
-    /// In its operating system's cache.
+    /// The replica's operating system has the write.
     Cache = "cache",
-    /// On its medium.
+    /// The replica's medium has the write.
     Media = "media"
 );
 choices!(
@@ -107,9 +107,9 @@ choices!(
 choices!(
     /// Condition under which a read may be answered.
     Reads, "leased | confirmed":
-    /// While the target holds its lease.
+    /// Reads are answered while the target holds its lease.
     Leased = "leased",
-    /// After a quorum confirmed that no other target serves.
+    /// Reads are answered after a quorum confirmed that no other target serves.
     Confirmed = "confirmed"
 );
 choices!(
@@ -188,7 +188,7 @@ impl VolumeOptions {
     /// # Errors
     /// The first option whose value is none of its choices.
     pub fn complete(asked: &VolumeSpec, spread: Spread) -> Result<Self, WrongOption> {
-        // Each text is checked by its row, as in the faces.
+        // The row of each option checks its text, as in the faces.
         for option in &OPTIONS {
             if let Some(given) = option.given(asked) {
                 let checked = option.set(&mut VolumeSpec::default(), &given);

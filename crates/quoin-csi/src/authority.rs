@@ -39,7 +39,7 @@ struct Rewriter {
     passing: usize,
     /// The preface has passed.
     is_open: bool,
-    /// Some bytes did not parse: all that follow pass unchanged.
+    /// Set once some bytes did not parse: all that follow pass unchanged.
     is_blind: bool,
 }
 

@@ -68,7 +68,7 @@ impl Identity for IdentityService {
         self.0.check_node().await?;
         let ready = match self.0.backend().ping().await {
             Ok(()) => true,
-            // Still starting: the control plane may start after the plugin.
+            // The plugin is still starting: the control plane may start after it.
             Err(_) if !self.0.backend().was_reached() => false,
             Err(status) => {
                 let text = format!("{}; IO of mounted volumes goes on", status.message());

@@ -153,7 +153,7 @@ impl Plugin {
     pub(crate) fn node(&self) -> Option<&NodeSide> {
         self.inner.node.as_ref()
     }
-    /// Controller and node calls are counted separately: they may run in different processes
+    /// Controller and node calls are tracked separately: they may run in different processes
     /// anyway.
     pub(crate) fn controller_calls(&self) -> &InFlight {
         &self.inner.controller_calls

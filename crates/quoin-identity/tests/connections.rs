@@ -111,7 +111,7 @@ async fn an_authority_that_is_replaced_at_once_leaves_nothing_that_the_former_on
     let dir = tempfile::tempdir().unwrap();
     let mut authority = authority(dir.path(), 3600);
     let old_node = authority.issue_identity(&dir.path().join("n1"), Role::Node, "n1").unwrap();
-    // Also in the middle of a rotation.
+    // Connections succeed in the middle of a rotation as well.
     authority.rotate().unwrap();
     let middle = authority.issue_identity(&dir.path().join("n3"), Role::Node, "n3").unwrap();
     authority.rotate_at_once().unwrap();

@@ -53,7 +53,7 @@ impl Devices {
                 let mounts = mountinfo::read().unwrap_or_default();
                 Some(usage.into_iter().map(|usage| with_mounts(usage, &mounts)).collect())
             }
-            // Without a process there are the devices that its holder keeps for the next one.
+            // The holder keeps these devices for the next process.
             Ok(Err(Error::Daemon { .. })) => {
                 let holder = self.holder.clone();
                 let held = tokio::task::spawn_blocking(move || holder::held_at(&holder)).await;

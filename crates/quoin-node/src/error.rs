@@ -15,7 +15,7 @@ pub enum Kind {
     NotFound,
     /// The size asked for cannot be delivered.
     OutOfRange,
-    /// Not possible now; the same call may succeed later.
+    /// The call is not possible now; the same call may succeed later.
     Unavailable,
     /// The host failed.
     Internal,

@@ -149,7 +149,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             window_bytes: WINDOW_BYTES,
             sync_bytes: SYNC_BYTES,
             sync_after_ms: SYNC_AFTER_MS,
-            // Where all replicas are on this host, spread reads are better.
+            // Spread reads are better where all replicas are on this host.
             local: local.filter(|_| !target.replicas.iter().all(|r| r.same_host)),
         },
         info: DeviceInfo {

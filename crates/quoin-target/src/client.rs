@@ -24,7 +24,7 @@ pub struct Client {
     /// Whole requests may wait in `input`: the session accepted no more at the last attempt.
     sated: bool,
     pub interest: Interest,
-    /// To be closed once its output is written.
+    /// True if it is to be closed once its output is written.
     pub ending: bool,
     /// Queued for a write.
     pub dirty: bool,

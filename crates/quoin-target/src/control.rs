@@ -84,7 +84,7 @@ impl Control {
     /// # Errors
     /// The controller's statement that the node was removed.
     pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
-        // Until the controller answers, this target does not know which volumes it is to serve.
+        // This target does not know which volumes it is to serve until the controller answers.
         self.contact.set_io_waits(true);
         let tell = |why| self.options.metrics.health.set("controller", Some(why));
         self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await

@@ -172,7 +172,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             // Volumes that cannot be closed in time delay the next open by their lease.
             tokio::time::timeout(STOP_MAX, all_ended(&mut ended)).await.ok()
         }
-        // After a shard ends by itself, its volumes are not served: a new process serves all.
+        // The volumes of a shard that ended by itself are not served: a new process serves all.
         first = ended.recv() => Some(first.unwrap_or(Ok(())).and(Err(std::io::Error::other(
             "a shard ended by itself",
         )))),
@@ -202,7 +202,7 @@ fn spawn_shard(
     let thread = std::thread::Builder::new().name(format!("shard-{n}"));
     let watched = move || {
         let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-        // There is no receiver any more where the process is at its end.
+        // The receiver is gone where the process is at its end.
         let _ = ends.send(ended.unwrap_or_else(|_| Err(std::io::Error::other("a shard panicked"))));
     };
     thread.spawn(watched).map(drop)

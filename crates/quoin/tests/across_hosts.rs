@@ -51,7 +51,7 @@ impl Person {
         for unset in ["QUOIN_SOCKET", "QUOIN_CONTEXT", "QUOIN_JOIN_TOKEN", "QUOIN_RUN"] {
             command.env_remove(unset);
         }
-        // Another cluster of this machine would be called first.
+        // Addresses of other clusters of this machine, which would be called first.
         let usual = ["/var/lib/quoin-dev/run/admin.sock", "/run/quoin/admin.sock"];
         if usual.iter().any(|socket| Path::new(socket).exists()) {
             command.env("QUOIN_CONTEXT", "far");
@@ -267,7 +267,7 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
     file.sync_all().unwrap();
     drop(file);
 
-    // On the host itself the command calls its own attach process, with no node named.
+    // The command on the host itself calls its own attach process, with no node named.
     let there = Person { place: network.place(2), home: person.home.clone() };
     assert_eq!(there.ok(&["volume", "attach", "db", "--run", &run]), device);
 

@@ -145,7 +145,7 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
     assert!(!tiny.exists());
     nothing_made();
 
-    // From here on there is a pool, made in a directory.
+    // The directory holds a pool from here on.
     std::fs::create_dir(&whole).unwrap();
     let running = pool.start(&whole, &["--capacity", "256MiB"]);
     dev.eventually("the spare pool is online", || pool.is_online());
@@ -185,7 +185,7 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
     }
 
-    // After all refusals the pool is unchanged.
+    // The pool is unchanged after all refusals.
     let running = pool.start(&whole, &[]);
     dev.eventually("the spare pool is online again", || pool.is_online());
     running.terminate();

@@ -99,7 +99,7 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
     assert_eq!(dev.quoin(&["volume", "attach", "db"]).status.code(), Some(1));
     assert_ne!(dev.json(&["volume", "get", "db"])["nodes"], serde_json::json!([]));
 
-    // With the device back, everything else works again.
+    // Everything else works again with the device back.
     attach.sees(&["umount", "/dev/fuse"]);
     let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
@@ -223,7 +223,7 @@ fn what_a_file_system_deletes_and_trims_is_free_again_in_every_pool() {
     // ext4 trims only blocks that its journal has released.
     run("sync", &["-f", mount.to_str().unwrap()]);
     run("fstrim", &[mount.to_str().unwrap()]);
-    // There are no more writes to the volume.
+    // The volume gets no more writes.
     dev.eventually("every pool has it free", || {
         let now = used(&dev);
         let freed = |(full, now): (&u64, &u64)| now + FILE - WAITING <= *full;

@@ -238,7 +238,7 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
     goes_on(&cluster, &load);
     whole(&cluster);
 
-    // This token names the controller by the former authority.
+    // The former authority's fingerprint is in this token.
     let earlier = cluster.token("pool");
     cluster.ok(&["cluster", "rotate-authority"]);
     goes_on(&cluster, &load);
@@ -338,7 +338,7 @@ fn turned_away(address: &str, config: &ClientConfig, protocol: &[u8]) -> Option<
         Ok(tls) => tls,
         Err(error) => return Some(error.to_string()),
     };
-    // In TLS 1.3 a client learns only after its handshake whether its certificate was accepted.
+    // A client of TLS 1.3 learns only after its handshake whether its certificate was accepted.
     stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
     match tls.complete_io(&mut stream) {
         Err(error) if error.kind() == ErrorKind::WouldBlock => None,

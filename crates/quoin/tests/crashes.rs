@@ -114,7 +114,7 @@ fn a_pool_that_is_merely_slow_takes_no_rate_unless_all_replicas_are_waited_for()
     let pool = dev.pid("pool-b").unwrap();
     let rate = rate_beside_a_slow_one(&load, pool);
     assert!(rate > 0.5, "a slow replica leaves {rate:.2} of the rate");
-    // Where all replicas are waited for, the slowness of the pool is visible.
+    // The slowness of the pool is visible where all replicas are waited for.
     dev.wait_for_volume("db", "whole", all_in_sync);
     dev.ok(&["volume", "scale", "db", "--consistency-factor", "3", "--wait"]);
     let waits = rate_beside_a_slow_one(&load, pool);

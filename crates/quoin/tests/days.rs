@@ -110,7 +110,7 @@ fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_on
     eventually("the loss is told", || {
         dev.ok(&["events", "--volume", "db"]).contains("BlockLost").then_some(())
     });
-    // Its neighbours are whole, and a write makes it whole.
+    // The block's neighbours are whole, and a write makes it whole.
     assert_eq!(client.read(8 * BLOCK, BLOCK as u32).unwrap(), block(8));
     client.write(9 * BLOCK, block(109), false).unwrap();
     assert_eq!(client.read(9 * BLOCK, BLOCK as u32).unwrap(), block(109));

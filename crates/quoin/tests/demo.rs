@@ -79,7 +79,7 @@ fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Durati
                     said.push(line);
                     said.last().is_some_and(|line| line.starts_with(answer))
                 });
-                // At its very end it may be gone before the second.
+                // The demo may be gone before the second at its very end.
                 assert!(answered || said.last().is_some_and(|line| is_over(line)), "{said:?}");
                 let _ = kill_process_group(group, Signal::INT);
             }
@@ -113,7 +113,7 @@ fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
             let index = next.fetch_add(1, Ordering::SeqCst);
             steps.get(index).map(|step| (index, step))
         } {
-            // At once, and in the middle of the step.
+            // Signals come at once, and in the middle of the step.
             let after = Duration::from_millis([0, 400, 150, 50, 1000][index % 5]);
             println!("{:?} after {step:?}", after);
             interrupt_at(step, under, how, ENDS[index % ENDS.len()], after);

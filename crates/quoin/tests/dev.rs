@@ -205,7 +205,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let letter = std::fs::read_to_string(mount.join("letter")).unwrap();
     assert_eq!(letter, "not synced by its writer");
     assert_eq!(std::fs::read_to_string(mount.join("second")).unwrap(), "while it waits");
-    // In use when the stop was requested, and released in time.
+    // The mount is in use when the stop is requested, and released in time.
     let open = std::fs::File::open(mount.join("letter")).unwrap();
     signal(dev.child.id(), "INT");
     dev.wait_for_line("waiting: ");
@@ -235,7 +235,7 @@ fn a_mount_that_another_namespace_has_a_copy_of_is_written_back_and_waited_for_b
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(&device) && line.contains("mount namespace"), "{line}");
     assert!(line.contains(&format!("process {pid}")), "{line}");
-    // Its program continues meanwhile.
+    // The container's program continues meanwhile.
     let inside = format!("/proc/{pid}/root{}", mount.join("second").display());
     std::fs::write(&inside, "while it waits").unwrap();
     signal(container.id(), "KILL");
@@ -424,7 +424,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     let attach = dev.pid("attach").unwrap();
     dev.child.kill().unwrap();
     dev.child.wait().unwrap();
-    // Not before: the kernel continues stopped processes whose parent ends.
+    // The stop comes only now: the kernel continues stopped processes whose parent ends.
     signal(attach, "STOP");
     drop(dev);
     let dev = Dev::start(&scratch.cluster(), &[]);

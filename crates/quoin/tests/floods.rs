@@ -126,7 +126,7 @@ fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_b
     println!("{} MiB for a replica that lacks {} MiB", held / MIB, 8 * VOLUME_MIB);
     assert!(held < 256 * MIB, "{held} bytes");
 
-    // Without a quorum writes wait with their writer.
+    // Writes without a quorum wait with their writer.
     signal(pools[1], "STOP");
     let before = memory(target);
     let mut writer = Raw::connect(&socket);

@@ -67,7 +67,7 @@ fn with_enospc_writes_are_refused_while_full_and_taken_again_after_a_trim() {
     let scratch = Scratch::new("enospc");
     let dev = Dev::start(&scratch.cluster(), &FLAGS);
     let client = prepare(&dev, &["--on-full", "enospc"]);
-    // On a busy machine one may connect after the volume is open already.
+    // A late replica of a busy machine may connect after the volume is open already.
     let late = drops(&dev);
     let mut written = 0;
     let refusal = loop {
@@ -119,7 +119,7 @@ fn with_wait_writes_are_held_while_full_and_go_on_by_themselves_after_a_trim() {
     });
     let full = written.load(Ordering::Relaxed);
     assert!(full * PART * BLOCK > 30 << 20, "held after {full} parts only");
-    // Less than half of it, so that it fits once half of it is trimmed.
+    // The size is less than half of it, so that it fits once half of it is trimmed.
     let end = full + full / 4;
     goal.store(end, Ordering::Relaxed);
     assert!(!writer.is_finished());

@@ -272,7 +272,7 @@ fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_
     });
     let mount = mounted(&scratch, &device);
     let load = Load::start(&mount, "load");
-    // In use without a mount: a program has the device open.
+    // A device is in use without a mount: a program has it open.
     let other = Load::start(Path::new("/dev"), raw.trim_start_matches("/dev/"));
     load.goes_on(8);
     other.goes_on(8);

@@ -136,13 +136,13 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
     }
     every_alert_is_on_metrics_that_there_are(&shown);
 
-    // Without a majority IO waits, and the target reports the volume and the reason.
+    // IO waits without a majority, and the target reports the volume and the reason.
     for pool in ["p2", "p3"] {
         signal(cluster.process(pool).pid(), "KILL");
     }
     let reason = wait_for_health(target, "the target is unwell", 503);
     assert!(reason.contains("volume db") && reason.contains("waits"), "{reason}");
-    // Without the controller no volume is opened; the roles that need it report that.
+    // No volume is opened without the controller; the roles that need it report that.
     signal(cluster.process("controller").pid(), "KILL");
     for (name, address) in [("pool", &pools[0]), ("node", node)] {
         let what = format!("the {name} misses the controller");

@@ -235,7 +235,7 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
     assert_eq!(dev.json(&["volume", "get", "db"])["epoch"], epoch);
     assert_eq!(events(&dev, "Waiting").len(), waited);
     load.goes_on(&dev, 100);
-    // On the disks each id has the one GUID of the list, and nothing else is there.
+    // Each id has the one GUID of the list on the disks, and nothing else is there.
     let mut listed = known(&dev);
     let files: Vec<_> = POOLS.map(|pool| (pool, dev.pool_file(pool))).into();
     end(&scratch, dev, load, 5);
@@ -343,7 +343,7 @@ fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_al
     let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let alarms: Vec<_> = told.iter().filter(|e| e["reason"] == "TooManyReplicas").collect();
     assert!(alarms.iter().all(|e| e["severity"] == "Warning"), "{alarms:?}");
-    // Once the other one has left there is a place for it.
+    // There is a place for it once the other one has left.
     dev.wait_for_volume("db", "exchanged", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
     let after = known(&dev);
     assert!(after.iter().any(|(_, id, _)| new["id"] == **id), "{after:?}");
@@ -455,7 +455,7 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     assert_eq!(text.matches("since its start").count(), 2, "{text}");
     assert!(dev.ok(&[&CONFIG[..], &["-o", "yaml"]].concat()).contains("replicationFactor: 5"));
 
-    // Its successor begins with the present records.
+    // The target's successor begins with the present records.
     dev.kill("target");
     let shown = dev.eventually("it is told anew", || {
         telling().filter(|shown| told(&shown["atStart"]).0 == [5, 3, 5])

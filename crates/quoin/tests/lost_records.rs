@@ -243,7 +243,7 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     for (seed, client) in attached {
         let name = &names[seed as usize];
         wait_for_online(&cluster, name);
-        // They can be opened anew.
+        // The volumes can be opened anew.
         detach(&cluster, name, client);
         let client = attach(&cluster, name);
         verify(&client, seed, 3);
@@ -367,7 +367,7 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     }
     let replicas = cluster.json(&["replica", "list", "moved"]);
     assert!(replicas.as_array().unwrap().iter().all(|r| r["guid"] != retired.as_str()));
-    // Its name is free, and a volume that gets it is another one.
+    // The name is free, and a volume that gets it is another one.
     create(&cluster, "deleted", "3");
     let client = attach(&cluster, "deleted");
     assert!(client.read(0, PIECE as u32).unwrap().iter().all(|byte| *byte == 0));
@@ -527,7 +527,7 @@ fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_b
     start_controller(&mut cluster);
     let told = wait_for_event(&cluster, "RecordsBehind");
     assert!(told.contains("quoin controller recover"), "{told}");
-    // By that record one replica is enough; by that replica's own state it is not.
+    // One replica is enough by that record; by that replica's own state it is not.
     let told = cluster.eventually("the target is told", || {
         // Repeated: a second may pass before the controller has received the report.
         cluster.quoin(&["volume", "attach", "db", "--nbd", "--timeout", "1"]);
@@ -571,7 +571,7 @@ fn the_records_and_two_of_three_pools_are_lost_and_the_volume_waits_for_consent_
     for name in ["controller", "p2", "p3", "target"] {
         kill(&mut cluster, name);
     }
-    // Nothing is left of the controller but the authority.
+    // The authority is all that is left of the controller.
     let (state, authority) = (cluster.path("controller"), cluster.path("authority.json"));
     std::fs::rename(format!("{state}/authority.json"), &authority).unwrap();
     std::fs::remove_dir_all(&state).unwrap();

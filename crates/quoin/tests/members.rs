@@ -114,7 +114,7 @@ fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_th
         cluster.ok(&["volume", "list"]).contains("no volumes").then_some(())
     });
 
-    // Its certificate is still valid, and gives it no rights.
+    // The removed pool's certificate is still valid, and gives it no rights.
     let (state, data) = (cluster.path("p2"), cluster.path("p2-data"));
     let arguments = pool_run(&cluster, &state, &data, &["--name", "p2"]);
     let arguments = arguments.into_iter().map(String::from).collect();

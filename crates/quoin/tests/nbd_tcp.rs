@@ -198,7 +198,7 @@ fn essentials(volume: &mut Nbd) {
 }
 
 fn refusals(cluster: &Cluster, address: &str) {
-    // Nothing but STARTTLS is answered in the clear.
+    // STARTTLS is the only option that is answered in the clear.
     let mut clear = nbd::hello(address).unwrap();
     let (kind, _) = nbd::ask(&mut clear, 3, &[]).unwrap();
     assert_eq!(kind, 0x8000_0005, "LIST before TLS");

@@ -83,7 +83,7 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     whole(&cluster);
     let before = known(&cluster);
 
-    // With the only free one closed there is no destination.
+    // There is no destination while the only free one is closed.
     let text = refused(&cluster, &["node", "drain", "p1"]);
     assert!(text.contains("p2") && text.contains("nothing was begun"), "{text}");
     assert_eq!(known(&cluster), before);
@@ -99,7 +99,7 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     assert!(stayed.clone().count() == 2 && stayed.clone().all(|stays| after.contains(stays)));
     goes_on(&cluster, &load);
 
-    // Once empty, it can be removed, and the volume does not miss it.
+    // The pool can be removed once empty, and the volume does not miss it.
     let nobody = cluster.json(&["pool", "list"]);
     let pool = nobody.as_array().unwrap().iter().find(|pool| pool["name"] == "p1").unwrap();
     assert_eq!(pool["replicas"], 0, "{pool}");

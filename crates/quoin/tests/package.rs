@@ -190,7 +190,7 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     machine.eventually_ok("it is mounted again", "mountpoint -q '/srv/my db'");
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
 
-    // In use it is not removed. Detached, nothing of it is left for the next boot.
+    // The volume is not removed in use. Detached, nothing of it is left for the next boot.
     let said = machine.refused("quoin volume detach my-db");
     assert!(said.contains("unmount"), "{said}");
     machine.ok("umount '/srv/my db'");

@@ -348,7 +348,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     assert!(
         refused(&dev, &["apply", "-f", path]).contains("name in spec.replicas those that stay")
     );
-    // Of several documents none is applied where one cannot be.
+    // No document of several is applied where one cannot be.
     let several = "  size: 8MiB\n---\napiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\n\
                    spec:\n  desiredReplicationFactor: 2\n";
     std::fs::write(

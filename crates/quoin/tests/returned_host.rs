@@ -249,7 +249,7 @@ fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
         cluster.ok(&["volume", "create", volume, "--size", "64MiB", "--replicas", "3"]);
         h1.ok(&cluster, &h2, &["attach", volume, "--node", "h1"]);
     }
-    // This host is no longer informed.
+    // The host is no longer informed.
     h1.signal(&mut cluster, "STOP");
     eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
     let clients = ["idle", "stuck"].map(|volume| {

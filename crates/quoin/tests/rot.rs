@@ -101,7 +101,7 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     dev.eventually("the mended map is told", || says(&dev, "MapRepaired").then_some(()));
     check(&client, 1);
 
-    // Without a target the repair waits, and reports that.
+    // The repair waits without a target, and reports that.
     client.stop();
     dev.ok(&["volume", "detach", "db"]);
     let lonely = test_blocks(&file)[&(4242, 1)].clone();

@@ -65,7 +65,7 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
     load.goes_on(&dev, 100);
     dev.wait_for_volume("db", "whole", whole);
 
-    // By the formula again: two copies are enough.
+    // Two copies are enough again by the formula.
     waiting(&dev, &["volume", "scale", "db", "--consistency-factor", "0"]);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
     signal(away, "STOP");
@@ -107,14 +107,14 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
     dev.wait_for_volume("db", "whole", whole);
     let (before, members) = (moved_bytes(&dev), known(&dev));
     let away = dev.pid(&members[2].0).unwrap();
-    // Where the others have not cut their logs yet the missing entries are sent, and nothing is
+    // The missing entries are sent where the others have not cut their logs yet, and nothing is
     // copied: then the replica is away once more, and for longer.
     let moved = (1..6).find_map(|attempt| {
         signal(away, "STOP");
         dev.eventually("it is missed", || {
             (dev.replica("db", &members[2].0)["phase"] == "Offline").then_some(())
         });
-        // More than the limit of any retained log, of the same few blocks.
+        // Writes beyond the limit of any retained log, of the same few blocks.
         (2..26).for_each(|version| write(CHANGED, attempt * 100 + version));
         client.flush().unwrap();
         std::thread::sleep(Duration::from_secs(attempt * 2));
@@ -222,7 +222,7 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
     load.goes_on(&dev, 100);
     load.verify();
-    // At rest all are at one position, which is of the open epoch.
+    // All are at one position at rest, which is of the open epoch.
     dev.eventually("all replicas are at one position", || {
         let status = manifest(&dev)["status"].clone();
         let replicas = status["replicas"].as_array().unwrap();

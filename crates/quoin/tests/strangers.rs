@@ -194,8 +194,8 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     end(&scratch, dev, load, 3);
 }
 
-/// For each combination of restarted parts: a replica whose pool is away is lost by `lose` (given
-/// its pool, its id, its GUID and a spare pool), comes back, and is never connected.
+/// Loses a replica for each combination of restarted parts: while its pool is away it is lost by
+/// `lose` (given its pool, its id, its GUID and a spare pool), comes back, and is never connected.
 fn whichever_parts_restart(scratch: &str, lose: impl Fn(&Dev, &str, &str, &str, &str)) {
     let (scratch, dev) = cluster(scratch, "4");
     let load = volume(&dev, "3");
@@ -298,7 +298,7 @@ fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
     assert!(lost.iter().all(|(.., old)| list.iter().all(|(.., guid)| guid != old)));
     let away: Vec<_> = list.iter().map(|(pool, ..)| dev.pid(pool).unwrap()).collect();
     away.iter().for_each(|pid| signal(pid, "STOP"));
-    // Both come back with quorum on, to a target that knows nothing but its list.
+    // Both replicas come back with quorum on, to a target that knows nothing but its list.
     for (_, pid, _) in &lost {
         signal(pid, "CONT");
     }

@@ -44,8 +44,8 @@ fn command(program: &Path, home: &Path) -> Command {
 fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
     // The build directory may be unreadable for others.
     let program = scratch.0.join("quoin");
-    // By another process: a file that this one has open for writing, and with it any process that
-    // another test starts at that moment, is busy and cannot be executed.
+    // Another process copies it: a file that this one has open for writing, and with it any process
+    // that another test starts at that moment, is busy and cannot be executed.
     let mut install = Command::new("install");
     install.args(["-m", "755", env!("CARGO_BIN_EXE_quoin")]).arg(&program);
     assert!(install.status().unwrap().success());

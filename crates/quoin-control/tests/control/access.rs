@@ -271,7 +271,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert_eq!((grant.epoch.0, grant.node.as_str()), (mine.epoch, "n1"));
     let other = agent.acquire_epoch(acquire(&ids[1])).await.unwrap().into_inner();
     assert_eq!((other.outcome(), other.grant.len()), (Outcome::NotOwner, 0));
-    // Until a caller with the right allows it.
+    // A caller with the right allows it.
     admin.set_node(itself.clone()).await.unwrap();
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::Ok);
     assert_eq!(code(cluster.publish_volume(publish).await), Code::Ok);

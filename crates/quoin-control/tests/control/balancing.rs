@@ -191,7 +191,7 @@ async fn a_move_that_gets_no_further_is_given_up_and_not_begun_again_for_a_while
     looks(&mut cluster, &mut now).await;
     let said = told(&cluster, "RebalanceGivenUp");
     assert!(said.len() == 1 && said[0].contains("no further"), "{said:?}");
-    // Another volume, or another pool.
+    // The next move is of another volume, or to another pool.
     looks(&mut cluster, &mut now).await;
     let under_way = moving(&cluster, &NAMES);
     let [(other, new)] = &under_way[..] else { panic!("{under_way:?}") };

@@ -176,8 +176,8 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     assert_eq!(refused(""), Ok(()));
 }
 
-/// As after a recovery of the records: a target that continues requests nothing, so no message
-/// names the holder of the epoch.
+/// The state after a recovery of the records: a target that continues requests nothing, so no
+/// message names the holder of the epoch.
 #[tokio::test]
 async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opened_it() {
     let mut cluster = opened().await;

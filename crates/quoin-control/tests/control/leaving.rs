@@ -51,7 +51,7 @@ async fn a_node_leaves_only_when_it_is_away_and_has_nothing_attached() {
     assert!(online.to_string().contains("online"), "{online}");
     cluster.controller.remove_node("n1", false).await.unwrap();
     assert_eq!(cluster.controller.node_messages().len(), 1);
-    // With force, the user's statement that its processes have ended is accepted.
+    // The user's statement that its processes have ended is accepted with force.
     cluster.controller.remove_node("n2", true).await.unwrap();
     assert!(cluster.controller.node_messages().is_empty());
 }

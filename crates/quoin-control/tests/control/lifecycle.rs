@@ -289,7 +289,7 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     assert_eq!(cluster.shown("db").health, "Unknown");
     let refused = cluster.controller.create_volume(&spec("new"), 0).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
-    // From here on a member without a report for any time is offline.
+    // Members without a report for any time count as offline from here on.
     let patient = std::mem::replace(&mut cluster.offline_after, Duration::ZERO);
     cluster.restart().await;
     assert_eq!(cluster.shown("db").health, "Faulted");

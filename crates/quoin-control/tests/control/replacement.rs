@@ -200,7 +200,7 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     pool.start_counter = 5;
     cluster.settle().await.unwrap();
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
-    // While it opens or leaves it does not report its number of starts.
+    // A pool that opens or leaves does not report its number of starts.
     let empty =
         PoolReport { capacity_bytes: 0, start_counter: 0, replicas: vec![], ..pool.report() };
     let silent = PoolReport { start_counter: 0, ..pool.report() };

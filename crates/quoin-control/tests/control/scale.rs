@@ -79,7 +79,7 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     assert_eq!((membership.rf, membership.cf, membership.known.len()), (5, 3, 5));
     assert!(membership.retired.is_empty());
     assert_eq!(cluster.shown("db").changing, "");
-    // Its answer was lost: the repeat is accepted, and done once.
+    // The answer was lost: the repeat is accepted, and done once.
     swap(&mut cluster, &both).await.unwrap();
     assert_eq!(cluster.volume("db").membership, membership);
     cluster.restart().await;
@@ -137,7 +137,7 @@ async fn what_a_volume_cannot_be_scaled_to_is_refused_by_name_and_changes_nothin
     assert!(refused(&cluster, named(&["p9"])).await.contains("p9"));
     assert!(refused(&cluster, named(&["p4", "p5"])).await.contains("1 are needed"));
     cluster.controller.scale_volume(by_name("db").as_ref(), &to(5)).await.unwrap();
-    // On its way to five it does not turn round by itself.
+    // The volume on its way to five does not turn round by itself.
     assert!(refused(&cluster, to(4)).await.contains("take back the newcomers"));
 }
 
@@ -304,7 +304,7 @@ async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever
         cluster.controller.move_replica(db.as_ref(), asked).await.unwrap();
         assert_eq!(*cluster.volume("db"), *before, "{asked:?}");
     };
-    // In sync where it is.
+    // The replica is in sync where it is.
     unchanged(&cluster, &replace).await;
     unchanged(&cluster, &Move::of(old.id.0).to(&old.pool)).await;
     let refused = async |cluster: &Cluster, asked: Move| {
@@ -318,7 +318,7 @@ async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever
     let asked = of_pool("p9").to(&other.pool);
     let refusal = cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap_err();
     assert!(refusal.to_string().contains("pool \"p9\" does not exist"), "{refusal}");
-    // On its way, and there.
+    // The replica is on its way, and then there.
     let asked = of_pool(&old.pool).to(&free);
     cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap();
     for again in [asked.clone(), Move::of(old.id.0).to(&free), Move::of(old.id.0), replace.clone()]

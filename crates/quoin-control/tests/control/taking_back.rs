@@ -55,7 +55,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     let (now, done) = cluster.controller.swap_membership(&same).await.unwrap();
     assert!(done.is_ok() && now.version == version + 1, "{done:?}");
 
-    // Its pool loses it: another one comes, and the first never rules.
+    // The newcomer's pool loses it: another one comes, and the first never rules.
     let (mut cluster, volume, _) = growing().await;
     cluster.serving("db", &[]).await;
     let pool = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().pool.clone();

@@ -109,7 +109,7 @@ async fn reopened(dir: &tempfile::TempDir) -> Result<quoin_control::Controller, 
     let options = quoin_control::Options::new(dir.path().join("controller"));
     loop {
         match quoin_control::open(&options).await {
-            // Its connections are of this process, and are not closed yet.
+            // The former controller's connections are of this process, and are not closed yet.
             Err(Error::Store(quoin_control::store::StoreError::Locked { .. })) => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -176,7 +176,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     let first = Server::start().await;
     let (used, revoked) = (first.token("pool", "", 600).await, first.token("", "", 600).await);
     let second = restored(&first).await;
-    // Both are used up where the records are, as all members there know.
+    // Both tokens are used up where the records are, as all members there know.
     join(&first.address, &used, Role::Pool, "p1", &first.home("p1")).await.unwrap();
     first.controller.revoke_join_token(&revoked.to_string()).await.unwrap();
     for token in [&used, &revoked, &first.first_token] {
@@ -310,7 +310,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
     for newer in [false, true] {
         let known = |member: &Identity| {
             if newer {
-                // Without a proof that it could show: the controller would end.
+                // A term without a proof that it could show: the controller would end.
                 let term = r#"{"number":1,"id":"05","proof":""}"#;
                 std::fs::write(member.dir().join("term.json"), term).unwrap();
             }

@@ -225,7 +225,7 @@ impl Controller for ControllerService {
                 let (page, next) = backend.list_volumes(max_entries, &token).await?;
                 entries.extend(page.iter().map(|volume| answer::entry(volume, &cluster_id)));
                 token = next;
-                // Without a bound all volumes are requested, whatever the control plane's page
+                // All volumes are requested without a bound, whatever the control plane's page
                 // size.
                 if max_entries != 0 || token.is_empty() {
                     break;

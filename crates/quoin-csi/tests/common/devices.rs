@@ -27,8 +27,8 @@ impl LoopAttacher {
         self.directory.join(volume)
     }
 
-    /// Not by `losetup -j`, which opens every loop device of the host and blocks on a device whose
-    /// server is away.
+    /// `losetup -j` is not used: it opens every loop device of the host and blocks on a device
+    /// whose server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
         let file = self.file(volume);
         let is_on = |device: &std::fs::DirEntry| {

@@ -42,7 +42,7 @@ impl NodeHost {
         }
         let device = self.attacher.device(volume).await?.ok_or_else(not_staged)?;
         let mounts = mountinfo::read()?;
-        // After a reboot the records still list publications that are gone.
+        // Records still list publications after a reboot, though they are gone.
         record.publications.retain(|present| {
             present.target == target || is_in_place(present, Some(&device), &mounts)
         });
@@ -172,7 +172,7 @@ pub(super) fn is_in_place(
 ) -> bool {
     let Some(present) = mountinfo::at(mounts, &publication.target) else { return false };
     match (&publication.access, device) {
-        // While the device is unknown, a mount at a recorded target counts: refusing to unstage is
+        // A mount at a recorded target counts while the device is unknown: refusing to unstage is
         // safer than unmounting a workload's data.
         (_, None) => true,
         (Access::Mount { .. }, Some(device)) => is_of_device(present, device),

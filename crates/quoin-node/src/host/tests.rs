@@ -31,8 +31,8 @@ impl LoopAttacher {
     fn file(&self, volume: &str) -> PathBuf {
         self.directory.join(format!("{volume}.raw"))
     }
-    /// Not by `losetup -j`, which opens every loop device of the host and blocks on a device whose
-    /// server is away.
+    /// `losetup -j` is not used: it opens every loop device of the host and blocks on a device
+    /// whose server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
         let file = self.file(volume);
         let is_on = |device: &fs::DirEntry| {
@@ -584,7 +584,7 @@ async fn after_a_reboot_old_records_neither_block_nor_mislead() {
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
-    // After a reboot, mounts and devices are gone; files stay.
+    // Mounts and devices are gone after a reboot; files stay.
     mount::unmount(&world.path("pods/a")).unwrap();
     mount::unmount(&world.path("stage")).unwrap();
     world.attacher.detach(VOLUME).await.unwrap();

@@ -320,7 +320,7 @@ mod tests {
             assert!(
                 matches!(&told, Ok(Input::Dialled { bulk: of, outcome: Err(_), .. }) if *of == bulk)
             );
-            // Nothing that was sent behind it arrives without it.
+            // Messages sent behind it do not arrive without it.
             let mut to = Connection::new(there.into(), Sealer::plain(), Opener::plain());
             assert!(matches!(to.receive(), Ok(ReadOutcome::End)));
             assert_eq!(to.buffered_bytes(), 0);

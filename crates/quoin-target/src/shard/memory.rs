@@ -53,7 +53,8 @@ impl Memory {
             return None;
         }
         let limit = if self.retained_bytes > self.budget_bytes {
-            // Less than all of it, so that the next share is not due with the next entry.
+            // The share is less than all of it, so that the next one is not due with the next
+            // entry.
             fair_share(self.budget_bytes / 8 * 7, each.collect())
         } else if self.retained_bytes < self.budget_bytes / 2 {
             usize::MAX

@@ -31,8 +31,8 @@ impl Place {
         match &self.namespace {
             None => Command::new(program),
             Some(namespace) => {
-                // Not `ip netns exec`: that copies the mount table too, and keeps the mounts of
-                // other tests busy that run at the same time.
+                // `ip netns exec` is not used: it copies the mount table too, and keeps the mounts
+                // of other tests busy that run at the same time.
                 let mut command = Command::new("nsenter");
                 command.arg(format!("--net=/run/netns/{namespace}")).arg(program);
                 command

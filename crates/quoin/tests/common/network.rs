@@ -48,7 +48,7 @@ impl Network {
             skipped(&format!("no bridge can be made here: {why}"));
             return None;
         }
-        // From here on its drop cleans up, at whatever stage.
+        // The drop cleans up from here on, at whatever stage.
         let mut network = Self {
             id,
             bridge,
