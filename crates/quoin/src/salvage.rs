@@ -214,7 +214,7 @@ pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
     })
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct VolumeFound {
     name: String,
@@ -245,7 +245,7 @@ struct ReplicaFound {
     message: String,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Found {
     volumes: Vec<VolumeFound>,
@@ -401,11 +401,25 @@ pub async fn recover(
         output::print_list(format, &rows, "no volumes")?;
         output::print_line(&summary(&found, options.dry_run))?;
     }
-    let undecided = found.volumes.iter().filter(|v| v.outcome == "undecided").count();
-    if undecided > 0 {
-        bail!("{undecided} volumes are undecided: what each needs is said above");
+    match left_open(&found) {
+        Some(reason) => bail!(reason),
+        None => Ok(()),
     }
-    Ok(())
+}
+
+/// Why a recovery is not over, or a dry run foretells nothing.
+fn left_open(found: &Found) -> Option<String> {
+    let undecided = found.volumes.iter().filter(|v| v.outcome == "undecided").count();
+    if !found.done && found.pools.is_empty() && !found.missing_pools.is_empty() {
+        return Some(
+            "no pool answers, so nothing is known of what pools hold: start them, wait until \
+             `quoin pool list` shows them Online, and run this again"
+                .to_owned(),
+        );
+    }
+    let reason =
+        || format!("{undecided} volumes are undecided: the lines above say what each needs");
+    (undecided > 0).then(reason)
 }
 
 fn summary(found: &Found, dry_run: bool) -> String {
@@ -443,6 +457,23 @@ fn summary(found: &Found, dry_run: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_recovery_that_heard_no_pool_or_left_a_volume_undecided_does_not_end_well() {
+        let volume = |outcome: &str| VolumeFound { outcome: outcome.into(), ..Default::default() };
+        let found = |pools: &[&str], missing: &[&str], outcome: &str| Found {
+            volumes: vec![volume(outcome)],
+            pools: pools.iter().map(|p| (*p).to_owned()).collect(),
+            missing_pools: missing.iter().map(|p| (*p).to_owned()).collect(),
+            ..Default::default()
+        };
+        let no_pool = left_open(&found(&[], &["p1"], "as-recorded")).unwrap();
+        assert!(no_pool.contains("no pool answers") && no_pool.contains("pool list"), "{no_pool}");
+        let undecided = left_open(&found(&["p1"], &["p2"], "undecided")).unwrap();
+        assert!(undecided.contains("1 volumes are undecided"), "{undecided}");
+        assert_eq!(left_open(&found(&["p1"], &["p2"], "as-recorded")), None);
+        assert_eq!(left_open(&found(&[], &[], "as-recorded")), None, "a cluster without pools");
+    }
 
     #[test]
     fn a_place_where_no_backup_can_be_is_refused_by_the_directory_and_the_rule() {
