@@ -1,6 +1,5 @@
-//! Cost of clean-up: total blocks written per block that clients overwrite, by how full the
-//! pool is, how the load is skewed, and how the victim is chosen. Prints the table that stands
-//! in `docs/store.md`. `cargo run --release -p quoin-store --example cleanup-simulation`
+//! Cost of clean-up of one volume with one view, by how full the pool is, how the load is skewed,
+//! and how the victim is chosen.
 //!
 //! Only placement is modelled: three streams of segments, log segments that cannot be cleaned
 //! before a checkpoint, leaves written at checkpoints, and space that is free only afterwards.
@@ -195,7 +194,7 @@ impl Pool {
     }
 }
 
-fn main() {
+pub fn print() {
     println!(
         "| full | load | one stream, emptiest | emptiest | emptiest, then oldest | cost-benefit |"
     );
