@@ -11,9 +11,9 @@ mod views;
 
 use views::{Naming, Pool, Sharing};
 
-/// 256 MiB: the costs are ratios, and follow the number of blocks of a leaf that change between
+/// 1 GiB: the costs are ratios, and follow the number of blocks of a leaf that change between
 /// two views, not the size.
-const VOLUME_BLOCKS: u32 = 1 << 16;
+const VOLUME_BLOCKS: u32 = 1 << 18;
 const FILL_PERCENT: u32 = 80;
 
 fn namings() -> [(&'static str, Naming); 4] {
