@@ -1,5 +1,5 @@
 //! Interface of a pool for its driver. Two types implement it: the real [`crate::Pool`] and the
-//! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
+//! model ([`crate::testing::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{

@@ -12,19 +12,19 @@ use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo}
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
-use crate::background::Victim;
-use crate::contents::Content;
+use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
+use crate::disk::contents::Content;
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
-use crate::freed::Freed;
-use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
-use crate::mark::Mark;
-use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
-use crate::recover::recover;
+use crate::format::record::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
+use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
+use crate::metadata::mark::Mark;
+use crate::metadata::ring::Ring;
+use crate::recovery::recover;
 use crate::replica::{Replica, payload};
-use crate::ring::Ring;
-use crate::segments::Allocator;
+use crate::space::freed::Freed;
+use crate::space::segments::Allocator;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -82,7 +82,7 @@ impl<D: Disk> Pool<D> {
                 Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
-            match crate::contents::content_of(disk)? {
+            match crate::disk::contents::content_of(disk)? {
                 Content::Blank => {}
                 content => return Err(PoolError::Holds(content.words())),
             }

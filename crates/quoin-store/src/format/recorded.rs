@@ -12,21 +12,21 @@ use quoin_types::{
     ReplicaId, SnapshotId, View, VolumeId,
 };
 
-use crate::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
-use crate::history::Head;
-use crate::layout::{FORMAT_VERSION, Features, FormatOptions, Superblock};
-use crate::memory_disk::MemoryDisk;
-use crate::node::{Child, FANOUT, LEAF_BLOCKS, Leaf, Node, NodeRef};
-use crate::records::{
+use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
+use crate::format::node::{Child, FANOUT, LEAF_BLOCKS, Leaf, Node, NodeRef};
+use crate::format::record::{
     Checkpoint, DurableState, LogStart, Record, SegmentState, ShadowState, SnapshotState,
     UNKNOWN_RECORD,
 };
-use crate::ring::Ring;
-use crate::segments::segment_header;
-use crate::tree::{BlockAt, LOST_PLACE, Root};
+use crate::format::superblock::{FORMAT_VERSION, Features, FormatOptions, Superblock};
+use crate::log::history::Head;
+use crate::map::tree::{BlockAt, LOST_PLACE, Root};
+use crate::metadata::ring::Ring;
+use crate::space::segments::segment_header;
+use crate::testing::memory_disk::MemoryDisk;
 
-const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/layout.rs (a pool's \
+const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/format/superblock.rs (a pool's \
                      superblock is all that tells an older build to keep its hands off)";
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 

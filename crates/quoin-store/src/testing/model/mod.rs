@@ -19,7 +19,7 @@ use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, Snap
 use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
 
 use crate::api::Tickets;
-use crate::history::Head;
+use crate::log::history::Head;
 
 pub use pool::ModelPool;
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use crate::file_disk::write_all;
-use crate::held::zeros;
+use crate::disk::file::write_all;
+use crate::disk::pending_writes::zeros;
 
 /// Bytes of one write: others who write to the file wait for it.
 const STEP_BYTES: u64 = 1 << 20;

@@ -8,16 +8,16 @@ use quoin_replication::replica::store::{PullChunk, StoreError};
 use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
-use crate::batch::Stream;
+use crate::background::relocation::MovedBlock;
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::history::Head;
-use crate::memtable::Log;
-use crate::moved::MovedBlock;
-use crate::node::{LEAF_BLOCKS, LEAF_SHIFT};
-use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
+use crate::format::batch::Stream;
+use crate::format::node::{LEAF_BLOCKS, LEAF_SHIFT};
+use crate::format::record::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
+use crate::log::history::Head;
+use crate::log::memtable::Log;
+use crate::map::tree::{self, BlockAt, Change, Edit, Part, Root};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
-use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
 const EDITS_PENDING_MAX: usize = 8192;
@@ -483,7 +483,7 @@ impl Replica {
         self.slots(core, lba, Lsn::ZERO, true, &mut made);
         made.retain(|s| s.version > Lsn::ZERO);
         for slot in made {
-            crate::model::push_slot(out, slot);
+            crate::testing::model::push_slot(out, slot);
         }
         debug_assert!(out.len() >= first.saturating_sub(1));
     }
@@ -601,7 +601,10 @@ impl Replica {
         }
         // Version and checksum are the same: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
-        self.maintenance.clean.iter_mut().for_each(crate::clean::CleanJob::read_again);
+        self.maintenance
+            .clean
+            .iter_mut()
+            .for_each(crate::background::cleaner::CleanJob::read_again);
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
         core.bad.retain(|b| *b != bad);
         Ok(true)

@@ -25,7 +25,7 @@ use quoin_types::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
-use crate::layout::Superblock;
+use crate::format::superblock::Superblock;
 
 const RING_MAGIC: u32 = u32::from_le_bytes(*b"QRNG");
 const HEAD: usize = 24;
@@ -435,7 +435,7 @@ fn decode(bytes: &[u8]) -> Option<RingBlock> {
 mod tests {
     use super::*;
     use crate::MemoryDisk;
-    use crate::layout::FormatOptions;
+    use crate::format::superblock::FormatOptions;
     use quoin_types::PoolId;
 
     fn ring() -> (MemoryDisk, Superblock, Ring) {

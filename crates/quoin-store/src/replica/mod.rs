@@ -9,19 +9,21 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{Content, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
-use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
+use crate::background::maintenance::{Maintenance, Quarantine};
+use crate::background::recount::LiveCount;
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
-use crate::history::Head;
-use crate::maintenance::{Maintenance, Quarantine};
-use crate::memtable::{Log, Memtable};
-use crate::model::push_slot;
-use crate::read_buffer::ReadBuffer;
-use crate::records::{LogStart, Record, SnapshotState};
-use crate::recount::LiveCount;
-use crate::segments::Family;
-use crate::shadow::Shadow;
-use crate::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
+use crate::disk::read_buffer::ReadBuffer;
+use crate::format::batch::{
+    BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length,
+};
+use crate::format::record::{LogStart, Record, SnapshotState};
+use crate::log::history::Head;
+use crate::log::memtable::{Log, Memtable};
+use crate::map::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
+use crate::rebuild::shadow::Shadow;
+use crate::space::segments::Family;
+use crate::testing::model::push_slot;
 
 /// Header bytes that a batch may take; more entries become several batches.
 const HEADER_BYTES_MAX: usize = 60 * BLOCK_SIZE;
@@ -228,7 +230,7 @@ impl Replica {
         blocks: u32,
         from_reserve: bool,
     ) -> Result<(), StoreError> {
-        let header_length: usize = crate::batch::HEADER_LENGTH
+        let header_length: usize = crate::format::batch::HEADER_LENGTH
             + entries.iter().map(|e| entry_length(e.crcs.len(), payload(e).len())).sum::<usize>();
         let header_blocks = header_length.div_ceil(BLOCK_SIZE) as u32;
         let data_blocks: u32 = entries.iter().map(|e| e.crcs.len() as u32).sum();
@@ -656,7 +658,7 @@ pub fn payload(entry: &quoin_types::Entry) -> Bytes {
 
 /// How many entries fit into a batch of `room` blocks, and the blocks they take.
 fn fitting(entries: &[SharedEntry], room: u32) -> (usize, u32) {
-    let (mut header, mut data, mut blocks) = (crate::batch::HEADER_LENGTH, 0u32, 0);
+    let (mut header, mut data, mut blocks) = (crate::format::batch::HEADER_LENGTH, 0u32, 0);
     for (count, entry) in entries.iter().enumerate() {
         header += entry_length(entry.crcs.len(), payload(entry).len());
         data += entry.crcs.len() as u32;

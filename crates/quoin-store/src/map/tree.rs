@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use quoin_replication::replica::store::StoreError;
 
-use crate::node::{
+use crate::format::node::{
     Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX, Leaf, Node, NodeRef,
 };
 

@@ -25,12 +25,12 @@ use std::collections::BTreeMap;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
-use crate::batch::Stream;
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::node::{LEAF_BLOCKS, Node};
+use crate::format::batch::Stream;
+use crate::format::node::{LEAF_BLOCKS, Node};
+use crate::map::tree::{self, Nodes, Part, Root};
 use crate::replica::Replica;
-use crate::tree::{self, Nodes, Part, Root};
 
 /// A view among those that are counted: the newest version that it can hold, and which of the views
 /// with the same one it is.

@@ -1,5 +1,5 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
-//! recorded. (The scrub is in [`crate::scrub`].)
+//! recorded. (The scrub is in [`crate::background::scrub`].)
 //!
 //! A single function decides ([`Pool::next_step`]). Both the urgency of the work and the step
 //! itself follow it. So a pool that reports work as due always has a step that makes progress, and
@@ -21,11 +21,11 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::api::Due;
+use crate::background::maintenance::Cause;
+use crate::background::relocation::packed_blocks;
 use crate::disk::Disk;
-use crate::maintenance::Cause;
-use crate::moved::packed_blocks;
+use crate::format::record::SegmentState;
 use crate::pool::{Pool, STEP_BYTES};
-use crate::records::SegmentState;
 use crate::replica::Replica;
 
 /// Live percent up to which a segment is emptied though space is plenty.
@@ -106,7 +106,7 @@ impl Replica {
             return 0;
         }
         let first_needed = self.log_start().index;
-        let held = |s: &&crate::segments::Segment| {
+        let held = |s: &&crate::space::segments::Segment| {
             let state = &s.state;
             state.last_lsn <= self.stable.0 && !self.family.open.contains(&Some(state.unit))
         };

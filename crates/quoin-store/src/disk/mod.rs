@@ -4,6 +4,13 @@
 //! clock, so a simulated disk makes the store deterministic. Offsets and lengths are multiples
 //! of [`BLOCK_SIZE`](quoin_types::BLOCK_SIZE) unless said otherwise.
 
+pub mod cache_identity;
+pub mod contents;
+pub mod file;
+mod fill;
+mod pending_writes;
+pub mod read_buffer;
+
 use std::io::IoSlice;
 
 use quoin_replication::replica::store::{BootCookie, IoFault};

@@ -11,10 +11,10 @@ use quoin_types::{
     VolumeId,
 };
 
-use crate::batch::Stream;
-use crate::history::Head;
-use crate::node::{Child, LEVEL_MAX, NodeRef};
-use crate::tree::Root;
+use crate::format::batch::Stream;
+use crate::format::node::{Child, LEVEL_MAX, NodeRef};
+use crate::log::history::Head;
+use crate::map::tree::Root;
 
 /// GUIDs of deleted replicas that a pool remembers, and the part of its metadata ring that they may
 /// take, in percent: of more it forgets some, since a pool that could delete nothing any more, or

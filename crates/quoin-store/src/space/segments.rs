@@ -6,11 +6,11 @@ use std::io::IoSlice;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
-use crate::batch::{Stream, batch_blocks_max};
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
-use crate::records::{Record, SegmentState};
+use crate::format::batch::{Stream, batch_blocks_max};
+use crate::format::record::{Record, SegmentState};
+use crate::format::superblock::{FORMAT_VERSION, LARGE_UNITS, Superblock};
 
 pub const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// Volumes of at least this many blocks (16 GiB) take large segments.

@@ -20,15 +20,15 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::message::{Content, Slot};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
 
-use crate::clean::walk;
+use crate::background::cleaner::walk;
+use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
-use crate::model::{push_slot, without_bytes};
-use crate::moved::MovedBlock;
-use crate::node::{FANOUT, LEAF_BLOCKS, NodeRef};
+use crate::format::node::{FANOUT, LEAF_BLOCKS, NodeRef};
+use crate::map::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
-use crate::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
+use crate::testing::model::{push_slot, without_bytes};
 
 /// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
@@ -338,7 +338,10 @@ impl Replica {
         core.check_usable()?;
         let blocks: u64 = slots.iter().map(|s| u64::from(s.blocks)).sum();
         let reverted = self.upper.reverted
-            || self.log.special_from(0).any(|(_, kind)| crate::checkpoint::is_revert(kind));
+            || self
+                .log
+                .special_from(0)
+                .any(|(_, kind)| crate::background::checkpoint::is_revert(kind));
         if reverted
             || !self.job_is_free()
             || blocks > LEAF_BLOCKS as u64

@@ -23,16 +23,16 @@ use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{BootCookie, StoreError};
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
-use crate::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
-use crate::clean::{header_at, read_header, readable};
+use crate::background::cleaner::{header_at, read_header, readable};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
-use crate::memtable::Log;
-use crate::records::{Checkpoint, DurableReplica, LogStart, SegmentState};
+use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
+use crate::format::record::{Checkpoint, DurableReplica, LogStart, SegmentState};
+use crate::log::memtable::Log;
+use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced, Upper};
-use crate::segments::Segment;
-use crate::shadow::Shadow;
+use crate::space::segments::Segment;
 
 /// Blocks that are read at once behind the end of a log. Where the disk shows nothing of the first
 /// so many, it shows nothing of the log's end.
@@ -484,7 +484,7 @@ fn search<D: Disk>(
                     behind.unseen |= unseen;
                 }
             }
-            let looks_like = crate::batch::header_blocks(piece.block(at)).is_some();
+            let looks_like = crate::format::batch::header_blocks(piece.block(at)).is_some();
             let header = match looks_like {
                 true => read_header(core, first + u64::from(at), blocks - at)?,
                 false => None,
@@ -542,7 +542,9 @@ fn close<D: Disk>(
     if end.offset_blocks < state.units * core.superblock.unit_blocks {
         let block = core.superblock.unit_start(state.unit) + u64::from(end.offset_blocks);
         let mut bytes = vec![0; BLOCK_SIZE];
-        if core.read(block, &mut bytes).is_err() || crate::batch::header_blocks(&bytes).is_some() {
+        if core.read(block, &mut bytes).is_err()
+            || crate::format::batch::header_blocks(&bytes).is_some()
+        {
             return Ok(Some(block));
         }
     }

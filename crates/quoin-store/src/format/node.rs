@@ -7,7 +7,7 @@
 
 use quoin_types::crc32c;
 
-use crate::tree::{BlockAt, LOST_PLACE};
+use crate::map::tree::{BlockAt, LOST_PLACE};
 
 pub const LEAF_SHIFT: u32 = 8;
 pub const LEAF_BLOCKS: usize = 1 << LEAF_SHIFT;

@@ -11,11 +11,11 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::memtable::Memtable;
-use crate::node::LEAF_SHIFT;
-use crate::records::{Checkpoint, LogStart, Record, SnapshotState};
+use crate::format::node::LEAF_SHIFT;
+use crate::format::record::{Checkpoint, LogStart, Record, SnapshotState};
+use crate::log::memtable::Memtable;
+use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};
-use crate::tree::{self, Change, Edit};
 
 /// Entries of the log that one step collects.
 const ENTRIES_A_STEP: u64 = 4096;
@@ -288,7 +288,7 @@ impl Replica {
 
     /// Where recovery has to begin reading the log.
     pub fn log_start(&self) -> LogStart {
-        use crate::batch::Stream;
+        use crate::format::batch::Stream;
         self.log.start().unwrap_or_else(|| LogStart {
             sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
             offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::checkpoint::{CheckpointJob, Commit};
-use crate::clean::CleanJob;
+use crate::background::checkpoint::{CheckpointJob, Commit};
+use crate::background::cleaner::CleanJob;
 
 /// Work that is under way or owed.
 #[derive(Default)]

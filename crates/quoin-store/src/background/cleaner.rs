@@ -12,14 +12,14 @@ use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
-use crate::batch::{Batch, Stream, header_blocks};
+use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
-use crate::moved::MovedBlock;
-use crate::node::LEAF_BLOCKS;
-use crate::records::SegmentState;
+use crate::format::batch::{Batch, Stream, header_blocks};
+use crate::format::node::LEAF_BLOCKS;
+use crate::format::record::SegmentState;
+use crate::map::tree::{self, BlockAt, Change, Edit, Memo, Root};
 use crate::replica::Replica;
-use crate::tree::{self, BlockAt, Change, Edit, Memo, Root};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;

@@ -18,10 +18,10 @@ use quoin_types::BLOCK_SIZE;
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::cache_identity::{CacheIdentity, cookie_of_this_open};
+use crate::disk::cache_identity::{CacheIdentity, cookie_of_this_open};
+use crate::disk::fill::Filling;
+use crate::disk::pending_writes::{Held, Piece, stretches, zeros};
 use crate::disk::{Disk, Syncer};
-use crate::fill::Filling;
-use crate::held::{Held, Piece, stretches, zeros};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;

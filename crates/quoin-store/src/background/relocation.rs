@@ -6,9 +6,9 @@ use bytes::Bytes;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::BLOCK_SIZE;
 
-use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::replica::Replica;
 
 /// Blocks of one batch at most; its header fits three blocks.
@@ -100,7 +100,8 @@ impl Replica {
 }
 
 fn header_blocks(blocks: usize) -> usize {
-    let length = crate::batch::HEADER_LENGTH + blocks * crate::batch::entry_length(1, 0);
+    let length =
+        crate::format::batch::HEADER_LENGTH + blocks * crate::format::batch::entry_length(1, 0);
     length.div_ceil(BLOCK_SIZE)
 }
 

@@ -11,7 +11,7 @@ use quoin_types::BLOCK_SIZE;
 
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::layout::LARGE_UNITS;
+use crate::format::superblock::LARGE_UNITS;
 
 /// With so many free units that were used before nothing is made ready; of large segments so many
 /// times more.

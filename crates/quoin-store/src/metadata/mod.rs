@@ -1,0 +1,4 @@
+//! Small durable state outside the segments.
+
+pub mod mark;
+pub mod ring;
