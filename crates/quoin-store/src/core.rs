@@ -14,12 +14,15 @@ use crate::api::Tickets;
 use crate::background::recount::Recount;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
-use crate::format::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
-use crate::format::record::{DurableState, Record};
+use crate::format::node::{
+    BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NODE_LENGTH_MAX, Node, NodeRef,
+};
+use crate::format::record::Record;
 use crate::format::superblock::{KEEPS_SPACE, Superblock};
-use crate::map::tree::{BAD_PLACE, BlockAt, LOST_PLACE, Nodes};
+use crate::map::tree::Nodes;
 use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
+use crate::metadata::state::DurableState;
 use crate::space::freed::Freed;
 use crate::space::segments::{Allocator, Family};
 

@@ -28,8 +28,9 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
-use crate::format::record::{Checkpoint, DurableReplica, LogStart, SegmentState};
+use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
 use crate::log::memtable::Log;
+use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced, Upper};
 use crate::space::segments::Segment;
@@ -185,7 +186,7 @@ fn follow<D: Disk>(
             let (taken, header_blocks) = (batch.blocks(), batch.header_blocks);
             index += 1;
             previous = batch.check;
-            let length = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes")) as usize;
+            let length = batch.header_length;
             bytes.truncate(length);
             bytes.shrink_to_fit();
             let place = first + u64::from(at) + u64::from(header_blocks);
@@ -229,7 +230,7 @@ fn replay<D: Disk>(
         }
         for raw in batch.entries() {
             let at = if raw.crcs.is_empty() { 0 } else { place };
-            place += (raw.crcs.len() / 4) as u64;
+            place += raw.crcs().len() as u64;
             last = last.max(raw.lsn);
             if raw.lsn <= replica.folded.head.position.lsn.0 || raw.lsn > limit {
                 // Counted as live with its batch, which no view needs.

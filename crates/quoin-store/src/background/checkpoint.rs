@@ -11,8 +11,9 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
 use crate::format::node::LEAF_SHIFT;
-use crate::format::record::{Checkpoint, LogStart, Record, SnapshotState};
+use crate::format::record::Record;
 use crate::log::memtable::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};

@@ -16,9 +16,9 @@ use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
-use crate::format::node::LEAF_BLOCKS;
-use crate::format::record::SegmentState;
-use crate::map::tree::{self, BlockAt, Change, Edit, Memo, Root};
+use crate::format::checkpoint::SegmentState;
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
+use crate::map::tree::{self, Change, Edit, Memo};
 use crate::replica::Replica;
 
 /// Blocks looked at in one step.
@@ -228,7 +228,7 @@ impl Replica {
                 }
                 let mut found = [BlockAt::default()];
                 tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
-                if found[0].place == tree::BAD_PLACE {
+                if found[0].place == BAD_PLACE {
                     let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
                     if lost.last().is_none_or(|edit| edit.lba != leaf) {
                         let change = Change::Renew { node: u64::MAX };

@@ -28,8 +28,8 @@ use quoin_types::{BLOCK_SIZE, mutant};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
-use crate::format::node::{LEAF_BLOCKS, Node};
-use crate::map::tree::{self, Nodes, Part, Root};
+use crate::format::node::{LEAF_BLOCKS, Node, Root};
+use crate::map::tree::{self, Nodes, Part};
 use crate::replica::Replica;
 
 /// A view among those that are counted: the newest version that it can hold, and which of the views

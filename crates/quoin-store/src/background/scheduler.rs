@@ -24,7 +24,7 @@ use crate::api::Due;
 use crate::background::maintenance::Cause;
 use crate::background::relocation::packed_blocks;
 use crate::disk::Disk;
-use crate::format::record::SegmentState;
+use crate::format::checkpoint::SegmentState;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::replica::Replica;
 

@@ -24,8 +24,8 @@ use crate::background::cleaner::walk;
 use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
-use crate::format::node::{FANOUT, LEAF_BLOCKS, NodeRef};
-use crate::map::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
+use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NodeRef, Root};
+use crate::map::tree::{self, Change, Edit, Nodes, Part};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
 use crate::testing::model::{push_slot, without_bytes};
@@ -194,7 +194,7 @@ impl Replica {
     fn scrub_nodes<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        root: tree::Root,
+        root: Root,
         lba: u64,
         cursor: u64,
         done: &mut Scrubbed,

@@ -4,16 +4,92 @@
 //! the one before. Batches that clean-up or an increment writes are flagged and keep their LSNs;
 //! they and the batches of map nodes are chained within their segment only.
 
-use quoin_types::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+use std::mem::offset_of;
 
-pub const BATCH_MAGIC: u32 = u32::from_le_bytes(*b"QBAT");
-pub const HEADER_LENGTH: usize = 80;
-pub const ENTRY_LENGTH: usize = 40;
+use quoin_types::{BLOCK_SIZE, HOLE_BLOCKS_MAX, ReplicaGuid, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::format::take;
+
+const BATCH_MAGIC: [u8; 4] = *b"QBAT";
+pub const HEADER_LENGTH: usize = size_of::<HeaderOnDisk>();
+const ENTRY_LENGTH: usize = size_of::<EntryOnDisk>();
 /// The tag of the per-block check field: a plain CRC32C.
 const CHECK_CRC32C: u8 = 1;
 const BATCH_FORMAT: u16 = 1;
 /// No batch header is longer; what claims to be is damage.
 const HEADER_BLOCKS_MAX: usize = 64;
+
+/// The fixed part of a batch's header on disk. Entries follow, then zeros up to a block's end.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 4 | `QBAT` |
+/// | 4 | 4 | length of the header without padding |
+/// | 8 | 8 | CRC-64/NVME of bytes 16 … length |
+/// | 16 | 2 | header format: 1 |
+/// | 18 | 1 | stream |
+/// | 19 | 1 | type of the per-block check field: 1 = CRC32C |
+/// | 20 | 4 | entries |
+/// | 24 | 8 | sequence number of the segment |
+/// | 32 | 8 | batch index |
+/// | 40 | 8 | checksum of the header before it |
+/// | 48 | 8 | CRC-64 of the replica GUID |
+/// | 56 | 8 | watermark: min(stable, durable) then; never truncated, never lost |
+/// | 64 | 8 | the pool's start counter |
+/// | 72 | 4 | data blocks |
+/// | 76 | 4 | key id; 0: not encrypted |
+/// | 80 | | entries |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct HeaderOnDisk {
+    magic: [u8; 4],
+    length: U32,
+    check: U64,
+    format: U16,
+    stream: u8,
+    block_check: u8,
+    entries: U32,
+    sequence: U64,
+    index: U64,
+    previous: U64,
+    guid_hash: U64,
+    watermark: U64,
+    starts: U64,
+    data_blocks: U32,
+    key: U32,
+}
+const _: () = assert!(size_of::<HeaderOnDisk>() == 80);
+
+/// The first byte that a header's checksum covers.
+const CHECKED_FROM: usize = offset_of!(HeaderOnDisk, format);
+
+/// An entry on disk: this, then for a Write a CRC32C a block, then the payload.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | epoch |
+/// | 8 | 8 | LSN |
+/// | 16 | 8 | LBA |
+/// | 24 | 4 | blocks |
+/// | 28 | 1 | kind: 1 Write, 2 Trim, 3 Zero, 4 Snapshot, 5 DeleteSnapshot, 6 Revert, 7 Resize, 8 View |
+/// | 29 | 1 | flags: 1 = FUA |
+/// | 30 | 2 | bytes of payload |
+/// | 32 | 8 | history chain |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct EntryOnDisk {
+    epoch: U64,
+    lsn: U64,
+    lba: U64,
+    blocks: U32,
+    kind: u8,
+    flags: u8,
+    payload: U16,
+    chain: U64,
+}
+const _: () = assert!(size_of::<EntryOnDisk>() == 40);
 
 /// Blocks of the longest batch, its header included: each fits into a small segment, wherever there
 /// is room for it. Recovery looks so far behind a header that is no more, for the one that says
@@ -89,13 +165,17 @@ impl<'a> HeaderWriter<'a> {
 
     pub fn entry(&mut self, entry: &BatchEntry<'_>, crcs: impl Iterator<Item = u32>) {
         let out = &mut *self.out;
-        out.extend_from_slice(&entry.epoch.to_le_bytes());
-        out.extend_from_slice(&entry.lsn.to_le_bytes());
-        out.extend_from_slice(&entry.lba.to_le_bytes());
-        out.extend_from_slice(&entry.blocks.to_le_bytes());
-        out.extend_from_slice(&[entry.kind, entry.flags]);
-        out.extend_from_slice(&(entry.payload.len() as u16).to_le_bytes());
-        out.extend_from_slice(&entry.chain.to_le_bytes());
+        let raw = EntryOnDisk {
+            epoch: entry.epoch.into(),
+            lsn: entry.lsn.into(),
+            lba: entry.lba.into(),
+            blocks: entry.blocks.into(),
+            kind: entry.kind,
+            flags: entry.flags,
+            payload: (entry.payload.len() as u16).into(),
+            chain: entry.chain.into(),
+        };
+        out.extend_from_slice(raw.as_bytes());
         for crc in crcs {
             out.extend_from_slice(&crc.to_le_bytes());
         }
@@ -106,23 +186,27 @@ impl<'a> HeaderWriter<'a> {
     /// Fills in the header, pads to whole blocks and returns the header's checksum.
     pub fn finish(self, header: &BatchHeader) -> u64 {
         let length = self.out.len();
-        let head = &mut self.out[..HEADER_LENGTH];
-        head[..4].copy_from_slice(&BATCH_MAGIC.to_le_bytes());
-        head[4..8].copy_from_slice(&(length as u32).to_le_bytes());
-        head[16..18].copy_from_slice(&BATCH_FORMAT.to_le_bytes());
-        head[18] = header.stream as u8;
-        head[19] = CHECK_CRC32C;
-        head[20..24].copy_from_slice(&self.entries.to_le_bytes());
-        head[24..32].copy_from_slice(&header.sequence.to_le_bytes());
-        head[32..40].copy_from_slice(&header.index.to_le_bytes());
-        head[40..48].copy_from_slice(&header.previous.to_le_bytes());
-        head[48..56].copy_from_slice(&header.guid_hash.to_le_bytes());
-        head[56..64].copy_from_slice(&header.watermark.to_le_bytes());
-        head[64..72].copy_from_slice(&header.starts.to_le_bytes());
-        head[72..76].copy_from_slice(&header.data_blocks.to_le_bytes());
-        head[76..80].copy_from_slice(&header.key.to_le_bytes());
-        let check = checksum(&self.out[16..]);
-        self.out[8..16].copy_from_slice(&check.to_le_bytes());
+        let mut raw = HeaderOnDisk {
+            magic: BATCH_MAGIC,
+            length: (length as u32).into(),
+            check: U64::ZERO,
+            format: BATCH_FORMAT.into(),
+            stream: header.stream as u8,
+            block_check: CHECK_CRC32C,
+            entries: self.entries.into(),
+            sequence: header.sequence.into(),
+            index: header.index.into(),
+            previous: header.previous.into(),
+            guid_hash: header.guid_hash.into(),
+            watermark: header.watermark.into(),
+            starts: header.starts.into(),
+            data_blocks: header.data_blocks.into(),
+            key: header.key.into(),
+        };
+        self.out[..HEADER_LENGTH].copy_from_slice(raw.as_bytes());
+        let check = checksum(&self.out[CHECKED_FROM..]);
+        raw.check = check.into();
+        self.out[..HEADER_LENGTH].copy_from_slice(raw.as_bytes());
         self.out.resize(length.next_multiple_of(BLOCK_SIZE), 0);
         check
     }
@@ -137,54 +221,64 @@ fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
 }
 
+/// Half of a GUID's checksum: tells replicas' batches apart without spending 16 bytes on each.
+pub fn guid_hash(guid: ReplicaGuid) -> u64 {
+    checksum(&guid.0.to_le_bytes())
+}
+
 /// A header as it was read, checked.
 pub struct Batch<'a> {
     pub header: BatchHeader,
     pub check: u64,
     pub header_blocks: u32,
+    /// Bytes of the header without padding.
+    pub header_length: usize,
     entries: &'a [u8],
     count: u32,
 }
 
 /// How many blocks the header that starts here claims to take; `None`: no header starts here.
 pub fn header_blocks(first: &[u8]) -> Option<usize> {
-    if first.len() < HEADER_LENGTH || first[..4] != BATCH_MAGIC.to_le_bytes() {
-        return None;
-    }
-    let length = u32::from_le_bytes(first[4..8].try_into().ok()?) as usize;
+    let (raw, _) = HeaderOnDisk::ref_from_prefix(first).ok()?;
+    let length = raw.length.get() as usize;
     let blocks = length.div_ceil(BLOCK_SIZE);
-    (length >= HEADER_LENGTH && blocks <= HEADER_BLOCKS_MAX).then_some(blocks)
+    let is_header =
+        raw.magic == BATCH_MAGIC && length >= HEADER_LENGTH && blocks <= HEADER_BLOCKS_MAX;
+    is_header.then_some(blocks)
 }
 
 impl<'a> Batch<'a> {
     /// Parses what [`header_blocks`] delimited. `None`: torn, rotten or something else.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let blocks = header_blocks(bytes)?;
-        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-        let length = u32_at(4) as usize;
-        let body = bytes.get(16..length)?;
-        let check = u64_at(8);
-        if checksum(body) != check
-            || body[..2] != BATCH_FORMAT.to_le_bytes()
-            || body[3] != CHECK_CRC32C
+        let (raw, _) = HeaderOnDisk::ref_from_prefix(bytes).ok()?;
+        let length = raw.length.get() as usize;
+        let check = raw.check.get();
+        if checksum(bytes.get(CHECKED_FROM..length)?) != check
+            || raw.format.get() != BATCH_FORMAT
+            || raw.block_check != CHECK_CRC32C
         {
             return None;
         }
         let header = BatchHeader {
-            stream: Stream::from_code(body[2])?,
-            sequence: u64_at(24),
-            index: u64_at(32),
-            previous: u64_at(40),
-            guid_hash: u64_at(48),
-            watermark: u64_at(56),
-            starts: u64_at(64),
-            data_blocks: u32_at(72),
-            key: u32_at(76),
+            stream: Stream::from_code(raw.stream)?,
+            sequence: raw.sequence.get(),
+            index: raw.index.get(),
+            previous: raw.previous.get(),
+            guid_hash: raw.guid_hash.get(),
+            watermark: raw.watermark.get(),
+            starts: raw.starts.get(),
+            data_blocks: raw.data_blocks.get(),
+            key: raw.key.get(),
         };
-        let entries = &bytes[HEADER_LENGTH..length];
-        let batch =
-            Batch { header, check, header_blocks: blocks as u32, entries, count: u32_at(20) };
+        let batch = Batch {
+            header,
+            check,
+            header_blocks: blocks as u32,
+            header_length: length,
+            entries: &bytes[HEADER_LENGTH..length],
+            count: raw.entries.get(),
+        };
         batch.is_consistent().then_some(batch)
     }
 
@@ -192,7 +286,7 @@ impl<'a> Batch<'a> {
     fn is_consistent(&self) -> bool {
         let (mut rest, mut data, mut count) = (self.entries, 0u64, 0u32);
         while let Some((entry, tail)) = split_entry(rest, self.header.stream) {
-            data += (entry.crcs.len() / 4) as u64;
+            data += entry.crcs().len() as u64;
             count += 1;
             rest = tail;
         }
@@ -217,26 +311,25 @@ impl<'a> Batch<'a> {
 }
 
 fn split_entry(bytes: &[u8], stream: Stream) -> Option<(BatchEntry<'_>, &[u8])> {
-    let (head, rest) = bytes.split_at_checked(ENTRY_LENGTH)?;
-    let u64_at = |at: usize| u64::from_le_bytes(head[at..at + 8].try_into().expect("8 bytes"));
-    let blocks = u32::from_le_bytes(head[24..28].try_into().expect("4 bytes"));
-    let kind = head[28];
-    let payload_length = u16::from_le_bytes(head[30..32].try_into().expect("2 bytes"));
-    let is_write = stream != Stream::Nodes && kind == 1;
+    let mut rest = bytes;
+    let raw = take::<EntryOnDisk>(&mut rest)?;
+    let blocks = raw.blocks.get();
+    let is_write = stream != Stream::Nodes && raw.kind == 1;
     if is_write && blocks > WRITE_BLOCKS_MAX || stream != Stream::Nodes && blocks > HOLE_BLOCKS_MAX
     {
         return None;
     }
-    let (crcs, rest) = rest.split_at_checked(if is_write { 4 * blocks as usize } else { 0 })?;
-    let (payload, rest) = rest.split_at_checked(payload_length.into())?;
+    let crcs = if is_write { size_of::<U32>() * blocks as usize } else { 0 };
+    let (crcs, rest) = rest.split_at_checked(crcs)?;
+    let (payload, rest) = rest.split_at_checked(raw.payload.get().into())?;
     let entry = BatchEntry {
-        epoch: u64_at(0),
-        lsn: u64_at(8),
-        lba: u64_at(16),
+        epoch: raw.epoch.get(),
+        lsn: raw.lsn.get(),
+        lba: raw.lba.get(),
         blocks,
-        kind,
-        flags: head[29],
-        chain: u64_at(32),
+        kind: raw.kind,
+        flags: raw.flags,
+        chain: raw.chain.get(),
         payload,
         crcs,
     };
@@ -293,7 +386,7 @@ mod tests {
 
         #[test]
         fn garbage_is_no_header(mut bytes in prop::collection::vec(any::<u8>(), 4096)) {
-            bytes[..4].copy_from_slice(&BATCH_MAGIC.to_le_bytes());
+            bytes[..4].copy_from_slice(&BATCH_MAGIC);
             prop_assert!(Batch::parse(&bytes).is_none());
         }
     }

@@ -6,21 +6,141 @@
 //! version, so that a walk for "changed since" skips what is older.
 
 use quoin_types::crc32c;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::map::tree::{BlockAt, LOST_PLACE};
+use crate::format::take;
 
 pub const LEAF_SHIFT: u32 = 8;
 pub const LEAF_BLOCKS: usize = 1 << LEAF_SHIFT;
 pub const FANOUT_SHIFT: u32 = 7;
 pub const FANOUT: usize = 1 << FANOUT_SHIFT;
 /// No encoded node is longer.
-pub const NODE_LENGTH_MAX: usize = 8 + LEAF_BLOCKS * 20;
+pub const NODE_LENGTH_MAX: usize = 8 + LEAF_BLOCKS * size_of::<BlockOnDisk>();
 /// Levels above the leaves that 2^44 blocks need.
 pub const LEVEL_MAX: u8 = 6;
 
+/// The first byte of a node: a leaf of 256 [`BlockOnDisk`].
 const DENSE: u8 = 1;
+/// The first byte of a node: a leaf of runs, each a [`RunOnDisk`] and what it says.
 const RUNS: u8 = 2;
+/// The first byte of a node: an interior one, of [`SlotOnDisk`] and what each says.
 const INTERIOR: u8 = 3;
+
+/// A block of a dense leaf.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | version |
+/// | 8 | 8 | place; 0: a hole |
+/// | 16 | 4 | CRC32C |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct BlockOnDisk {
+    version: U64,
+    place: U64,
+    crc: U32,
+}
+const _: () = assert!(size_of::<BlockOnDisk>() == 20);
+
+/// A run of blocks. Where it is of data the place of the first one follows (8), then a CRC32C (4)
+/// for each.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 1 | blocks − 1 |
+/// | 1 | 1 | 1: data, 0: a hole |
+/// | 2 | 8 | version |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RunOnDisk {
+    blocks_less_one: u8,
+    is_data: u8,
+    version: U64,
+}
+const _: () = assert!(size_of::<RunOnDisk>() == 10);
+
+/// A child of an interior node that was written: followed by the version (8) of a hole, or by a
+/// [`RefOnDisk`].
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 1 | index |
+/// | 1 | 1 | 0: a hole, 1: a node |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct SlotOnDisk {
+    index: u8,
+    is_node: u8,
+}
+const _: () = assert!(size_of::<SlotOnDisk>() == 2);
+
+/// A reference to a node.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | place, in bytes |
+/// | 8 | 4 | length; 2³² − 1: the node is lost |
+/// | 12 | 4 | CRC32C |
+/// | 16 | 8 | newest version inside |
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RefOnDisk {
+    place: U64,
+    length: U32,
+    crc: U32,
+    newest: U64,
+}
+const _: () = assert!(size_of::<RefOnDisk>() == 24);
+
+impl From<NodeRef> for RefOnDisk {
+    fn from(node: NodeRef) -> Self {
+        RefOnDisk {
+            place: node.place.into(),
+            length: node.length.into(),
+            crc: node.crc.into(),
+            newest: node.newest.into(),
+        }
+    }
+}
+
+impl From<RefOnDisk> for NodeRef {
+    fn from(raw: RefOnDisk) -> Self {
+        NodeRef {
+            place: raw.place.get(),
+            length: raw.length.get(),
+            crc: raw.crc.get(),
+            newest: raw.newest.get(),
+        }
+    }
+}
+
+/// State of a block in a map.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct BlockAt {
+    pub version: u64,
+    /// 0: a hole. [`BAD_PLACE`]: the map is damaged here.
+    pub place: u64,
+    pub crc: u32,
+}
+
+pub const BAD_PLACE: u64 = u64::MAX;
+/// The place of a block in a leaf that took the place of a damaged one: what it held is unknown.
+pub const LOST_PLACE: u64 = u64::MAX - 1;
+
+/// A version of the map.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Root {
+    /// Levels above the leaves.
+    pub level: u8,
+    pub child: Child,
+}
+
+impl Default for Root {
+    fn default() -> Self {
+        Root { level: 0, child: Child::EMPTY }
+    }
+}
 
 /// Where a node lies and what it must be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -107,16 +227,16 @@ impl Node {
             Node::Leaf(leaf) => encode_leaf(leaf, out),
             Node::Interior(children) => {
                 out.push(INTERIOR);
-                for (i, child) in children.iter().enumerate() {
+                for (index, child) in (0u8..).zip(children.iter()) {
                     match child {
                         Child::Hole(0) => {}
                         Child::Hole(lsn) => {
-                            out.extend_from_slice(&[i as u8, 0]);
-                            out.extend_from_slice(&lsn.to_le_bytes());
+                            put(out, &SlotOnDisk { index, is_node: 0 });
+                            put(out, &U64::new(*lsn));
                         }
                         Child::Node(node) => {
-                            out.extend_from_slice(&[i as u8, 1]);
-                            encode_ref(node, out);
+                            put(out, &SlotOnDisk { index, is_node: 1 });
+                            put(out, &RefOnDisk::from(*node));
                         }
                     }
                 }
@@ -141,11 +261,8 @@ impl Node {
     }
 }
 
-pub fn encode_ref(node: &NodeRef, out: &mut Vec<u8>) {
-    out.extend_from_slice(&node.place.to_le_bytes());
-    out.extend_from_slice(&node.length.to_le_bytes());
-    out.extend_from_slice(&node.crc.to_le_bytes());
-    out.extend_from_slice(&node.newest.to_le_bytes());
+fn put(out: &mut Vec<u8>, part: &(impl IntoBytes + Immutable)) {
+    out.extend_from_slice(part.as_bytes());
 }
 
 fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
@@ -155,92 +272,67 @@ fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
     while at < LEAF_BLOCKS {
         let length = 1 + (at + 1..LEAF_BLOCKS).take_while(|i| leaf.continues(*i)).count();
         let BlockAt { version, place, .. } = leaf.blocks[at];
-        out.extend_from_slice(&[(length - 1) as u8, u8::from(place != 0)]);
-        out.extend_from_slice(&version.to_le_bytes());
+        let (blocks_less_one, is_data) = ((length - 1) as u8, u8::from(place != 0));
+        put(out, &RunOnDisk { blocks_less_one, is_data, version: version.into() });
         if place != 0 {
-            out.extend_from_slice(&place.to_le_bytes());
+            put(out, &U64::new(place));
             for block in &leaf.blocks[at..at + length] {
-                out.extend_from_slice(&block.crc.to_le_bytes());
+                put(out, &U32::new(block.crc));
             }
         }
         at += length;
     }
-    if out.len() - start > 1 + LEAF_BLOCKS * 20 {
+    if out.len() - start > 1 + LEAF_BLOCKS * size_of::<BlockOnDisk>() {
         out.truncate(start);
         out.push(DENSE);
-        for block in &leaf.blocks {
-            out.extend_from_slice(&block.version.to_le_bytes());
-            out.extend_from_slice(&block.place.to_le_bytes());
-            out.extend_from_slice(&block.crc.to_le_bytes());
+        for BlockAt { version, place, crc } in leaf.blocks {
+            let (version, place) = (version.into(), place.into());
+            put(out, &BlockOnDisk { version, place, crc: crc.into() });
         }
-    }
-}
-
-struct Cursor<'a>(&'a [u8]);
-
-impl Cursor<'_> {
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (head, rest) = self.0.split_first_chunk::<N>()?;
-        self.0 = rest;
-        Some(*head)
-    }
-    fn u8(&mut self) -> Option<u8> {
-        self.array::<1>().map(|a| a[0])
-    }
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
     }
 }
 
 fn decode_dense(bytes: &[u8]) -> Option<Node> {
-    let mut cursor = Cursor(bytes);
+    let raw = <[BlockOnDisk; LEAF_BLOCKS]>::ref_from_bytes(bytes).ok()?;
     let mut leaf = Leaf::hole(0);
-    for i in 0..LEAF_BLOCKS {
-        leaf.blocks[i].version = cursor.u64()?;
-        leaf.blocks[i].place = cursor.u64()?;
-        leaf.blocks[i].crc = cursor.u32()?;
+    for (block, raw) in leaf.blocks.iter_mut().zip(raw) {
+        let (version, place) = (raw.version.get(), raw.place.get());
+        *block = BlockAt { version, place, crc: raw.crc.get() };
     }
-    cursor.0.is_empty().then_some(Node::Leaf(leaf))
+    Some(Node::Leaf(leaf))
 }
 
 fn decode_runs(bytes: &[u8]) -> Option<Node> {
-    let mut cursor = Cursor(bytes);
+    let mut rest = bytes;
     let mut leaf = Leaf::hole(0);
     let mut at = 0;
     while at < LEAF_BLOCKS {
-        let length = usize::from(cursor.u8()?) + 1;
-        let is_data = cursor.u8()? == 1;
-        let version = cursor.u64()?;
+        let raw = take::<RunOnDisk>(&mut rest)?;
+        let length = usize::from(raw.blocks_less_one) + 1;
+        let version = raw.version.get();
         let run = leaf.blocks.get_mut(at..at + length)?;
         run.fill(BlockAt { version, place: 0, crc: 0 });
-        if is_data {
-            let place = cursor.u64()?;
-            for (offset, block) in run.iter_mut().enumerate() {
-                block.place = place.checked_add(offset as u64)?;
-                block.crc = cursor.u32()?;
+        if raw.is_data == 1 {
+            let place = take::<U64>(&mut rest)?.get();
+            for (offset, block) in (0u64..).zip(run) {
+                block.place = place.checked_add(offset)?;
+                block.crc = take::<U32>(&mut rest)?.get();
             }
         }
         at += length;
     }
-    cursor.0.is_empty().then_some(Node::Leaf(leaf))
+    rest.is_empty().then_some(Node::Leaf(leaf))
 }
 
 fn decode_interior(bytes: &[u8]) -> Option<Node> {
-    let mut cursor = Cursor(bytes);
+    let mut rest = bytes;
     let mut children = Box::new([Child::EMPTY; FANOUT]);
-    while !cursor.0.is_empty() {
-        let slot = children.get_mut(usize::from(cursor.u8()?))?;
-        *slot = match cursor.u8()? {
-            0 => Child::Hole(cursor.u64()?),
-            1 => Child::Node(NodeRef {
-                place: cursor.u64()?,
-                length: cursor.u32()?,
-                crc: cursor.u32()?,
-                newest: cursor.u64()?,
-            }),
+    while !rest.is_empty() {
+        let raw = take::<SlotOnDisk>(&mut rest)?;
+        let slot = children.get_mut(usize::from(raw.index))?;
+        *slot = match raw.is_node {
+            0 => Child::Hole(take::<U64>(&mut rest)?.get()),
+            1 => Child::Node((*take::<RefOnDisk>(&mut rest)?).into()),
             _ => return None,
         };
     }

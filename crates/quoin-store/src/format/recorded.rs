@@ -14,16 +14,16 @@ use quoin_types::{
 
 use crate::disk::Disk;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
-use crate::format::node::{Child, FANOUT, LEAF_BLOCKS, Leaf, Node, NodeRef};
-use crate::format::record::{
-    Checkpoint, DurableState, LogStart, Record, SegmentState, ShadowState, SnapshotState,
-    UNKNOWN_RECORD,
+use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState};
+use crate::format::node::{
+    BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
+use crate::format::record::{Record, UNKNOWN_RECORD};
+use crate::format::segment::segment_header;
 use crate::format::superblock::{FORMAT_VERSION, Features, FormatOptions, Superblock};
 use crate::log::history::Head;
-use crate::map::tree::{BlockAt, LOST_PLACE, Root};
 use crate::metadata::ring::Ring;
-use crate::space::segments::segment_header;
+use crate::metadata::state::DurableState;
 use crate::testing::memory_disk::MemoryDisk;
 
 const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/format/superblock.rs (a pool's \

@@ -6,8 +6,12 @@
 //! between     units of equal size; a segment is one unit or eight aligned ones
 //! ```
 
+use std::mem::offset_of;
+
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, PoolId};
+use zerocopy::little_endian::{U32, U64, U128};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -21,9 +25,75 @@ pub const LARGE_UNITS: u32 = 8;
 /// The name of the block checksum in the superblock: CRC32C.
 const CHECKSUM_CRC32C: u32 = 1;
 const SUPERBLOCKS: u64 = 2;
-/// Length of the encoded superblock, its checksum included.
-const ENCODED_LENGTH: usize = 96;
 const SMALLEST_POOL_UNITS: u64 = 16;
+
+/// A superblock on disk, followed by zeros up to the block's end.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | `QUOINPL1` |
+/// | 8 | 4 | format version; a reader refuses a greater one |
+/// | 12 | 4 | block checksum: 1 = CRC32C |
+/// | 16, 24, 32 | 8 each | feature words compat, ro-compat, incompat |
+/// | 40 | 16 | pool id |
+/// | 56 | 8 | blocks of the pool |
+/// | 64 | 4 | blocks of a unit |
+/// | 68 | 4 | blocks of one copy of the metadata ring |
+/// | 72 | 8 | how often the pool was opened |
+/// | 80 | 12 | zero |
+/// | 92 | 4 | CRC32C of what is before |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct OnDisk {
+    magic: [u8; 8],
+    version: U32,
+    checksum: U32,
+    features: FeatureWords,
+    pool: U128,
+    blocks: U64,
+    unit_blocks: U32,
+    ring_blocks: U32,
+    starts: U64,
+    zero: [u8; 12],
+    crc: U32,
+}
+const _: () = assert!(size_of::<OnDisk>() == 96);
+
+impl OnDisk {
+    fn crc(&self) -> u32 {
+        quoin_types::crc32c(&self.as_bytes()[..offset_of!(OnDisk, crc)])
+    }
+}
+
+/// The feature words, as superblocks and segment headers have them.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct FeatureWords {
+    compat: U64,
+    ro_compat: U64,
+    incompat: U64,
+}
+const _: () = assert!(size_of::<FeatureWords>() == 24);
+
+impl From<Features> for FeatureWords {
+    fn from(features: Features) -> Self {
+        FeatureWords {
+            compat: features.compat.into(),
+            ro_compat: features.ro_compat.into(),
+            incompat: features.incompat.into(),
+        }
+    }
+}
+
+impl From<FeatureWords> for Features {
+    fn from(words: FeatureWords) -> Self {
+        Features {
+            compat: words.compat.get(),
+            ro_compat: words.ro_compat.get(),
+            incompat: words.incompat.get(),
+        }
+    }
+}
 
 /// Feature words: an unknown bit in `incompat` or `ro_compat` refuses to open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -130,44 +200,45 @@ impl Superblock {
     }
 
     pub fn encode(&self) -> [u8; BLOCK_SIZE] {
+        let mut raw = OnDisk {
+            magic: SUPERBLOCK_MAGIC,
+            version: FORMAT_VERSION.into(),
+            checksum: CHECKSUM_CRC32C.into(),
+            features: self.features.into(),
+            pool: self.pool.0.into(),
+            blocks: self.blocks.into(),
+            unit_blocks: self.unit_blocks.into(),
+            ring_blocks: self.ring_blocks.into(),
+            starts: self.starts.into(),
+            zero: [0; 12],
+            crc: U32::ZERO,
+        };
+        raw.crc = raw.crc().into();
         let mut out = [0; BLOCK_SIZE];
-        out[..8].copy_from_slice(&SUPERBLOCK_MAGIC);
-        out[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
-        out[12..16].copy_from_slice(&CHECKSUM_CRC32C.to_le_bytes());
-        out[16..24].copy_from_slice(&self.features.compat.to_le_bytes());
-        out[24..32].copy_from_slice(&self.features.ro_compat.to_le_bytes());
-        out[32..40].copy_from_slice(&self.features.incompat.to_le_bytes());
-        out[40..56].copy_from_slice(&self.pool.0.to_le_bytes());
-        out[56..64].copy_from_slice(&self.blocks.to_le_bytes());
-        out[64..68].copy_from_slice(&self.unit_blocks.to_le_bytes());
-        out[68..72].copy_from_slice(&self.ring_blocks.to_le_bytes());
-        out[72..80].copy_from_slice(&self.starts.to_le_bytes());
-        let crc = quoin_types::crc32c(&out[..ENCODED_LENGTH - 4]);
-        out[ENCODED_LENGTH - 4..ENCODED_LENGTH].copy_from_slice(&crc.to_le_bytes());
+        out[..size_of::<OnDisk>()].copy_from_slice(raw.as_bytes());
         out
     }
 
     /// `Ok(None)`: no superblock of ours, or a damaged one.
     pub fn decode(bytes: &[u8]) -> Result<Option<Self>, PoolError> {
-        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-        if bytes[..8] != SUPERBLOCK_MAGIC
-            || quoin_types::crc32c(&bytes[..ENCODED_LENGTH - 4]) != u32_at(ENCODED_LENGTH - 4)
-        {
+        let Ok((raw, _)) = OnDisk::ref_from_prefix(bytes) else { return Ok(None) };
+        if raw.magic != SUPERBLOCK_MAGIC || raw.crc() != raw.crc.get() {
             return Ok(None);
         }
-        let (version, incompat, ro_compat) = (u32_at(8), u64_at(32), u64_at(24));
-        if version > FORMAT_VERSION || u32_at(12) != CHECKSUM_CRC32C || incompat | ro_compat != 0 {
+        let (version, features) = (raw.version.get(), Features::from(raw.features));
+        if version > FORMAT_VERSION
+            || raw.checksum.get() != CHECKSUM_CRC32C
+            || features.incompat | features.ro_compat != 0
+        {
             return Err(PoolError::Newer { version });
         }
-        let pool = PoolId(u128::from_le_bytes(bytes[40..56].try_into().expect("16 bytes")));
         let superblock = Superblock {
-            pool,
-            features: Features { compat: u64_at(16), ro_compat, incompat },
-            blocks: u64_at(56),
-            unit_blocks: u32_at(64),
-            ring_blocks: u32_at(68),
-            starts: u64_at(72),
+            pool: PoolId(raw.pool.get()),
+            features,
+            blocks: raw.blocks.get(),
+            unit_blocks: raw.unit_blocks.get(),
+            ring_blocks: raw.ring_blocks.get(),
+            starts: raw.starts.get(),
         };
         let (ring, unit) = (u64::from(superblock.ring_blocks), superblock.unit_blocks);
         let sane = unit >= 16

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use quoin_types::entry::SharedEntry;
 use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position};
 
-use crate::format::record::LogStart;
+use crate::format::checkpoint::LogStart;
 
 /// Newest entry by range: disjoint extents, start → (end, LSN).
 #[derive(Clone, Default, Debug)]

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use quoin_replication::replica::store::StoreError;
 
 use crate::format::node::{
-    Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX, Leaf, Node, NodeRef,
+    BAD_PLACE, BlockAt, Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX,
+    LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
 
 /// Where nodes come from and go to.
@@ -27,37 +28,10 @@ pub trait Nodes {
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef);
 }
 
-/// A version of the map.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Root {
-    /// Levels above the leaves.
-    pub level: u8,
-    pub child: Child,
-}
-
-impl Default for Root {
-    fn default() -> Self {
-        Root { level: 0, child: Child::EMPTY }
-    }
-}
-
 /// Blocks that a node of a level covers.
 fn span(level: u8) -> u64 {
     1 << (LEAF_SHIFT + FANOUT_SHIFT * u32::from(level))
 }
-
-/// State of a block in a map.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct BlockAt {
-    pub version: u64,
-    /// 0: a hole. [`BAD_PLACE`]: the map is damaged here.
-    pub place: u64,
-    pub crc: u32,
-}
-
-pub const BAD_PLACE: u64 = u64::MAX;
-/// The place of a block in a leaf that took the place of a damaged one: what it held is unknown.
-pub const LOST_PLACE: u64 = u64::MAX - 1;
 
 /// Replacement of a damaged node: every block under it is known to be lost, and can be mended or
 /// overwritten one by one. No node that can be read is ever this long.

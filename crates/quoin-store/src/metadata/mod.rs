@@ -2,3 +2,4 @@
 
 pub mod mark;
 pub mod ring;
+pub mod state;

@@ -19,21 +19,14 @@
 
 use std::io::IoSlice;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
-use quoin_types::{BLOCK_SIZE, crc32c, mutant};
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
+use crate::format::ring_block::{AHEAD, FIRST, LAST, PAYLOAD, RingBlock, blocks_of, encode};
 use crate::format::superblock::Superblock;
-
-const RING_MAGIC: u32 = u32::from_le_bytes(*b"QRNG");
-const HEAD: usize = 24;
-const PAYLOAD: usize = BLOCK_SIZE - HEAD;
-const FIRST: u8 = 1;
-const LAST: u8 = 2;
-/// Flag of a state that was not on media yet when the half before it was still in use.
-const AHEAD: u8 = 4;
 
 pub struct Ring {
     starts: [u64; 2],
@@ -71,13 +64,6 @@ struct Half {
     next: u32,
     state_blocks: u32,
     is_ahead: bool,
-}
-
-struct RingBlock {
-    generation: u64,
-    index: u32,
-    flags: u8,
-    payload: Bytes,
 }
 
 impl Ring {
@@ -168,7 +154,7 @@ impl Ring {
                 refused = Some(fault);
                 continue;
             }
-            let newer = decode(&buffer).filter(|b| {
+            let newer = RingBlock::decode(&buffer).filter(|b| {
                 b.generation > self.generation && b.generation % 2 == half && b.index == index
             });
             if newer.is_some_and(|block| block.flags & FIRST != 0) {
@@ -226,7 +212,7 @@ impl Ring {
                 refused = Some(fault);
                 continue;
             }
-            let Some(block) = decode(&buffer) else {
+            let Some(block) = RingBlock::decode(&buffer) else {
                 is_older |= buffer.iter().all(|byte| *byte == 0);
                 continue;
             };
@@ -260,7 +246,7 @@ impl Ring {
             let offset = self.block_of(copy, self.generation % 2, index) * BLOCK_SIZE as u64;
             disk.forget_cached(offset, BLOCK_SIZE as u64);
             let read = disk.read_at(offset, &mut buffer).is_ok();
-            let block = decode(&buffer).filter(|_| read);
+            let block = RingBlock::decode(&buffer).filter(|_| read);
             let good = block.is_some_and(|b| (b.generation, b.index) == (self.generation, index));
             bad += u32::from(!good);
         }
@@ -387,48 +373,8 @@ impl Ring {
     }
 }
 
-fn blocks_of(record: &[u8]) -> u32 {
-    record.len().div_ceil(PAYLOAD).max(1) as u32
-}
-
 fn write<D: Disk>(disk: &D, block: u64, bytes: &[u8]) -> Result<(), StoreError> {
     disk.write_at(block * BLOCK_SIZE as u64, &[IoSlice::new(bytes)]).map_err(StoreError::Io)
-}
-
-fn encode(record: &[u8], generation: u64, first: u32, flags: u8) -> Vec<u8> {
-    let chunks: Vec<&[u8]> =
-        if record.is_empty() { vec![record] } else { record.chunks(PAYLOAD).collect() };
-    let mut out = Vec::with_capacity(chunks.len() * BLOCK_SIZE);
-    for (i, chunk) in chunks.iter().enumerate() {
-        let start = out.len();
-        let last = if i + 1 == chunks.len() { LAST } else { 0 };
-        out.put_u32_le(RING_MAGIC);
-        out.put_u32_le(0);
-        out.put_u64_le(generation);
-        out.put_u32_le(first + i as u32);
-        out.put_u16_le(chunk.len() as u16);
-        out.put_u8(flags | last | if i == 0 { FIRST } else { 0 });
-        out.put_u8(0);
-        out.extend_from_slice(chunk);
-        out.resize(start + BLOCK_SIZE, 0);
-        let crc = crc32c(&out[start + 8..]);
-        out[start + 4..start + 8].copy_from_slice(&crc.to_le_bytes());
-    }
-    out
-}
-
-fn decode(bytes: &[u8]) -> Option<RingBlock> {
-    let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-    if u32_at(0) != RING_MAGIC || u32_at(4) != crc32c(&bytes[8..]) {
-        return None;
-    }
-    let length = usize::from(u16::from_le_bytes([bytes[20], bytes[21]]));
-    Some(RingBlock {
-        generation: u64::from_le_bytes(bytes[8..16].try_into().expect("8 bytes")),
-        index: u32_at(16),
-        flags: bytes[22],
-        payload: Bytes::copy_from_slice(bytes.get(HEAD..HEAD + length)?),
-    })
 }
 
 #[cfg(test)]

@@ -12,11 +12,12 @@ use crate::background::relocation::MovedBlock;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
-use crate::format::node::{LEAF_BLOCKS, LEAF_SHIFT};
-use crate::format::record::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
+use crate::format::checkpoint::{Checkpoint, LogStart, ShadowState, SnapshotState};
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LEAF_SHIFT, LOST_PLACE, Root};
+use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
-use crate::map::tree::{self, BlockAt, Change, Edit, Part, Root};
+use crate::map::tree::{self, Change, Edit, Part};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -595,7 +596,7 @@ impl Replica {
         let Some(block) = core.found.first().copied() else { return Ok(false) };
         let same = (block.version, block.crc) == (version.0, crc)
             || mutant::is("repair-of-another-version");
-        let unplaced = matches!(block.place, 0 | tree::BAD_PLACE | tree::LOST_PLACE);
+        let unplaced = matches!(block.place, 0 | BAD_PLACE | LOST_PLACE);
         if !same || unplaced || quoin_types::crc32c(data) != crc {
             return Ok(false);
         }

@@ -17,10 +17,12 @@ use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
     BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length,
 };
-use crate::format::record::{LogStart, Record, SnapshotState};
+use crate::format::checkpoint::{LogStart, SnapshotState};
+use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
+use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::{Log, Memtable};
-use crate::map::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
+use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
 use crate::space::segments::Family;
 use crate::testing::model::push_slot;

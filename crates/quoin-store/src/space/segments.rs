@@ -8,11 +8,12 @@ use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::format::batch::{Stream, batch_blocks_max};
-use crate::format::record::{Record, SegmentState};
-use crate::format::superblock::{FORMAT_VERSION, LARGE_UNITS, Superblock};
+use crate::format::batch::{Stream, batch_blocks_max, guid_hash};
+use crate::format::checkpoint::SegmentState;
+use crate::format::record::Record;
+use crate::format::segment::segment_header;
+use crate::format::superblock::{LARGE_UNITS, Superblock};
 
-pub const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// Volumes of at least this many blocks (16 GiB) take large segments.
 const LARGE_FROM_BLOCKS: u64 = 1 << 22;
 /// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
@@ -398,31 +399,6 @@ impl Family {
         segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
         Some(segment.state.unit)
     }
-}
-
-/// Half of a GUID's checksum: tells replicas' batches apart without spending 16 bytes on each.
-pub fn guid_hash(guid: ReplicaGuid) -> u64 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &guid.0.to_le_bytes())
-}
-
-pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
-    let mut out = Vec::with_capacity(BLOCK_SIZE);
-    out.extend_from_slice(&SEGMENT_MAGIC);
-    out.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
-    out.extend_from_slice(&state.unit.to_le_bytes());
-    let features = superblock.features;
-    for word in [features.compat, features.ro_compat, features.incompat] {
-        out.extend_from_slice(&word.to_le_bytes());
-    }
-    out.extend_from_slice(&superblock.pool.0.to_le_bytes());
-    out.extend_from_slice(&guid.0.to_le_bytes());
-    out.extend_from_slice(&state.sequence.to_le_bytes());
-    out.extend_from_slice(&state.units.to_le_bytes());
-    out.push(state.stream as u8);
-    let crc = quoin_types::crc32c(&out);
-    out.extend_from_slice(&crc.to_le_bytes());
-    out.resize(BLOCK_SIZE, 0);
-    out
 }
 
 #[cfg(test)]
