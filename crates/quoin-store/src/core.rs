@@ -10,7 +10,6 @@ use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
 use quoin_types::key_map::KeyMap;
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
-use crate::api::Tickets;
 use crate::background::recount::Recount;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
@@ -23,6 +22,7 @@ use crate::map::tree::Nodes;
 use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
+use crate::metadata::tickets::Tickets;
 use crate::space::freed::Freed;
 use crate::space::segments::{Allocator, Family};
 

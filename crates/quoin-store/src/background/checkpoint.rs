@@ -332,6 +332,7 @@ impl Replica {
         if mutant::is("checkpoint-recorded-before-it-is-on-media") {
             core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
         }
+        core.tickets.committing.add(self.identity.guid);
         self.maintenance.commit = Some(Commit { ticket, record, frees });
         self.maintenance.dirty = false;
         Ok(())

@@ -3,3 +3,4 @@
 pub mod mark;
 pub mod ring;
 pub mod state;
+pub mod tickets;

@@ -422,6 +422,7 @@ impl Replica {
         self.frozen = None;
         self.stable = head.position.lsn;
         self.synced = Synced::default();
+        core.tickets.written.add(self.identity.guid);
         self.log = Log::after(head.position.lsn);
         self.upper = Upper { lower: root, ..Upper::default() };
         self.folded = Image { head, root, snapshots };

@@ -193,6 +193,7 @@ impl Replica {
         self.head.check_append(self.snapshots.len(), entries)?;
         self.abandon_shadow();
         core.mark.change();
+        core.tickets.written.add(self.identity.guid);
         let mut rest = entries;
         while !rest.is_empty() {
             let (trims, owed) = (core.allocator.takes_trims(), core.allocator.takes_owed());

@@ -18,8 +18,8 @@ use quoin_replication::replica::store::{
 use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
 
-use crate::api::Tickets;
 use crate::log::history::Head;
+use crate::metadata::tickets::Tickets;
 
 pub use pool::ModelPool;
 
@@ -465,7 +465,7 @@ impl ReplicaStore for ModelHandle<'_> {
     }
 
     fn request_sync(&mut self) -> SyncTicket {
-        self.tickets.request()
+        self.tickets.request_for(self.replica.identity.guid)
     }
 
     fn read(

@@ -9,7 +9,8 @@ use quoin_replication::replica::store::{
 use quoin_types::ReplicaGuid;
 
 use super::{ModelHandle, ModelReplica};
-use crate::api::{Due, ReplicaPool, Tickets};
+use crate::api::{Due, ReplicaPool};
+use crate::metadata::tickets::Tickets;
 
 /// A pool of models: the same surface as the real pool, and a switch for the power.
 #[derive(Default)]
@@ -131,6 +132,10 @@ impl ReplicaPool for ModelPool {
             }
         }
         result.map_err(StoreError::Io)
+    }
+
+    fn take_served(&mut self) -> Vec<ReplicaGuid> {
+        self.tickets.take_served()
     }
 
     fn background(&mut self, _budget_bytes: u64) -> Result<bool, StoreError> {
