@@ -21,6 +21,7 @@ pub struct Metrics {
     pub appends: Counter,
     pub reads: Counter,
     pub syncs: Counter,
+    pub sync_deliveries: Counter,
     pub disk_failures: Counter,
     pub disk_refusals: Counter,
     pub stalls: Counter,
@@ -72,6 +73,7 @@ impl Metrics {
             appends: Counter::default(),
             reads: Counter::default(),
             syncs: Counter::default(),
+            sync_deliveries: Counter::default(),
             disk_failures: Counter::default(),
             disk_refusals: Counter::default(),
             stalls: Counter::default(),
@@ -102,6 +104,11 @@ impl Metrics {
         r.register("appends", "Batches appended to a log", metrics.appends.clone());
         r.register("reads", "Reads answered", metrics.reads.clone());
         r.register("syncs", "Group syncs of the disk", metrics.syncs.clone());
+        r.register(
+            "sync_deliveries",
+            "Replicas that were told of a group sync they waited for",
+            metrics.sync_deliveries.clone(),
+        );
         r.register(
             "disk_failures",
             "Times the disk failed and the pool was opened anew",

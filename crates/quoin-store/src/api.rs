@@ -1,5 +1,5 @@
 //! Interface of a pool for its driver. Two types implement it: the real [`crate::Pool`] and the
-//! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
+//! model ([`crate::testing::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
@@ -11,10 +11,11 @@ use quoin_types::ReplicaGuid;
 ///
 /// **Syncing.** After each round of events the driver asks [`ReplicaPool::sync_wanted`]; with a
 /// ticket it has the disk synced on another thread (one sync at a time) and reports the result
-/// with [`ReplicaPool::sync_finished`]; then every replica gets `Synced` with that ticket, which
-/// covers all smaller ones, and with what that call gave. **A failed sync ends the pool**, and so
-/// does one after which the pool cannot write down what waited for it: every later write is
-/// refused, and the driver opens the pool anew from its media.
+/// with [`ReplicaPool::sync_finished`]; then the replicas of [`ReplicaPool::take_served`] get `Synced`
+/// with that ticket, which covers all smaller ones, and with what that call gave. **A failed sync
+/// ends the pool**, and so does one after which the pool cannot write down what waited for it: every
+/// replica is told of it, every later write is refused, and the driver opens the pool anew from its
+/// media.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
 /// [`ReplicaPool::background`], whenever the driver is idle and whenever
@@ -57,6 +58,9 @@ pub trait ReplicaPool {
         ticket: SyncTicket,
         result: Result<(), IoFault>,
     ) -> Result<(), StoreError>;
+    /// Replicas that asked for a sync which ended well since the last call, in ascending order. In
+    /// no other replica anything waited for it.
+    fn take_served(&mut self) -> Vec<ReplicaGuid>;
 
     /// Does about `budget_bytes` of background work; true if there is more to do.
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError>;
@@ -93,37 +97,4 @@ pub enum Due {
     Soon,
     /// Before the clients' next writes, which will be refused otherwise.
     Urgent,
-}
-
-/// The tickets of one pool: what was asked for, what is under way.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Tickets {
-    requested: u64,
-    begun: u64,
-    under_way: bool,
-    /// The highest ticket whose sync succeeded.
-    pub synced: u64,
-}
-
-impl Tickets {
-    pub fn request(&mut self) -> SyncTicket {
-        self.requested += 1;
-        SyncTicket(self.requested)
-    }
-
-    pub fn begin(&mut self) -> Option<SyncTicket> {
-        if self.under_way || self.begun == self.requested {
-            return None;
-        }
-        self.under_way = true;
-        self.begun = self.requested;
-        Some(SyncTicket(self.begun))
-    }
-
-    pub fn finish(&mut self, done: Option<SyncTicket>) {
-        self.under_way = false;
-        if let Some(ticket) = done {
-            self.synced = self.synced.max(ticket.0);
-        }
-    }
 }

@@ -10,18 +10,21 @@ use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
 use quoin_types::key_map::KeyMap;
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
-use crate::api::Tickets;
-use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
+use crate::background::recount::Recount;
 use crate::disk::Disk;
-use crate::freed::Freed;
-use crate::layout::{KEEPS_SPACE, Superblock};
-use crate::mark::Mark;
-use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
-use crate::records::{DurableState, Record};
-use crate::recount::Recount;
-use crate::ring::Ring;
-use crate::segments::{Allocator, Family};
-use crate::tree::{BAD_PLACE, BlockAt, LOST_PLACE, Nodes};
+use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
+use crate::format::node::{
+    BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NODE_LENGTH_MAX, Node, NodeRef,
+};
+use crate::format::record::Record;
+use crate::format::superblock::{KEEPS_SPACE, Superblock};
+use crate::map::tree::Nodes;
+use crate::metadata::mark::Mark;
+use crate::metadata::ring::Ring;
+use crate::metadata::state::DurableState;
+use crate::metadata::tickets::Tickets;
+use crate::space::freed::Freed;
+use crate::space::segments::{Allocator, Family};
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

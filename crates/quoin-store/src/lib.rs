@@ -5,54 +5,47 @@
 //! reference. Everything goes through [`disk::Disk`]: no clock, no threads, no randomness, so that
 //! a simulated disk makes the whole store deterministic. The format is described byte by byte in
 //! `docs/store.md`.
+//!
+//! | room | what it holds |
+//! |---|---|
+//! | `format` | structures on disk, byte by byte: nothing else writes or reads offsets |
+//! | `disk` | the file or device below, and the kernel's cache over it |
+//! | `metadata` | the metadata ring and the durable state that its records add up to |
+//! | `space` | free units, segments, space that is given back |
+//! | `log` | entries above the folded map, the state that they leave beside blocks |
+//! | `map` | the copy-on-write map from LBA to block |
+//! | `replica` | one replica: its map, the log above it, how the two answer together |
+//! | `background` | what is done beside requests: checkpoints, cleaning, scrub |
+//! | `rebuild` | increments, sent and received |
+//! | `recovery` | opening a replica after a stop or a crash |
 
 mod background;
-mod batch;
-mod cache_identity;
-mod checkpoint;
-mod clean;
 mod core;
-mod fill;
-mod freed;
-mod held;
-mod layout;
-mod maintenance;
-mod mark;
-mod memtable;
-mod moved;
-mod node;
+mod format;
+mod log;
+mod map;
+mod metadata;
 mod pool;
-mod read_buffer;
-mod ready;
-#[cfg(test)]
-mod recorded;
-mod records;
-mod recount;
-mod recover;
+mod rebuild;
+mod recovery;
 mod replica;
-mod ring;
-mod scrub;
-mod segments;
-mod shadow;
-mod tree;
+mod space;
+mod testing;
 
 pub mod api;
-pub mod contents;
 pub mod disk;
 pub mod error;
-pub mod file_disk;
-pub mod history;
-pub mod memory_disk;
-pub mod model;
 pub mod offline;
 
 pub use api::{Due, ReplicaPool, give_up_continuity};
-pub use cache_identity::{CacheIdentity, Mounted};
+pub use background::scrub::{ScrubAt, Scrubbed};
 pub use core::{BadBlock, PoolOptions};
 pub use disk::Disk;
+pub use disk::cache_identity::{CacheIdentity, Mounted};
+pub use disk::contents;
+pub use disk::file::{Exposed, FileDisk, FileDiskError};
 pub use error::PoolError;
-pub use file_disk::{Exposed, FileDisk, FileDiskError};
-pub use layout::FormatOptions;
-pub use memory_disk::MemoryDisk;
+pub use format::superblock::FormatOptions;
 pub use pool::{Handle, Pool, PoolStats, ReplicaStats};
-pub use scrub::{ScrubAt, Scrubbed};
+pub use testing::memory_disk::MemoryDisk;
+pub use testing::{memory_disk, model};

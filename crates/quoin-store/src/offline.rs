@@ -15,11 +15,11 @@ use quoin_types::message::{Content, ReadView, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, SnapshotId};
 
 use crate::api::ReplicaPool;
+use crate::background::scrub::ScrubAt;
 use crate::core::{BadBlock, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::pool::{Pool, PoolStats, ReplicaStats};
-use crate::scrub::ScrubAt;
 
 /// A disk whose writes stay in memory.
 pub struct Untouched<D> {

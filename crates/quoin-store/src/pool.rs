@@ -11,20 +11,23 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
-use crate::api::{Due, ReplicaPool, Tickets};
-use crate::background::Victim;
-use crate::contents::Content;
+use crate::api::{Due, ReplicaPool};
+use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
+use crate::disk::contents::Content;
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
-use crate::freed::Freed;
-use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
-use crate::mark::Mark;
-use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
-use crate::recover::recover;
+use crate::format::checkpoint::Checkpoint;
+use crate::format::record::{Record, UNKNOWN_RECORD};
+use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
+use crate::metadata::mark::Mark;
+use crate::metadata::ring::Ring;
+use crate::metadata::state::DurableState;
+use crate::metadata::tickets::Tickets;
+use crate::recovery::recover;
 use crate::replica::{Replica, payload};
-use crate::ring::Ring;
-use crate::segments::Allocator;
+use crate::space::freed::Freed;
+use crate::space::segments::Allocator;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -82,7 +85,7 @@ impl<D: Disk> Pool<D> {
                 Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
-            match crate::contents::content_of(disk)? {
+            match crate::disk::contents::content_of(disk)? {
                 Content::Blank => {}
                 content => return Err(PoolError::Holds(content.words())),
             }
@@ -276,8 +279,13 @@ impl<D: Disk> Pool<D> {
             return;
         }
         self.release_some();
-        for replica in self.replicas.values_mut() {
-            replica.synced.finish();
+        for guid in self.core.tickets.written.end() {
+            if let Some(replica) = self.replicas.get_mut(&guid) {
+                replica.synced.finish();
+            }
+        }
+        for guid in self.core.tickets.committing.end() {
+            let Some(replica) = self.replicas.get_mut(&guid) else { continue };
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
                 self.core.failed = Some(fault);
             }
@@ -383,8 +391,10 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return None;
         }
         let ticket = self.core.tickets.begin()?;
-        for replica in self.replicas.values_mut() {
-            replica.synced.syncing = replica.head.position.lsn;
+        for guid in self.core.tickets.written.begun() {
+            if let Some(replica) = self.replicas.get_mut(guid) {
+                replica.synced.syncing = replica.head.position.lsn;
+            }
         }
         Some(ticket)
     }
@@ -395,7 +405,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         result: Result<(), IoFault>,
     ) -> Result<(), StoreError> {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
-        if self.replicas.values().any(|r| r.maintenance.commit.is_some()) {
+        if !self.core.tickets.committing.is_empty() {
             self.victim.set(None);
         }
         if let Err(fault) = result {
@@ -411,6 +421,10 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return Ok(());
         }
         self.core.check_usable()
+    }
+
+    fn take_served(&mut self) -> Vec<ReplicaGuid> {
+        self.core.tickets.take_served()
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
@@ -479,7 +493,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     }
 
     fn request_sync(&mut self) -> SyncTicket {
-        self.core.tickets.request()
+        self.core.tickets.request_for(self.replica.identity.guid)
     }
 
     fn read(

@@ -17,7 +17,7 @@ use quoin_types::{
     ReplicaGuid, ReplicaId, SnapshotId, VolumeId, crc32c,
 };
 
-const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/layout.rs";
+const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/format/superblock.rs";
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 const POOL_BYTES: u64 = 12 << 20;
 /// A replica with a base, snapshots, a log above it and a cut; one within an increment; one that

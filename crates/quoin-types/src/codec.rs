@@ -31,7 +31,8 @@ impl Reader {
         Ok(self.bytes.split_to(n))
     }
 
-    fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], Malformed> {
+    /// Takes `N` bytes.
+    pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], Malformed> {
         // `take` is not used here: it shares the buffer, which costs more than the copy.
         let array = *self.bytes.first_chunk::<N>().ok_or(Malformed(what))?;
         self.bytes.advance(N);

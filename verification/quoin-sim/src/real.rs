@@ -203,6 +203,10 @@ impl Storage for RealStorage {
         self.pool()?.sync_finished(ticket, result)
     }
 
+    fn take_served(&mut self) -> Vec<ReplicaGuid> {
+        self.pool.as_mut().map(Pool::take_served).unwrap_or_default()
+    }
+
     fn take_broken(&mut self) -> Option<(&'static str, String)> {
         self.faults.broken.take()
     }

@@ -57,6 +57,8 @@ pub trait Storage {
     /// A sync that is to begin now.
     fn sync_begin(&mut self) -> Option<SyncTicket>;
     fn sync_end(&mut self, ticket: SyncTicket, random: &mut Random) -> Result<(), StoreError>;
+    /// Replicas that asked for a sync which ended well since the last call.
+    fn take_served(&mut self) -> Vec<ReplicaGuid>;
     /// A disk that says that the sync is done and did nothing: for a mutant.
     fn sync_lie(&mut self, ticket: SyncTicket);
     /// Loses everything that was not synced and shows the same boot as before: for a mutant.
@@ -354,6 +356,10 @@ impl Storage for ModelStorage {
         let result = if self.faults.failing.syncs { Err(fault) } else { Ok(()) };
         self.faults.errors += u64::from(result.is_err());
         self.pool.sync_finished(ticket, result)
+    }
+
+    fn take_served(&mut self) -> Vec<ReplicaGuid> {
+        self.pool.take_served()
     }
 
     fn sync_lie(&mut self, ticket: SyncTicket) {

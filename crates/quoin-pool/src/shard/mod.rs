@@ -615,7 +615,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             // What is on media now may be what background work waited for.
             self.rest_until = now;
         }
-        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+        let told = match result {
+            Ok(()) => self.pool.take_served(),
+            Err(_) => self.replicas.keys().copied().collect(),
+        };
+        for guid in told {
+            self.parts.metrics.sync_deliveries.inc();
             self.deliver(now, guid, ReplicaEvent::Synced { ticket, result });
         }
         if let Err(error) = result {

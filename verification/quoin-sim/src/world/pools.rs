@@ -541,7 +541,11 @@ impl World {
         if let Err(error) = &result {
             self.trace.line(self.schedule.now(), || format!("pool {pool} sync: {error}"));
         }
-        self.feed_pool(pool, vec![ReplicaEvent::Synced { ticket, result }]);
+        // As the driver has it: only those that wait for a sync are told of it.
+        let here = &mut self.pools[pool];
+        let waits = here.storage.take_served().contains(&here.member.guid) || result.is_err();
+        let synced = waits.then_some(ReplicaEvent::Synced { ticket, result });
+        self.feed_pool(pool, synced.into_iter().collect());
         self.go_on_stopping(pool, ticket);
     }
 

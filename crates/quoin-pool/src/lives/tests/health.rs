@@ -143,3 +143,28 @@ fn a_volume_that_is_overwritten_more_often_than_the_pool_is_large_never_fills_it
     }
     process.stop();
 }
+
+#[test]
+fn a_sync_is_told_to_the_replicas_that_wait_for_it_and_to_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
+    let resting = (2..20).map(|n| Member { id: ReplicaId(n), guid: ReplicaGuid(100 + n) });
+    let wanted = [MEMBER].into_iter().chain(resting).map(|member| Wanted {
+        identity: ReplicaIdentity {
+            volume: VOLUME,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: Bytes::new(),
+        },
+        blocks: 1024,
+        phase: Phase::Init,
+        fence: Default::default(),
+        membership: Membership { formed: false, ..membership() },
+    });
+    process.send(Input::Assign(Assignment(wanted.collect())));
+    eventually("the replicas are created", || process.replica_state());
+    let _session = written(&process);
+    let (told, syncs) = (process.metrics.sync_deliveries.get(), process.metrics.syncs.get());
+    assert!(told > 0 && told <= syncs, "{syncs} syncs were told of {told} times");
+    process.stop();
+}

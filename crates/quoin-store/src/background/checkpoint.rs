@@ -1,0 +1,367 @@
+//! Checkpoints: folding the log into the map, and recording the result durably.
+//!
+//! A checkpoint job folds entries ≤ its target in bounded steps into a map of its own; reads go
+//! on with the old map and the log until it is done. Then a **commit** makes the new state what
+//! recovery begins with, in an order that a power cut cannot break: nodes and moved blocks are
+//! written, synced, only then the record is appended to the metadata ring, synced again, and
+//! only then the space that it no longer refers to is free.
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
+
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
+use crate::format::node::LEAF_SHIFT;
+use crate::format::record::Record;
+use crate::log::memtable::Memtable;
+use crate::map::tree::{self, Change, Edit};
+use crate::replica::{Image, Replica};
+
+/// Entries of the log that one step collects.
+const ENTRIES_A_STEP: u64 = 4096;
+/// Edits that one step takes up; how many of them it comes to is counted in nodes.
+const EDITS_A_STEP: usize = 1024;
+
+/// A fold under way. It goes in stages: the entries up to the next one that changes the views are
+/// collected, what is newest of them is folded in the order of its LBAs, then that one entry.
+pub struct CheckpointJob {
+    target: u64,
+    work: Image,
+    /// The first entry that is not in `work` or in `newest`.
+    next: u64,
+    /// The first entry that is no part of the stage.
+    stage_end: u64,
+    /// The stage's entries, and the LBA from which on they are not in `work` yet.
+    newest: Memtable,
+    cursor: u64,
+    /// The entry that ends the stage.
+    special: Option<u64>,
+}
+
+/// Part of a stage on its way into the map.
+#[derive(Default)]
+struct Edits {
+    edits: Vec<Edit>,
+    crcs: Vec<u32>,
+    end: u64,
+}
+
+/// A state on its way to the ring.
+pub struct Commit {
+    /// The sync that makes everything durable to which the record refers.
+    pub ticket: u64,
+    pub record: bytes::Bytes,
+    pub frees: Vec<(u32, u32)>,
+}
+
+impl Replica {
+    /// Up to where the log may be folded now.
+    pub fn foldable(&self) -> u64 {
+        let wanted = self.maintenance.fold_for_increment.unwrap_or(u64::MAX);
+        self.stable.0.min(wanted)
+    }
+
+    /// Begins folding what is stable, less what is kept for replicas that lag.
+    pub fn begin_checkpoint(&mut self, log_keep_bytes: u64) {
+        let mut target = self.foldable().min(self.log.lsn_before_last(log_keep_bytes));
+        if mutant::is("base-folded-above-stable") {
+            target = self.head.position.lsn.0;
+        }
+        self.begin_checkpoint_to(target);
+    }
+
+    pub fn begin_checkpoint_to(&mut self, target: u64) {
+        let work = self.folded.clone();
+        let next = self.log.first_lsn();
+        if self.maintenance.checkpoint.is_none() && target >= next {
+            let newest = Memtable::default();
+            let mut job = CheckpointJob {
+                target,
+                work,
+                next,
+                stage_end: next,
+                newest,
+                cursor: u64::MAX,
+                special: None,
+            };
+            self.begin_stage(&mut job);
+            self.maintenance.checkpoint = Some(job);
+        }
+    }
+
+    /// Folds on; true once the job is done and its result is in place.
+    pub fn step_checkpoint<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(true) };
+        let stepped = self.step_job(core, &mut job);
+        match stepped {
+            Ok(true) => {
+                self.finish_checkpoint(job);
+                Ok(true)
+            }
+            Ok(false) => {
+                self.maintenance.checkpoint = Some(job);
+                Ok(false)
+            }
+            // The work is forgotten; the log still has everything.
+            Err(error) => Err(error),
+        }
+    }
+
+    fn step_job<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+    ) -> Result<bool, StoreError> {
+        if job.next == job.stage_end && job.cursor < u64::MAX {
+            self.fold_some(core, job)?;
+        } else if job.next < job.stage_end {
+            self.gather(core, job);
+        }
+        if job.next < job.stage_end || job.cursor < u64::MAX {
+            return Ok(false);
+        }
+        if let Some(lsn) = job.special.take() {
+            self.fold_special(job, lsn);
+            job.next = lsn + 1;
+        }
+        if job.next > job.target {
+            return Ok(true);
+        }
+        self.begin_stage(job);
+        Ok(false)
+    }
+
+    fn begin_stage(&self, job: &mut CheckpointJob) {
+        let special = self.log.special_from(job.next).find(|(_, kind)| {
+            matches!(
+                kind,
+                EntryKind::Snapshot { .. }
+                    | EntryKind::DeleteSnapshot { .. }
+                    | EntryKind::Revert { .. }
+            )
+        });
+        job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
+        job.stage_end = job.special.unwrap_or(job.target + 1);
+        (job.newest, job.cursor) = (Memtable::default(), 0);
+    }
+
+    /// Collects some of the stage's entries.
+    fn gather<D: Disk>(&mut self, core: &Core<D>, job: &mut CheckpointJob) {
+        let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
+        for lsn in job.next..end {
+            let Some(record) = self.log.get(lsn).copied() else { continue };
+            let kind = self.log.kind(lsn, &record);
+            job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+            if record.has_range() {
+                job.newest.insert(record.lba, record.end(), lsn);
+            }
+            if record.place != 0 {
+                let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
+                self.family.sub_live(&core.superblock, record.place, bytes);
+            }
+        }
+        job.next = end;
+    }
+
+    /// Folds some of what was collected, up to where the nodes end that a step may look at.
+    fn fold_some<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+    ) -> Result<(), StoreError> {
+        let all = mutant::is("fold-in-one-step");
+        let nodes_max = if all { usize::MAX } else { core.options.step_nodes.max(1) };
+        let part = self.edits_from(job, nodes_max);
+        let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
+        let mut io = self.io(core);
+        io.kept_through = kept_through;
+        let (root, stopped) =
+            tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
+        job.work.root = root;
+        let until = match mutant::is("fold-goes-on-behind-where-it-stopped") {
+            true => part.end,
+            false => stopped.unwrap_or(part.end),
+        };
+        for edit in part.edits.iter().filter(|edit| edit.lba < until) {
+            if let Change::Data { place, .. } = edit.change {
+                let blocks = u64::from(edit.blocks).min(until - edit.lba);
+                self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
+            }
+        }
+        job.cursor = until;
+        Ok(())
+    }
+
+    /// Next edits of a stage, about as many as one step can do.
+    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize) -> Edits {
+        let mut part = Edits { end: u64::MAX, ..Edits::default() };
+        let (mut leaves, mut last_leaf) = (0, u64::MAX);
+        for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
+            if part.edits.len() >= EDITS_A_STEP || leaves > nodes_max as u64 {
+                part.end = start;
+                break;
+            }
+            let (first, last) = (start >> LEAF_SHIFT, (end - 1) >> LEAF_SHIFT);
+            leaves += last - first + u64::from(first != last_leaf);
+            last_leaf = last;
+            let Some(record) = self.log.get(lsn) else { continue };
+            // Longer holes than an edit can say do not occur: entries are shorter.
+            let blocks = (end - start) as u32;
+            let change = match record.place {
+                0 if mutant::is("trim-without-version") => Change::Hole { version: 0 },
+                0 => Change::Hole { version: lsn },
+                place => {
+                    let crc_at = part.crcs.len() as u32;
+                    let offset = start - record.lba;
+                    let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
+                    part.crcs.extend(crcs);
+                    Change::Data { version: lsn, place: place + offset, crc_at }
+                }
+            };
+            part.edits.push(Edit { lba: start, blocks, change });
+        }
+        part
+    }
+
+    fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {
+        let Some(record) = self.log.get(lsn).copied() else { return };
+        let kind = self.log.kind(lsn, &record);
+        let work = &mut job.work;
+        work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+        match kind {
+            EntryKind::Snapshot { id, hidden } => {
+                let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);
+                work.snapshots.push(SnapshotState {
+                    info: quoin_types::message::SnapshotInfo { id, lsn, hidden, blocks },
+                    root: work.root,
+                    position: work.head.position,
+                    chain: work.head.chain,
+                    last_view: work.head.last_view.clone(),
+                });
+            }
+            EntryKind::DeleteSnapshot { id } => {
+                work.snapshots.retain(|s| s.info.id != id);
+                self.count.request();
+            }
+            EntryKind::Revert { id } => {
+                if let Some(s) = work.snapshots.iter().find(|s| s.info.id == id) {
+                    work.root = s.root;
+                    self.count.request();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn finish_checkpoint(&mut self, job: CheckpointJob) {
+        self.folded = job.work;
+        self.log.drop_through(job.target);
+        let first_needed = self.log_start().index;
+        self.family.forget_log_before(first_needed);
+        let folded = self.folded.head.position.lsn;
+        if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
+            self.frozen = None;
+            self.upper = self.upper_at(self.head.position.lsn);
+        } else {
+            self.frozen.take_if(|(lsn, _, upper)| *lsn <= folded || upper.reverted);
+            if let Some((_, stands_on, upper)) = &mut self.frozen {
+                *stands_on = folded;
+                upper.memtable.forget_through(job.target);
+            }
+            self.upper.memtable.forget_through(job.target);
+            self.upper.lower = self.folded.root;
+        }
+        (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
+    }
+
+    /// Folds everything up to `target` at once.
+    pub fn checkpoint_now<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        target: u64,
+    ) -> Result<(), StoreError> {
+        while self.maintenance.checkpoint.is_some() && !self.step_checkpoint(core)? {}
+        self.begin_checkpoint_to(target);
+        while !self.step_checkpoint(core)? {}
+        Ok(())
+    }
+
+    /// Where recovery has to begin reading the log.
+    pub fn log_start(&self) -> LogStart {
+        use crate::format::batch::Stream;
+        self.log.start().unwrap_or_else(|| LogStart {
+            sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
+            offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
+            index: self.end.next_index,
+            previous: self.end.previous,
+        })
+    }
+
+    pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
+        let too_high = self.count.is_too_high();
+        let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
+        Checkpoint {
+            root: self.folded.root,
+            head: self.folded.head.clone(),
+            stable: self.stable,
+            snapshots: self.folded.snapshots.clone(),
+            log: self.log_start(),
+            segments,
+            sequence: core.sequence,
+            shadow: self.shadow.as_ref().map(|s| s.state()),
+        }
+    }
+
+    /// Writes what the current state refers to and asks for the sync that its record waits for.
+    pub fn begin_commit<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        if self.maintenance.commit.is_some() {
+            return Ok(());
+        }
+        self.merge_shadow(core)?;
+        self.io(core).flush()?;
+        let record = self.checkpoint_state(core).encode();
+        let mut frees = std::mem::take(&mut self.maintenance.pending_free);
+        if mutant::is("freed-before-its-checkpoint") {
+            for (unit, units) in frees.drain(..) {
+                core.freed.add(0, unit, units);
+            }
+            core.release(0);
+        }
+        let ticket = core.tickets.request().0;
+        if mutant::is("checkpoint-recorded-before-it-is-on-media") {
+            core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
+        }
+        core.tickets.committing.add(self.identity.guid);
+        self.maintenance.commit = Some(Commit { ticket, record, frees });
+        self.maintenance.dirty = false;
+        Ok(())
+    }
+
+    /// A sync is done: records the state that waited for it.
+    pub fn finish_commit<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        synced: u64,
+    ) -> Result<(), StoreError> {
+        let Some(commit) = self.maintenance.commit.take_if(|c| c.ticket <= synced) else {
+            return Ok(());
+        };
+        if let Err(error) = core.record(Record::Checkpoint(self.identity.guid, commit.record)) {
+            // The state before it stands, and what that refers to is not free: the next fold's
+            // commit, which may be smaller, frees it too.
+            self.maintenance.pending_free.extend(commit.frees);
+            (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
+            return Err(error);
+        }
+        // Segments that the disk refused to read are tried again: read errors may pass.
+        self.quarantine.segments.clear();
+        let ticket = core.tickets.request().0;
+        commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
+        Ok(())
+    }
+}
+
+pub fn is_revert(kind: &EntryKind) -> bool {
+    matches!(kind, EntryKind::Revert { .. })
+}

@@ -1,0 +1,468 @@
+//! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
+//!
+//! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
+//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
+//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
+//! by writing them anew. Everything is done in steps of about a megabyte.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+
+use bytes::{Bytes, BytesMut};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, Lsn, mutant};
+
+use crate::background::relocation::MovedBlock;
+use crate::core::{BadBlock, Core};
+use crate::disk::Disk;
+use crate::format::batch::{Batch, Stream, header_blocks};
+use crate::format::checkpoint::SegmentState;
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
+use crate::map::tree::{self, Change, Edit, Memo};
+use crate::replica::Replica;
+
+/// Blocks looked at in one step.
+const BLOCKS_A_STEP: usize = 256;
+/// Blocks read at once of a segment that is in no cache.
+const PIECE_BLOCKS: u64 = 64;
+
+#[derive(Clone, Copy)]
+struct Candidate {
+    lba: u64,
+    version: u64,
+    place: u64,
+    crc: u32,
+}
+
+/// A segment that is being emptied.
+pub struct CleanJob {
+    unit: u32,
+    blocks: Vec<Candidate>,
+    nodes: Vec<Edit>,
+    done: usize,
+    /// Some of it was moved.
+    moved: bool,
+    data: SegmentData,
+}
+
+/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
+/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
+struct SegmentData {
+    /// The segment's blocks, where it is read by the piece.
+    range: Option<std::ops::Range<u64>>,
+    pieces: BTreeMap<u64, Bytes>,
+}
+
+impl SegmentData {
+    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
+        if let Some(range) = self.range.clone().filter(|range| range.contains(&place)) {
+            let first = place - (place - range.start) % PIECE_BLOCKS;
+            let length = (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE;
+            if let Entry::Vacant(entry) = self.pieces.entry(first) {
+                let mut bytes = BytesMut::zeroed(length);
+                // Where a piece cannot be read, the block that is wanted may be.
+                if core.read_once(first, &mut bytes).is_ok() {
+                    entry.insert(bytes.freeze());
+                }
+            }
+            if let Some(piece) = self.pieces.get(&first) {
+                let at = (place - first) as usize * BLOCK_SIZE;
+                return Ok(piece.slice(at..at + BLOCK_SIZE));
+            }
+        }
+        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
+        core.read(place, &mut bytes)?;
+        Ok(bytes.freeze())
+    }
+}
+
+impl CleanJob {
+    /// Something was written in place: what was read before may be older.
+    pub fn read_again(&mut self) {
+        self.data.pieces.clear();
+    }
+}
+
+impl Replica {
+    /// Segments that may be cleaned now: closed, and no part of the log that is kept.
+    pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
+        let first_needed = self.log_start().index;
+        let blocked = self.maintenance.checkpoint.is_some()
+            || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
+        self.family
+            .segments
+            .values()
+            .map(|s| s.state)
+            .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
+            .filter(|s| !self.quarantine.segments.contains(&s.unit))
+            .filter(move |s| {
+                s.stream != Stream::Log
+                    || s.last_index < first_needed
+                    || mutant::is("cleaned-above-stable")
+            })
+    }
+
+    /// Begins to empty a segment. `Ok(false)`: its headers cannot be read, so it stays.
+    pub fn begin_clean<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        segment: SegmentState,
+    ) -> Result<bool, StoreError> {
+        self.merge_shadow(core)?;
+        self.io(core).flush()?;
+        self.renew_frozen();
+        let start = core.superblock.unit_start(segment.unit);
+        // Such a log was written past the cache.
+        let uncached = self.family.log_waits && segment.stream == Stream::Log;
+        let data = SegmentData {
+            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
+            pieces: BTreeMap::new(),
+        };
+        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
+        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
+        let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
+            let mut place = start + u64::from(batch.header_blocks);
+            for entry in batch.entries() {
+                if segment.stream == Stream::Nodes {
+                    let change = Change::Renew { node: entry.epoch };
+                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
+                    continue;
+                }
+                for (i, crc) in entry.crcs().enumerate() {
+                    let (lba, version) = (entry.lba + i as u64, entry.lsn);
+                    job.blocks.push(Candidate { lba, version, place, crc });
+                    place += 1;
+                }
+            }
+        })?;
+        if complete {
+            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
+            job.nodes.sort_unstable_by_key(|e| e.lba);
+            self.maintenance.clean = Some(job);
+        }
+        Ok(complete)
+    }
+
+    /// Cleans on; true once the segment is empty and waits for the next commit to be free.
+    pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
+        self.merge_shadow(core)?;
+        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
+        if !job.blocks.is_empty() {
+            let live = self.live_of(core, &job.blocks[job.done..end])?;
+            let any = !live.is_empty();
+            if !self.move_blocks(core, live, &mut job.data)? {
+                // The disk may give them another time, after the next commit: the segment stays.
+                self.quarantine.segments.insert(job.unit);
+                if job.moved {
+                    // Moved blocks were counted in their new segment, and in this one as well.
+                    self.count.begin_anew();
+                    self.maintenance.dirty = true;
+                }
+                return Ok(true);
+            }
+            job.moved |= any;
+        } else if !job.nodes.is_empty() {
+            self.renew(core, &job.nodes[job.done..end])?;
+        }
+        job.done = end;
+        if job.done < job.blocks.len().max(job.nodes.len()) {
+            self.maintenance.clean = Some(job);
+            return Ok(false);
+        }
+        if let Some(segment) = self.family.segments.remove(&job.unit) {
+            self.maintenance.pending_free.push((job.unit, segment.state.units));
+        }
+        self.maintenance.dirty = true;
+        Ok(true)
+    }
+
+    /// Every view that must survive, with the newest version it can hold.
+    fn views(&self) -> Vec<(Root, u64)> {
+        if mutant::is("views-forgotten-by-clean-up") {
+            return vec![(self.folded.root, u64::MAX)];
+        }
+        let mut views: Vec<(Root, u64)> =
+            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        if !mutant::is("pinned-base-forgotten-by-clean-up") {
+            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+        }
+        views.push((self.folded.root, u64::MAX));
+        if self.upper.reverted {
+            views.push((self.upper.lower, u64::MAX));
+        }
+        if let Some(shadow) = &self.shadow {
+            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+        }
+        views
+    }
+
+    fn views_mut(&mut self) -> Vec<&mut Root> {
+        let mut views: Vec<&mut Root> =
+            self.folded.snapshots.iter_mut().map(|s| &mut s.root).collect();
+        views.extend(self.pins.values_mut().map(|p| &mut p.root));
+        views.push(&mut self.folded.root);
+        views.push(&mut self.upper.lower);
+        if let Some(shadow) = &mut self.shadow {
+            views.extend(shadow.roots_mut());
+        }
+        views
+    }
+
+    fn live_of<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Candidate>, StoreError> {
+        let views = self.views();
+        let mut io = self.io(core);
+        let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
+        for candidate in candidates {
+            for (root, newest) in &views {
+                if mutant::is("moved-block-overwrites-a-newer-one") {
+                    live.push(*candidate);
+                    break;
+                }
+                if candidate.version > *newest {
+                    continue;
+                }
+                let mut found = [BlockAt::default()];
+                tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
+                if found[0].place == BAD_PLACE {
+                    let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
+                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
+                        let change = Change::Renew { node: u64::MAX };
+                        lost.push(Edit { lba: leaf, blocks: 1, change });
+                    }
+                }
+                if found[0].place == candidate.place {
+                    live.push(*candidate);
+                    break;
+                }
+            }
+        }
+        if lost.is_empty() {
+            return Ok(live);
+        }
+        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        self.update_views(core, &lost, &[])?;
+        self.live_of(core, candidates)
+    }
+
+    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
+    /// now is perhaps good, and a copy of nothing would take its place for ever.
+    fn move_blocks<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        live: Vec<Candidate>,
+        data: &mut SegmentData,
+    ) -> Result<bool, StoreError> {
+        let mut blocks = Vec::with_capacity(live.len());
+        for candidate in &live {
+            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
+            if quoin_types::crc32c(&bytes) != candidate.crc {
+                // The block moves with its checksum, so it stays bad until a peer repairs it.
+                let (lba, version) = (candidate.lba, Lsn(candidate.version));
+                core.note_bad(BadBlock::block(self.identity.guid, lba, version));
+            }
+            let Candidate { lba, version, crc, .. } = *candidate;
+            blocks.push(MovedBlock { lba, version, crc, bytes });
+        }
+        let places = self.write_moved(core, &blocks, true)?;
+        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
+        let mut moves: Vec<Edit> = live
+            .iter()
+            .zip(places)
+            .enumerate()
+            .map(|(i, (from, to))| Edit {
+                lba: from.lba,
+                blocks: 1,
+                change: match mutant::is("moved-block-overwrites-a-newer-one") {
+                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                    false => Change::Move { from: from.place, to },
+                },
+            })
+            .collect();
+        // Two versions of one block need two passes: edits of a pass do not overlap.
+        while !moves.is_empty() {
+            let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
+            for edit in moves {
+                match pass.last() {
+                    Some(last) if last.lba == edit.lba => later.push(edit),
+                    _ => pass.push(edit),
+                }
+            }
+            self.update_views(core, &pass, &crcs)?;
+            moves = later;
+        }
+        Ok(true)
+    }
+
+    /// Writes nodes anew, wherever they are shared.
+    pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
+        self.update_views(core, nodes, &[])
+    }
+
+    /// Applies the edits to all views, or to none.
+    fn update_views<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        edits: &[Edit],
+        crcs: &[u32],
+    ) -> Result<(), StoreError> {
+        // The frozen view may be new since the job began, with a root that is about to go.
+        self.renew_frozen();
+        let mut memo = Memo::new();
+        let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
+        let mut new = Vec::with_capacity(old.len());
+        let mut io = self.io(core);
+        // All views give the node up together, so none keeps it alive.
+        io.kept_through = 0;
+        for root in old {
+            new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
+        }
+        for (root, new) in self.views_mut().into_iter().zip(new) {
+            *root = new;
+        }
+        Ok(())
+    }
+}
+
+/// Reads a segment's batches in order. False: one of its headers is bad.
+pub fn walk<D: Disk>(
+    core: &Core<D>,
+    segment: &SegmentState,
+    guid_hash: u64,
+    mut each: impl FnMut(u64, &Batch<'_>),
+) -> Result<bool, StoreError> {
+    let start = core.superblock.unit_start(segment.unit);
+    let mut at = 1;
+    while at < segment.used_blocks {
+        let Some(bytes) = read_header(core, start + u64::from(at), segment.used_blocks - at)?
+        else {
+            return Ok(false);
+        };
+        let Some(batch) = Batch::parse(&bytes) else { return Ok(false) };
+        let header = batch.header;
+        let own = (header.sequence, header.guid_hash, header.stream);
+        if own != (segment.sequence, guid_hash, segment.stream) {
+            return Ok(false);
+        }
+        each(start + u64::from(at), &batch);
+        at = at.saturating_add(batch.blocks());
+    }
+    Ok(true)
+}
+
+/// The blocks of the header that starts at `block`, if one does within `room` blocks and can be
+/// read.
+pub fn read_header<D: Disk>(
+    core: &Core<D>,
+    block: u64,
+    room: u32,
+) -> Result<Option<Vec<u8>>, StoreError> {
+    let mut header = None;
+    readable(header_at(core, block, room).map(|found| header = found))?;
+    Ok(header)
+}
+
+/// Returns the header as `read_header` does, but reports a read that the disk refuses.
+pub fn header_at<D: Disk>(
+    core: &Core<D>,
+    block: u64,
+    room: u32,
+) -> Result<Option<Vec<u8>>, StoreError> {
+    let mut bytes = vec![0; BLOCK_SIZE];
+    core.read(block, &mut bytes)?;
+    let Some(count) = header_blocks(&bytes).filter(|count| *count <= room as usize) else {
+        return Ok(None);
+    };
+    if count > 1 {
+        bytes.resize(count * BLOCK_SIZE, 0);
+        core.read(block + 1, &mut bytes[BLOCK_SIZE..])?;
+    }
+    Ok(Some(bytes))
+}
+
+/// An unreadable sector is as good as a rotten one. Which error says that it is the sector and not
+/// the way to it depends on how it was read: beside the page cache the medium's own is given.
+pub fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
+    const OF_THE_MEDIUM: [i32; 4] = [libc::EIO, libc::ENODATA, libc::EREMOTEIO, libc::EILSEQ];
+    match read {
+        Ok(()) => Ok(true),
+        Err(StoreError::Io(fault)) if OF_THE_MEDIUM.contains(&fault.errno) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
+
+    use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+
+    /// A sector that is never read again had the pool try for ever, with a sync each time.
+    #[test]
+    fn a_segment_of_which_a_part_cannot_be_read_is_left_in_peace_and_counted_as_it_is() {
+        let disk = MemoryDisk::new(64 << 20);
+        let mut format = FormatOptions::new(PoolId(1));
+        // Emptied in more than one step.
+        format.unit_blocks = 2 * super::BLOCKS_A_STEP as u32;
+        Pool::format(&disk, &format).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
+        let guid = ReplicaIdentity::default().guid;
+        pool.create(ReplicaIdentity::default(), ReplicaMeta::default(), 4000).expect("room");
+
+        let (mut chain, mut lsn) = (Chain(0), 0);
+        let mut append = |pool: &mut Pool<MemoryDisk>, kind, lba, blocks: u32| {
+            lsn += 1;
+            let length = if kind == EntryKind::Write { blocks as usize * BLOCK_SIZE } else { 0 };
+            let position = Position { epoch: Epoch(1), lsn: Lsn(lsn) };
+            let data = Bytes::from(vec![lsn as u8; length]);
+            let entry = Arc::new(Entry::after(chain, position, kind, lba, blocks, data, false));
+            chain = entry.chain;
+            let mut replica = pool.replica(guid).expect("it");
+            replica.append(&[entry]).expect("room");
+            replica.set_stable(Lsn(lsn));
+        };
+        // Two segments of log. Of the first one 20 blocks are left at its beginning and 20 behind.
+        for n in 0..10 {
+            append(&mut pool, EntryKind::Write, n * 100, 100);
+        }
+        append(&mut pool, EntryKind::Trim, 20, 430);
+        append(&mut pool, EntryKind::Trim, 470, 30);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        replica.find(&mut pool.core, &crate::replica::Source::Live, 460, 1).expect("found");
+        disk.break_block(pool.core.found[0].place);
+        pool.settle().expect("folded and recorded");
+
+        for _ in 0..50 {
+            while pool.background_due() != Due::Idle {
+                pool.background(1).expect("background work");
+            }
+            let Some(ticket) = pool.sync_wanted() else { break };
+            let result = disk.sync();
+            pool.sync_finished(ticket, result).expect("a sync");
+        }
+        assert_eq!((pool.background_due(), pool.sync_wanted()), (Due::Idle, None), "no rest");
+        let live = pool.replica_stats(guid).expect("it").live_bytes / BLOCK_SIZE as u64;
+        assert!((540..550).contains(&live), "{live} of 540 blocks and some nodes are live");
+
+        let (used, good) = (pool.stats().used_bytes, Bytes::from(vec![5; BLOCK_SIZE]));
+        let mut replica = pool.replica(guid).expect("it");
+        let crc = quoin_types::crc32c(&good);
+        assert_eq!(replica.repair(460, Lsn(5), crc, &good), Ok(true), "from another replica");
+        append(&mut pool, EntryKind::Trim, 2000, 1);
+        for _ in 0..4 {
+            pool.settle().expect("recorded");
+            while pool.background_due() != Due::Idle {
+                pool.background(1).expect("background work");
+            }
+        }
+        assert!(pool.stats().used_bytes < used, "it can be read, and is not emptied");
+    }
+}

@@ -1,0 +1,102 @@
+//! Background work of one replica: jobs under way, and parts that the work leaves alone for now.
+
+use std::collections::BTreeSet;
+
+use crate::background::checkpoint::{CheckpointJob, Commit};
+use crate::background::cleaner::CleanJob;
+
+/// Work that is under way or owed.
+#[derive(Default)]
+pub struct Maintenance {
+    pub checkpoint: Option<CheckpointJob>,
+    pub clean: Option<CleanJob>,
+    pub commit: Option<Commit>,
+    /// The metadata ring had no room for the last commit: another one has to wait for a change.
+    pub commit_waits: bool,
+    /// Segments that no view needs, to be freed with the next commit: first unit, units.
+    pub pending_free: Vec<(u32, u32)>,
+    /// The durable record is older than the maps in memory (blocks moved, a view dropped).
+    pub dirty: bool,
+    /// The log is rotten in a place that only folding makes harmless.
+    pub fold_wanted: bool,
+    /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
+    pub fold_for_increment: Option<u64>,
+}
+
+impl Maintenance {
+    /// No commit is under way, and none has to wait for a change.
+    pub fn may_commit(&self) -> bool {
+        self.commit.is_none() && !self.commit_waits
+    }
+
+    pub fn has_job(&self) -> bool {
+        self.checkpoint.is_some() || self.clean.is_some()
+    }
+
+    pub fn pending_units(&self) -> u32 {
+        self.pending_free.iter().map(|(_, units)| *units).sum()
+    }
+
+    /// Units that the commit under way frees.
+    pub fn committing_units(&self) -> u32 {
+        self.commit.iter().flat_map(|c| &c.frees).map(|(_, units)| *units).sum()
+    }
+
+    /// All segments, `(first unit, units)`, that wait to be freed.
+    pub fn into_frees(self) -> impl Iterator<Item = (u32, u32)> {
+        let committing = self.commit.into_iter().flat_map(|c| c.frees);
+        self.pending_free.into_iter().chain(committing)
+    }
+}
+
+/// Why a replica has no background work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cause {
+    /// Its own data is damaged: it waits for its rebuild.
+    Damaged,
+    /// The disk refused to read something, which may pass.
+    Unreadable,
+}
+
+/// Parts of a replica that background work leaves alone.
+#[derive(Default)]
+pub struct Quarantine {
+    /// The whole replica.
+    pub replica: Option<Cause>,
+    /// Segments that could not be read lately: they are not emptied before the next commit, or
+    /// before a look at a pool that is short and has nothing else to empty.
+    pub segments: BTreeSet<u32>,
+}
+
+impl Quarantine {
+    /// Ends the quarantine of a replica that the disk refused to read, which may have passed.
+    pub fn try_again(&mut self) {
+        self.replica.take_if(|cause| *cause == Cause::Unreadable);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_disk_refused_is_tried_again_and_damage_waits_for_its_rebuild() {
+        for (cause, left) in [(Cause::Unreadable, None), (Cause::Damaged, Some(Cause::Damaged))] {
+            let mut quarantine = Quarantine { replica: Some(cause), ..Quarantine::default() };
+            quarantine.try_again();
+            assert_eq!(quarantine.replica, left);
+        }
+    }
+
+    #[test]
+    fn a_deleted_replica_frees_what_waited_for_a_commit_and_what_one_was_under_way_for() {
+        let frees = vec![(4, 1)];
+        let commit = Some(Commit { ticket: 1, record: bytes::Bytes::new(), frees });
+        let work = Maintenance { commit, pending_free: vec![(1, 2)], ..Maintenance::default() };
+        assert_eq!(
+            (work.pending_units(), work.committing_units(), work.may_commit()),
+            (2, 1, false)
+        );
+        assert_eq!(work.into_frees().collect::<Vec<_>>(), [(1, 2), (4, 1)]);
+    }
+}

@@ -1,0 +1,9 @@
+//! What a pool does beside the requests of its clients.
+
+pub mod checkpoint;
+pub mod cleaner;
+pub mod maintenance;
+pub mod recount;
+pub mod relocation;
+pub mod scheduler;
+pub mod scrub;

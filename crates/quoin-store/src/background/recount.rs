@@ -1,0 +1,282 @@
+//! Counting anew how much of each segment is live, after what only such a count can tell: a view
+//! went away, or a step failed on its way.
+//!
+//! The count walks every leaf of every view, which takes minutes where there are millions. So it is
+//! the last of all background work and stops at any leaf: folds, commits and clean-up go on beside
+//! it and find its result right, by two rules.
+//!
+//! * Only space that grows no more is counted: closed segments, the part of open ones that was
+//!   written as the count began ([`OpenPart`]), and the log that was folded then.
+//!   Later writes go elsewhere, and are counted as they are written, as ever.
+//! * Counted space only loses. Blocks that a view gives up behind the place of the count
+//!   ([`Recount::gone`]) are subtracted; before that place the count does not meet them any more.
+//!
+//! Each version of a block belongs to the oldest view that shows it, and is counted there. The
+//! views are walked in the order of the newest version that each can hold. In each view only
+//! versions count that are newer than the view before can hold. Snapshots taken meanwhile come
+//! before the folded map, which they were when it was walked. A deleted snapshot makes another
+//! count due, as ever.
+//!
+//! Log that was not folded yet as the count began is left out and keeps its counters. Another
+//! count follows once all of it is folded.
+
+use std::collections::BTreeMap;
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, mutant};
+
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::format::batch::Stream;
+use crate::format::node::{LEAF_BLOCKS, Node, Root};
+use crate::map::tree::{self, Nodes, Part};
+use crate::replica::Replica;
+
+/// A view among those that are counted: the newest version that it can hold, and which of the views
+/// with the same one it is.
+type ViewKey = (u64, usize);
+
+/// A count of what is live, by segment, over all views.
+pub struct Recount {
+    /// The last view that was walked to its end.
+    done: Option<ViewKey>,
+    /// The one that is walked, and how far.
+    at: Option<ViewKey>,
+    cursor: u64,
+    live: BTreeMap<u32, u64>,
+    through_sequence: u64,
+    /// Segments of moved blocks and of nodes that were open as the count began.
+    open: BTreeMap<u32, OpenPart>,
+    folded: u64,
+    /// Log before this is needed by no view, whatever LSNs it holds: they may have been cut away.
+    first_needed: u64,
+    /// Whether the count was requested, and does not follow another one.
+    is_first: bool,
+}
+
+/// Part of a segment that was written before a count began, where later writes follow it.
+struct OpenPart {
+    /// The first block behind it.
+    end: u64,
+    /// The segment's counter for this part, kept like the counter.
+    counter: u64,
+}
+
+/// The need to count the live bytes of a replica's segments anew.
+#[derive(Default)]
+pub struct LiveCount {
+    /// Counters are too high since a view went away.
+    due: bool,
+    pub job: Option<Recount>,
+    /// Another count is due once the log up to this segment sequence number is folded.
+    after: Option<u64>,
+}
+
+impl LiveCount {
+    /// Another count is due; one that is under way stays right and ends first.
+    pub fn request(&mut self) {
+        self.due = true;
+    }
+
+    /// A count that is under way is worth nothing any more.
+    pub fn begin_anew(&mut self) {
+        (self.due, self.job) = (true, None);
+    }
+
+    /// The counters are recorded as too high, so that a start after a crash counts anew.
+    pub fn is_too_high(&self) -> bool {
+        self.due || self.job.is_some() || self.after.is_some()
+    }
+}
+
+impl Recount {
+    /// The counter of this segment went down by so many bytes, which begin in this block.
+    pub fn counter_lowered(&mut self, unit: u32, block: u64, bytes: u64) {
+        if let Some(part) = self.open.get_mut(&unit).filter(|part| block < part.end) {
+            part.counter = part.counter.saturating_sub(bytes);
+        }
+    }
+
+    /// Whether a block of this segment is counted: not if it was written since the count began.
+    fn counts(&self, unit: u32, block: u64) -> bool {
+        self.open.get(&unit).is_none_or(|part| block < part.end)
+    }
+
+    /// Bytes of this segment, which begin in this block and held this version at this LBA, are no
+    /// longer part of the live map.
+    pub fn gone(&mut self, unit: u32, block: u64, lba: u64, version: u64, bytes: u64) {
+        if !self.counts(unit, block) {
+            return;
+        }
+        let in_done = self.done.is_some_and(|(newest, _)| version <= newest);
+        let behind = self.at.is_some_and(|(newest, _)| version <= newest) && lba < self.cursor;
+        if (in_done || behind)
+            && !mutant::is("what-dies-beside-a-count-is-counted")
+            && let Some(live) = self.live.get_mut(&unit)
+        {
+            *live = live.saturating_sub(bytes);
+        }
+    }
+
+    /// The view to go on with, and above which version.
+    fn next(&mut self, views: &[(ViewKey, Root)]) -> Option<(ViewKey, Root, u64)> {
+        let done = self.done;
+        let (key, root) = *views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))?;
+        // The one that was walked is gone: what it shared with this one may be counted twice.
+        if self.at.is_some_and(|at| at < key) {
+            self.cursor = 0;
+        }
+        self.at = Some(key);
+        let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
+        Some((key, root, from))
+    }
+}
+
+impl Replica {
+    /// The views whose blocks count as live, oldest first. What only a transfer holds on to dies
+    /// with it.
+    fn counted_views(&self) -> Vec<(ViewKey, Root)> {
+        let mut views: Vec<(Root, u64)> =
+            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        views.push((self.folded.root, u64::MAX));
+        if self.upper.reverted {
+            views.push((self.upper.lower, u64::MAX));
+        }
+        if let Some(shadow) = &self.shadow {
+            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+        }
+        views.sort_by_key(|(_, newest)| *newest);
+        let (mut keyed, mut before) = (Vec::<(ViewKey, Root)>::with_capacity(views.len()), None);
+        for (root, newest) in views {
+            let key = match before {
+                Some((same, index)) if same == newest => (newest, index + 1),
+                _ => (newest, 0),
+            };
+            keyed.push((key, root));
+            before = Some(key);
+        }
+        keyed
+    }
+
+    /// Whether its segments are to be counted, or are being counted.
+    pub fn is_count_due(&self) -> bool {
+        let follows = || {
+            self.count.after.is_some_and(|sequence| {
+                let folded = self.folded.head.position.lsn.0;
+                !self.has_log_above(sequence, folded, self.log_start().index)
+            })
+        };
+        self.count.due || self.count.job.is_some() || follows()
+    }
+
+    /// Whether a segment of the log up to this sequence number holds what is not folded.
+    fn has_log_above(&self, sequence: u64, folded: u64, first_needed: u64) -> bool {
+        self.family.segments.values().map(|segment| &segment.state).any(|state| {
+            let is_old = state.sequence <= sequence && matches!(state.stream, Stream::Log);
+            is_old && state.last_index >= first_needed && state.last_lsn > folded
+        })
+    }
+
+    fn begin_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<Recount, StoreError> {
+        // Nodes that wait are counted already, and have their places.
+        self.io(core).flush()?;
+        let is_first = std::mem::take(&mut self.count.due);
+        self.count.after = None;
+        Ok(Recount {
+            is_first,
+            done: None,
+            at: None,
+            cursor: 0,
+            live: BTreeMap::new(),
+            through_sequence: core.sequence,
+            open: self.open_parts(core),
+            folded: self.folded.head.position.lsn.0,
+            first_needed: self.log_start().index,
+        })
+    }
+
+    fn open_parts<D: Disk>(&self, core: &Core<D>) -> BTreeMap<u32, OpenPart> {
+        let open = [Stream::Moved, Stream::Nodes].map(|stream| self.family.open_segment(stream));
+        let parts = open.into_iter().flatten().map(|segment| {
+            let state = &segment.state;
+            let end = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+            (state.unit, OpenPart { end, counter: state.live_bytes })
+        });
+        parts.collect()
+    }
+
+    /// Counts on; true when the estimates have been replaced.
+    pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let mut job = match self.count.job.take() {
+            Some(job) => job,
+            None => self.begin_recount(core)?,
+        };
+        let views = self.counted_views();
+        for _ in 0..core.options.step_nodes.max(1) {
+            if !self.count_part(core, &mut job, &views)? {
+                self.finish_recount(&job);
+                return Ok(true);
+            }
+        }
+        self.count.job = Some(job);
+        Ok(false)
+    }
+
+    /// Counts the next leaf; false: there is none.
+    fn count_part<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut Recount,
+        views: &[(ViewKey, Root)],
+    ) -> Result<bool, StoreError> {
+        let Some((key, root, from)) = job.next(views) else { return Ok(false) };
+        let mut io = self.io(core);
+        let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
+            (job.done, job.at, job.cursor) = (Some(key), None, 0);
+            return Ok(true);
+        };
+        job.cursor = part.range().1;
+        let Part::Leaf { node, .. } = part else { return Ok(true) };
+        let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
+        let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
+        let superblock = core.superblock;
+        let mut count = |block: u64, bytes: u64| {
+            let segment = self.family.segment_of(&superblock, block);
+            let unit = segment.map(|segment| segment.state.unit);
+            if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
+                *job.live.entry(unit).or_default() += bytes;
+            }
+        };
+        count(node.place / BLOCK_SIZE as u64, node.length.into());
+        for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
+            if leaf.blocks[i].version > from {
+                count(leaf.blocks[i].place, BLOCK_SIZE as u64);
+            }
+        }
+        Ok(true)
+    }
+
+    fn finish_recount(&mut self, job: &Recount) {
+        for (unit, segment) in &mut self.family.segments {
+            let state = &mut segment.state;
+            if state.sequence > job.through_sequence {
+                continue;
+            }
+            let live = job.live.get(unit).copied().unwrap_or(0);
+            let is_folded = state.last_index < job.first_needed || state.last_lsn <= job.folded;
+            match job.open.get(unit) {
+                Some(_) if mutant::is("open-segments-not-counted") => {}
+                Some(part) => {
+                    let too_much = part.counter.saturating_sub(live);
+                    state.live_bytes = state.live_bytes.saturating_sub(too_much);
+                }
+                None if state.stream != Stream::Log || is_folded => state.live_bytes = live,
+                None => {}
+            }
+        }
+        if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
+            self.count.after = Some(job.through_sequence);
+        }
+        self.family.changes += 1;
+    }
+}

@@ -1,0 +1,114 @@
+//! Batches of blocks that keep their version: moved by clean-up, or fed by an increment.
+
+use std::io::IoSlice;
+
+use bytes::Bytes;
+use quoin_replication::replica::store::StoreError;
+use quoin_types::BLOCK_SIZE;
+
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
+use crate::replica::Replica;
+
+/// Blocks of one batch at most; its header fits three blocks.
+const BLOCKS_A_BATCH: usize = 256;
+const WRITE_KIND: u8 = 1;
+
+pub struct MovedBlock {
+    pub lba: u64,
+    pub version: u64,
+    pub crc: u32,
+    pub bytes: Bytes,
+}
+
+impl Replica {
+    /// Writes blocks to the stream of moved ones and says where they are.
+    pub fn write_moved<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        blocks: &[MovedBlock],
+        from_reserve: bool,
+    ) -> Result<Vec<u64>, StoreError> {
+        let mut places = Vec::with_capacity(blocks.len());
+        let mut rest = blocks;
+        while !rest.is_empty() {
+            let room = self.family.room(&core.superblock, Stream::Moved) as usize;
+            let fresh = core.superblock.unit_blocks as usize - 1;
+            let most = |room: usize| {
+                let all = rest.len().min(BLOCKS_A_BATCH);
+                (1..=all).rev().find(|n| n + header_blocks(*n) <= room)
+            };
+            let count = most(room).or_else(|| most(fresh));
+            let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
+            let (now, later) = rest.split_at(count);
+            self.write_moved_batch(core, now, from_reserve, &mut places)?;
+            rest = later;
+        }
+        Ok(places)
+    }
+
+    fn write_moved_batch<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        blocks: &[MovedBlock],
+        from_reserve: bool,
+        places: &mut Vec<u64>,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        let total = (blocks.len() + header_blocks(blocks.len())) as u32;
+        let guid_hash = self.family.guid_hash;
+        let segment = self.family.segment_for(core, Stream::Moved, total, from_reserve)?;
+        let state = segment.state;
+        let mut writer = HeaderWriter::new(&mut core.header);
+        for block in blocks {
+            let entry = BatchEntry {
+                lsn: block.version,
+                lba: block.lba,
+                blocks: 1,
+                kind: WRITE_KIND,
+                ..BatchEntry::default()
+            };
+            writer.entry(&entry, std::iter::once(block.crc));
+        }
+        let check = writer.finish(&BatchHeader {
+            stream: Stream::Moved,
+            sequence: state.sequence,
+            index: segment.next_index,
+            previous: segment.previous,
+            guid_hash,
+            watermark: 0,
+            starts: core.superblock.starts,
+            data_blocks: blocks.len() as u32,
+            key: 0,
+        });
+        let header = core.header.len() / BLOCK_SIZE;
+        let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        let mut parts = Vec::with_capacity(blocks.len() + 1);
+        parts.push(IoSlice::new(&core.header));
+        parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
+        core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
+        core.disk.write_out(start * BLOCK_SIZE as u64, u64::from(total) * BLOCK_SIZE as u64);
+        segment.state.used_blocks += (header + blocks.len()) as u32;
+        segment.state.live_bytes += (blocks.len() * BLOCK_SIZE) as u64;
+        segment.next_index += 1;
+        segment.previous = check;
+        let first = start + header as u64;
+        places.extend((first..).take(blocks.len()));
+        Ok(())
+    }
+}
+
+fn header_blocks(blocks: usize) -> usize {
+    let length =
+        crate::format::batch::HEADER_LENGTH + blocks * crate::format::batch::entry_length(1, 0);
+    length.div_ceil(BLOCK_SIZE)
+}
+
+/// Blocks that fit in a segment of so many, its headers counted.
+pub fn packed_blocks(segment_blocks: u32) -> u64 {
+    let room = segment_blocks.saturating_sub(1) as usize;
+    let whole = BLOCKS_A_BATCH + header_blocks(BLOCKS_A_BATCH);
+    let rest = room % whole;
+    (room / whole * BLOCKS_A_BATCH + rest.saturating_sub(header_blocks(rest))) as u64
+}

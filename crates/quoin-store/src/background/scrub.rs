@@ -1,0 +1,392 @@
+//! The scrub: everything that a pool holds is read from its media and compared with its checksums,
+//! and what is bad is mended, from here where it can be made again, from a peer otherwise.
+//!
+//! | what | bad: |
+//! |---|---|
+//! | superblock, metadata ring | written again from memory |
+//! | a segment's header | written again: it follows from the metadata |
+//! | a block of a view or of the log | asked of a peer, the same version only ([`Replica::repair`]) |
+//! | a node of the map | its stretch is asked of a peer ([`Replica::mend`]) |
+//! | a batch's header | the log above the map is folded, so that no recovery needs it; of a segment that is closed it costs the space until the blocks in it die |
+//!
+//! **Mending a stretch.** The base is the map as of its LSN F ≤ stable. A peer's live slot of
+//! version v ≤ F, read at a position that this replica has reached too, is what the base held,
+//! as long as no Revert lies between: nothing touched the block from v to that position. A slot
+//! of a later version lies in this replica's own log, which answers for it; what the base held
+//! under it is unknown, stays marked as lost and is replaced by the next fold. So nothing is ever
+//! guessed, and a mended stretch shows each block as it was or not at all.
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::message::{Content, Slot};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
+
+use crate::background::cleaner::walk;
+use crate::background::relocation::MovedBlock;
+use crate::core::{BadBlock, Core};
+use crate::disk::Disk;
+use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NodeRef, Root};
+use crate::map::tree::{self, Change, Edit, Nodes, Part};
+use crate::pool::Pool;
+use crate::replica::{Replica, Source};
+use crate::testing::model::{push_slot, without_bytes};
+
+/// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
+const PART_BYTES: u64 = 4096;
+
+/// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
+/// order, the segments) and the cursor in it. The default is the beginning.
+///
+/// Blocks only ever move down this order, from the log into the map and from the map into a
+/// snapshot, so a fold in the middle of a pass hides nothing from it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct ScrubAt {
+    pub stage: u32,
+    pub cursor: u64,
+}
+
+/// Result of a step of a scrub.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Scrubbed {
+    /// Where to go on; `None`: the replica was read to its end.
+    pub next: Option<ScrubAt>,
+    /// About what was read.
+    pub read_bytes: u64,
+    /// Headers that were bad: written again, or made harmless by a fold.
+    pub headers: u32,
+}
+
+impl<D: Disk> Pool<D> {
+    /// Reads about `budget_bytes` of a replica from its media; bad blocks come with
+    /// [`Pool::take_bad_blocks`].
+    pub fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
+        let Some(replica) = self.replicas.get_mut(&guid) else {
+            return Ok(Scrubbed::default());
+        };
+        self.core.check_usable()?;
+        while done.read_bytes < budget_bytes.max(1)
+            && let Some(at) = done.next
+        {
+            done.next = replica.scrub_part(&mut self.core, at, &mut done)?;
+        }
+        Ok(done)
+    }
+
+    /// Compares both copies of superblock and metadata ring with what they must say, and writes
+    /// them again where one does not; how many were bad.
+    pub fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
+        let core = &mut self.core;
+        core.check_usable()?;
+        let mut bad = core.superblock.bad_copies(&core.disk);
+        if bad > 0 {
+            core.superblock.write(&core.disk)?;
+        }
+        let rotten = core.ring.bad_copies(&core.disk);
+        if rotten > 0 {
+            bad += rotten;
+            core.restate()?;
+        }
+        if bad > 0 {
+            core.tickets.request();
+        }
+        Ok(bad)
+    }
+}
+
+impl Replica {
+    /// Scrubs a leaf, an entry or a segment. Returns where to go on.
+    fn scrub_part<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        at: ScrubAt,
+        done: &mut Scrubbed,
+    ) -> Result<Option<ScrubAt>, StoreError> {
+        let views = 1 + self.folded.snapshots.len() as u32;
+        let on = |cursor| Some(ScrubAt { cursor, ..at });
+        let next_stage = Some(ScrubAt { stage: at.stage.saturating_add(1), cursor: 0 });
+        done.read_bytes += PART_BYTES;
+        Ok(match at.stage {
+            0 => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
+            view if view <= views => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
+            stage if stage == views + 1 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
+            _ => None,
+        })
+    }
+
+    /// The next leaf of a snapshot or of the folded map, without what an older view showed.
+    fn scrub_leaf<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        at: ScrubAt,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let views = &self.folded.snapshots;
+        let is_folded = at.stage == 1;
+        // The number of snapshots that are older than this view.
+        let older = (at.stage as usize).checked_sub(2).unwrap_or(views.len());
+        let root = views.get(older).map_or(self.folded.root, |s| s.root);
+        let from = older.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
+        let Some(part) = tree::next_part(&mut self.io(core), root, from, at.cursor)? else {
+            return Ok(None);
+        };
+        let (start, end) = part.range();
+        match part {
+            Part::Hole { .. } => {}
+            Part::Damaged { newest, .. } => {
+                let (start, known) = (start.max(at.cursor), core.bad.len());
+                let many = (FANOUT * LEAF_BLOCKS) as u64;
+                for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
+                    core.note_bad(BadBlock::stretch(self.identity.guid, lba, Lsn(newest)));
+                }
+                if is_folded {
+                    self.leave_overwritten(core, known)?;
+                }
+                return Ok(Some(end.min(start + many)));
+            }
+            Part::Leaf { .. } => {
+                self.scrub_nodes(core, root, start, at.cursor, done)?;
+                self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
+                core.forget_found();
+                let (mut slots, known) = (Vec::new(), core.bad.len());
+                self.slots(core, start, Lsn(from), true, &mut slots);
+                done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
+                if is_folded {
+                    self.leave_overwritten(core, known)?;
+                }
+            }
+        }
+        Ok(Some(end))
+    }
+
+    /// Forgets bad blocks of the folded map that the log has overwritten. They need no repair, and
+    /// could get none: the next fold drops them.
+    fn leave_overwritten<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        known: usize,
+    ) -> Result<(), StoreError> {
+        let folded = Source::Root(self.folded.root);
+        for bad in core.bad.split_off(known.min(core.bad.len())) {
+            let blocks = u64::from(bad.blocks).min(self.head.volume_blocks.saturating_sub(bad.lba));
+            self.find(core, &folded, bad.lba, blocks as u32)?;
+            let before = core.found.clone();
+            self.find(core, &Source::Live, bad.lba, blocks as u32)?;
+            let stays = |(old, new): (&BlockAt, &BlockAt)| {
+                let is_bad = bad.blocks == 1 || matches!(old.place, BAD_PLACE | LOST_PLACE);
+                is_bad && (old.place, old.version) == (new.place, new.version)
+            };
+            if before.iter().zip(&core.found).any(stays) {
+                core.note_bad(bad);
+            } else {
+                self.maintenance.fold_wanted = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// The nodes that lead to a leaf, those that the scrub comes to first. One that is bad on
+    /// media and good in the cache is written again, wherever it is shared.
+    fn scrub_nodes<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        root: Root,
+        lba: u64,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<(), StoreError> {
+        // Nodes that wait to be written are not on media yet.
+        self.io(core).flush()?;
+        let path = tree::path(&mut self.io(core), root, lba)?;
+        // Nodes that are known to be lost are reported with the blocks under them.
+        let first_seen =
+            |(_, base, node): &(u8, u64, NodeRef)| *base >= cursor && node.is_possible();
+        for (level, base, node) in path.into_iter().filter(first_seen) {
+            done.read_bytes += u64::from(node.length);
+            let rotten = !core.is_whole_on_media(level, &node)?;
+            if rotten && self.job_is_free() && self.io(core).load(level, &node)?.is_some() {
+                done.headers += 1;
+                let change = Change::Renew { node: node.place };
+                self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
+                self.maintenance.dirty = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the maps may be changed beside what background work has begun.
+    fn job_is_free(&self) -> bool {
+        self.maintenance.checkpoint.is_none() && !self.is_prepared()
+    }
+
+    /// The first entry of the log from this LSN on that has data.
+    fn scrub_entry<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let first = cursor.max(self.log.first_lsn());
+        let found = (first..self.log.next_lsn())
+            .find_map(|lsn| Some((lsn, *self.log.get(lsn).filter(|r| r.place != 0)?)));
+        let Some((lsn, record)) = found else { return Ok(None) };
+        let crcs: Vec<u32> = self.log.crcs(&record).collect();
+        let mut bytes = vec![0; crcs.len() * BLOCK_SIZE];
+        core.disk.forget_cached(record.place * BLOCK_SIZE as u64, bytes.len() as u64);
+        let whole = core.read(record.place, &mut bytes).is_ok();
+        for (i, (chunk, crc)) in bytes.chunks_mut(BLOCK_SIZE).zip(crcs).enumerate() {
+            let read = whole || core.read(record.place + i as u64, chunk).is_ok();
+            if read && crc32c(chunk) == crc {
+                continue;
+            }
+            let lba = record.lba + i as u64;
+            self.find(core, &Source::Live, lba, 1)?;
+            if core.found.first().is_some_and(|block| block.version == lsn) {
+                core.note_bad(BadBlock::block(self.identity.guid, lba, Lsn(lsn)));
+            } else {
+                // Overwritten since: of use only to one that lags, who can ask others.
+                self.maintenance.fold_wanted = true;
+            }
+        }
+        done.read_bytes += bytes.len() as u64;
+        Ok(Some(lsn + 1))
+    }
+
+    /// The headers of the first segment from this unit on.
+    fn scrub_segment<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let Ok(from) = u32::try_from(cursor) else { return Ok(None) };
+        let Some(segment) = self.family.segments.range(from..).next().map(|(_, s)| *s) else {
+            return Ok(None);
+        };
+        let state = segment.state;
+        let mut header = vec![0; BLOCK_SIZE];
+        let start = core.superblock.unit_start(state.unit);
+        core.disk.forget_cached(start * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
+        let expected = segment.header(&core.superblock, self.identity.guid);
+        if core.read(start, &mut header).is_err() || header != expected {
+            core.write(start, &[std::io::IoSlice::new(&expected)])?;
+            core.tickets.request();
+            done.headers += 1;
+        }
+        // The open segments' ends move; a batch is in them once its write returned.
+        let whole = walk(core, &state, self.family.guid_hash, |_, batch| {
+            done.read_bytes += u64::from(batch.header_blocks) * BLOCK_SIZE as u64;
+        })?;
+        if !whole {
+            done.headers += 1;
+            self.quarantine.segments.insert(state.unit);
+            self.maintenance.fold_wanted |= state.last_index >= self.log_start().index;
+        }
+        Ok(Some(u64::from(state.unit) + 1))
+    }
+
+    /// Compares live blocks with their checksums on media: `ReplicaStore::verify`.
+    pub fn verify<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= self.head.volume_blocks);
+        let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
+        let known = core.bad.len();
+        let (mut at, mut left) = (lba, u64::from(bytes_max));
+        while at < end && (left > 0 || at == lba) {
+            let leaf = LEAF_BLOCKS as u64;
+            let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
+            let count = count.max(1);
+            self.find(core, &Source::Live, at, count as u32)?;
+            // The leaf may have been read too.
+            left = left.saturating_sub(BLOCK_SIZE as u64);
+            core.forget_found();
+            let mut slots = Vec::new();
+            self.slots(core, at, Lsn::ZERO, true, &mut slots);
+            for mut slot in slots {
+                if slot.content != Content::Hole {
+                    left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);
+                }
+                without_bytes(&mut slot);
+                push_slot(out, slot);
+            }
+            at += count;
+        }
+        if !note {
+            core.bad.truncate(known);
+        }
+        Ok(())
+    }
+
+    /// Rebuilds what is lost of the map of a stretch, by the module's rule.
+    pub fn mend<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        slots: &[Slot],
+    ) -> Result<bool, StoreError> {
+        core.check_usable()?;
+        let blocks: u64 = slots.iter().map(|s| u64::from(s.blocks)).sum();
+        let reverted = self.upper.reverted
+            || self
+                .log
+                .special_from(0)
+                .any(|(_, kind)| crate::background::checkpoint::is_revert(kind));
+        if reverted
+            || !self.job_is_free()
+            || blocks > LEAF_BLOCKS as u64
+            || lba.checked_add(blocks).is_none_or(|end| end > self.head.volume_blocks)
+        {
+            return Ok(false);
+        }
+        self.find(core, &Source::Root(self.folded.root), lba, blocks as u32)?;
+        let lost: Vec<bool> =
+            core.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
+        if !lost.contains(&true) {
+            // A fold dropped what was lost, since the log had overwritten it.
+            return Ok(true);
+        }
+        let base = self.folded.head.position.lsn;
+        let (mut edits, mut moved) = (Vec::new(), Vec::new());
+        let each =
+            slots.iter().flat_map(|s| (s.lba..s.lba + u64::from(s.blocks)).map(move |l| (l, s)));
+        for ((lba, slot), _) in
+            each.zip(&lost).filter(|((_, slot), lost)| **lost && slot.version <= base)
+        {
+            let version = slot.version.0;
+            let mut change = Change::Hole { version };
+            if let Content::Data { crc, data } = &slot.content {
+                let crc_at = moved.len() as u32;
+                change = Change::Data { version, place: 0, crc_at };
+                moved.push(MovedBlock { lba, version, crc: *crc, bytes: data.clone() });
+            }
+            edits.push(Edit { lba, blocks: 1, change });
+        }
+        let places = self.write_moved(core, &moved, true)?;
+        for edit in &mut edits {
+            if let Change::Data { place, crc_at, .. } = &mut edit.change {
+                *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
+            }
+        }
+        let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
+        let root = self.folded.root;
+        let mut io = self.io(core);
+        io.gives_up = true;
+        self.folded.root = tree::update(&mut io, root, &edits, &crcs, None)?;
+        self.upper.lower = self.folded.root;
+        self.renew_frozen();
+        self.maintenance.dirty = true;
+        core.bad.retain(|b| b.replica != self.identity.guid || b.blocks == 1 || b.lba != lba);
+        Ok(true)
+    }
+}

@@ -1,0 +1,119 @@
+//! The store's whole world: one preallocated file or block device.
+//!
+//! Everything the store reads or writes goes through [`Disk`], which is synchronous and has no
+//! clock, so a simulated disk makes the store deterministic. Offsets and lengths are multiples
+//! of [`BLOCK_SIZE`](quoin_types::BLOCK_SIZE) unless said otherwise.
+
+pub mod cache_identity;
+pub mod contents;
+pub mod file;
+mod fill;
+mod pending_writes;
+pub mod read_buffer;
+
+use std::io::IoSlice;
+
+use quoin_replication::replica::store::{BootCookie, IoFault};
+
+/// Makes all writes that returned before the call durable. Runs on another thread than the disk.
+pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
+
+pub trait Disk: Send {
+    /// Size in bytes, a multiple of the block size; fixed while the disk is open.
+    fn size(&self) -> u64;
+
+    /// Fills `buffer` or fails.
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
+
+    /// Reads as `read_at`, but bytes that are not read again soon and need no room in a cache.
+    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)
+    }
+
+    /// Reads as `read_at`, but from the media, whatever the kernel has cached. A failed sync leaves
+    /// pages that read well and are on no medium; a start finds them with this read.
+    fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)
+    }
+
+    /// Writes all of `parts`, one after the other. When it returns the kernel holds the bytes.
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault>;
+
+    /// Takes `parts` as a write that the next sync makes, and makes durable. Reads see it at once,
+    /// but until that sync only this process holds it. So the write may not be acknowledged before
+    /// that sync is done, and that sync reports its errors. A disk may as well make it at once.
+    /// A range that waits like this is not written in another way before that sync.
+    ///
+    /// `spare`: so many bytes behind the write hold nothing yet, and the disk may fill them with
+    /// zeros on its way, so that a file system need not find space for the next small write. What
+    /// is written there in the meantime or later stays.
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        _spare: usize,
+    ) -> Result<(), IoFault> {
+        self.write_at(offset, parts)
+    }
+
+    /// Makes all writes that returned durable. Blocks; drivers use [`Disk::syncer`].
+    fn sync(&self) -> Result<(), IoFault>;
+
+    /// A handle that syncs from another thread.
+    fn syncer(&self) -> Syncer;
+
+    /// Starts writing the range out without waiting and without any promise.
+    fn write_out(&self, offset: u64, length: u64);
+
+    /// Forgets what is cached of the range and is on media already, so that the next read shows
+    /// the media. Nothing is promised.
+    fn forget_cached(&self, _offset: u64, _length: u64) {}
+
+    /// The range is not needed any more: gives its space back where the disk can. What it reads
+    /// as afterwards is not defined; failures are of no consequence.
+    fn discard(&self, offset: u64, length: u64);
+
+    /// Whether [`Disk::discard`] gives space back.
+    fn gives_back(&self) -> bool {
+        true
+    }
+
+    /// The first place from `offset` on that takes space of what is below; `None`: there is none,
+    /// or that is not known.
+    fn next_space(&self, _offset: u64) -> Option<u64> {
+        None
+    }
+
+    /// Takes the space for a range that is about to be written for the first time, where the disk
+    /// shares what is below it with others: `false` where less than `spare_bytes` would be left
+    /// for them, or it has no room at all. What was claimed can be written.
+    fn claim(&self, _offset: u64, _length: u64, _spare_bytes: u64) -> bool {
+        true
+    }
+
+    /// Whether a first write to a place costs more than later ones, because what is below notes it
+    /// down.
+    fn notes_space(&self) -> bool {
+        false
+    }
+
+    /// Begins to fill a range with zeros, on another thread. Nothing else is written there before
+    /// [`Disk::made_ready`] says that it is done, and one range is filled at a time. False: it
+    /// was not begun.
+    fn make_ready(&self, _offset: u64, _length: u64) -> bool {
+        false
+    }
+
+    /// How the last [`Disk::make_ready`] went; `None`: it goes on.
+    fn made_ready(&self) -> Option<bool> {
+        Some(false)
+    }
+
+    /// Bytes free below the disk, for it and others; `None`: all of its space is its own.
+    fn room_below(&self) -> Option<u64> {
+        None
+    }
+
+    /// Stays equal exactly as long as everything written is still there without a sync.
+    fn cookie(&self) -> BootCookie;
+}

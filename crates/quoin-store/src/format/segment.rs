@@ -1,0 +1,62 @@
+//! The first block of a segment, which names it. Recovery believes the metadata ring.
+
+use std::mem::offset_of;
+
+use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+use zerocopy::little_endian::{U32, U64, U128};
+use zerocopy::{Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::format::checkpoint::SegmentState;
+use crate::format::superblock::{FORMAT_VERSION, FeatureWords, Superblock};
+
+const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
+
+/// A segment's header on disk, followed by zeros up to the block's end.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | `QUOINSEG` |
+/// | 8 | 4 | format version |
+/// | 12 | 4 | unit |
+/// | 16 | 24 | feature words |
+/// | 40 | 16 | pool id |
+/// | 56 | 16 | family (the GUID of its first replica) |
+/// | 72 | 8 | sequence number: start counter · 2³² + n, so new at each reuse |
+/// | 80 | 4 | units |
+/// | 84 | 1 | stream: 0 log, 1 moved blocks, 2 map nodes |
+/// | 85 | 4 | CRC32C of what is before |
+#[derive(IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct OnDisk {
+    magic: [u8; 8],
+    version: U32,
+    unit: U32,
+    features: FeatureWords,
+    pool: U128,
+    family: U128,
+    sequence: U64,
+    units: U32,
+    stream: u8,
+    crc: U32,
+}
+const _: () = assert!(size_of::<OnDisk>() == 89);
+
+/// The header's block as it is written when the segment is opened.
+pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
+    let mut raw = OnDisk {
+        magic: SEGMENT_MAGIC,
+        version: FORMAT_VERSION.into(),
+        unit: state.unit.into(),
+        features: superblock.features.into(),
+        pool: superblock.pool.0.into(),
+        family: guid.0.into(),
+        sequence: state.sequence.into(),
+        units: state.units.into(),
+        stream: state.stream as u8,
+        crc: U32::ZERO,
+    };
+    raw.crc = quoin_types::crc32c(&raw.as_bytes()[..offset_of!(OnDisk, crc)]).into();
+    let mut out = vec![0; BLOCK_SIZE];
+    out[..size_of::<OnDisk>()].copy_from_slice(raw.as_bytes());
+    out
+}

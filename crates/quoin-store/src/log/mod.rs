@@ -1,0 +1,4 @@
+//! Entries above the folded map, and the state that they leave beside blocks.
+
+pub mod history;
+pub mod memtable;

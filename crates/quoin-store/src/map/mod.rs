@@ -1,0 +1,3 @@
+//! The map from LBA to block.
+
+pub mod tree;

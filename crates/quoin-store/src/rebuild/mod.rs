@@ -1,0 +1,3 @@
+//! Increments, sent and received.
+
+pub mod shadow;

@@ -1,0 +1,458 @@
+//! Space: which units are free, and a replica's segments.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io::IoSlice;
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::format::batch::{Stream, batch_blocks_max, guid_hash};
+use crate::format::checkpoint::SegmentState;
+use crate::format::record::Record;
+use crate::format::segment::segment_header;
+use crate::format::superblock::{LARGE_UNITS, Superblock};
+
+/// Volumes of at least this many blocks (16 GiB) take large segments.
+const LARGE_FROM_BLOCKS: u64 = 1 << 22;
+/// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
+const RESERVE_PERCENT: u32 = 7;
+
+/// Divisor: entries that other replicas hold already may take this part of the reserve, and at
+/// least `OWED_UNITS_MIN` units.
+const OWED_PART: u32 = 4;
+const OWED_UNITS_MIN: u32 = 2;
+
+/// Divisor: this part of a pool may stay warm while free, but no more than what is in use. A warm
+/// unit keeps its space in the file system, and its cache: writing there again costs a copy. Space
+/// that was given back costs finding it, clearing it and noting it down each time.
+const WARM_PART: u32 = 4;
+
+/// Units reserved for the cleaner when the backing file system is full.
+const WARM_RESERVE_UNITS: u32 = 6;
+
+/// Warm units among which a large segment is looked for.
+const WARM_LOOKED_AT: usize = 1024;
+
+/// Free units. Small segments fill groups of eight before they break up another one.
+pub struct Allocator {
+    free: Vec<bool>,
+    /// Free units whose space was not given back since they were used.
+    warm: BTreeSet<u32>,
+    /// Free units of each aligned group of eight.
+    group_free: Vec<u8>,
+    partial: BTreeSet<u32>,
+    whole: BTreeSet<u32>,
+    free_units: u32,
+    pub reserve_units: u32,
+    /// The file system below has little room: only what is warm has its space for sure.
+    pub short_below: bool,
+    /// The file system below has no room for clients: they get only warm units.
+    pub full_below: bool,
+}
+
+impl Allocator {
+    pub fn new(units: u32) -> Self {
+        let groups = units.div_ceil(LARGE_UNITS);
+        let mut allocator = Allocator {
+            free: vec![false; units as usize],
+            warm: BTreeSet::new(),
+            group_free: vec![0; groups as usize],
+            partial: BTreeSet::new(),
+            whole: BTreeSet::new(),
+            free_units: 0,
+            reserve_units: (units * RESERVE_PERCENT / 100).max(6).min(units / 3),
+            short_below: false,
+            full_below: false,
+        };
+        for unit in 0..units {
+            allocator.give(unit, 1);
+        }
+        allocator
+    }
+
+    pub fn units(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    pub fn free_units(&self) -> u32 {
+        self.free_units
+    }
+
+    /// Free units that clients may use.
+    pub fn free_for_clients(&self) -> u32 {
+        let free = self.free_units.saturating_sub(self.reserve_units);
+        if self.short_below { free.min(self.sure_units()) } else { free }
+    }
+
+    /// Whether trims may take of the reserve: they are the way out of a full pool, but clean-up
+    /// needs room to follow them.
+    pub fn takes_trims(&self) -> bool {
+        self.free_units > self.reserve_units / 2
+    }
+
+    /// Whether entries that other replicas hold may: a quarter of it, and what is left has room
+    /// for trims still. What recovery brings is stable soon after, and is folded then.
+    pub fn takes_owed(&self) -> bool {
+        let part = (self.reserve_units / OWED_PART).max(OWED_UNITS_MIN);
+        let floor = self.reserve_units.saturating_sub(part).max(self.reserve_units / 2 + 1);
+        self.free_units > floor && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
+    }
+
+    /// Warm ones that clients may use.
+    pub fn sure_units(&self) -> u32 {
+        (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
+    }
+
+    /// Whether clients get nothing any more. A pool says that it is short of room before, so that
+    /// what is on its way still finds some.
+    fn reserve_only(&self) -> bool {
+        self.free_units <= self.reserve_units || (self.full_below && self.sure_units() == 0)
+    }
+
+    /// Allocates a unit whose space was not given back.
+    pub fn allocate_warm(&mut self) -> Option<u32> {
+        let unit = *self.warm.first()?;
+        self.take(unit, 1).then_some(unit)
+    }
+
+    /// Allocates the units of a segment, all of whose space was not given back.
+    pub fn allocate_warm_segment(&mut self, large: bool) -> Option<(u32, u32)> {
+        if !large {
+            return self.allocate_warm().map(|unit| (unit, 1));
+        }
+        let whole = |first: &u32| {
+            first.is_multiple_of(LARGE_UNITS)
+                && (*first..first + LARGE_UNITS).all(|unit| self.warm.contains(&unit))
+        };
+        let first = self.warm.iter().copied().take(WARM_LOOKED_AT).find(whole)?;
+        self.take(first, LARGE_UNITS).then_some((first, LARGE_UNITS))
+    }
+
+    /// Free units whose space was not given back.
+    pub fn warm_units(&self) -> u32 {
+        self.warm.len() as u32
+    }
+
+    fn recount(&mut self, group: u32) {
+        self.partial.remove(&group);
+        self.whole.remove(&group);
+        match u32::from(self.group_free[group as usize]) {
+            0 => {}
+            LARGE_UNITS => drop(self.whole.insert(group)),
+            _ => drop(self.partial.insert(group)),
+        }
+    }
+
+    /// Marks units as used; false if one of them was used already.
+    pub fn take(&mut self, unit: u32, units: u32) -> bool {
+        let range = unit as usize..unit.saturating_add(units) as usize;
+        if units == 0 || !self.free.get(range.clone()).is_some_and(|f| f.iter().all(|f| *f)) {
+            return false;
+        }
+        self.free[range].fill(false);
+        for unit in unit..unit + units {
+            self.warm.remove(&unit);
+            self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
+            self.recount(unit / LARGE_UNITS);
+        }
+        self.free_units -= units;
+        true
+    }
+
+    pub fn give(&mut self, unit: u32, units: u32) {
+        for unit in unit..unit + units {
+            debug_assert!(!self.free[unit as usize]);
+            self.free[unit as usize] = true;
+            self.group_free[(unit / LARGE_UNITS) as usize] += 1;
+            self.recount(unit / LARGE_UNITS);
+        }
+        self.free_units += units;
+    }
+
+    /// Takes back what was written to, which makes it warm.
+    pub fn give_warm(&mut self, unit: u32, units: u32) {
+        self.give(unit, units);
+        self.warm.extend(unit..unit + units);
+    }
+
+    /// The last unit of more than may stay warm: its space is to be given back. The first ones are
+    /// used again first, so these stay warm for good while as much is in use.
+    pub fn cool_one(&mut self) -> Option<u32> {
+        if self.is_too_warm() { self.warm.pop_last() } else { None }
+    }
+
+    /// Whether more is warm than may stay so.
+    pub fn is_too_warm(&self) -> bool {
+        let in_use = self.units() - self.free_units;
+        self.warm.len() > in_use.min(self.units() / WARM_PART) as usize
+    }
+
+    /// Whether a unit is free and was not used since the start, as far as is known.
+    pub fn is_cold(&self, unit: u32) -> bool {
+        self.free.get(unit as usize).is_some_and(|free| *free) && !self.warm.contains(&unit)
+    }
+
+    /// First unit, units, and whether all of them are warm.
+    pub fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
+        let found = match large.then(|| self.whole.first().copied()).flatten() {
+            Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
+            None => {
+                let group = *self.partial.first().or(self.whole.first())?;
+                let start = group * LARGE_UNITS;
+                let end = (start + LARGE_UNITS).min(self.units());
+                ((start..end).find(|u| self.free[*u as usize])?, 1)
+            }
+        };
+        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(&unit));
+        self.take(found.0, found.1);
+        Some((found.0, found.1, is_warm))
+    }
+}
+
+/// A segment in use.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment {
+    pub state: SegmentState,
+    /// End of the chain of its batches, for streams that are chained within a segment.
+    pub next_index: u64,
+    pub previous: u64,
+    /// Clients may write here only while more than the reserve is free.
+    pub from_reserve: bool,
+    /// Blocks from its start that the file system has given space for, as far as is known.
+    pub ready_blocks: u32,
+}
+
+/// How much of a log is made ready at once for small writes with a sync. Each of them would have
+/// its file system note down a piece of new space, which costs more syncs than the write's own.
+const READY_BLOCKS: u32 = 64;
+
+/// A replica's segments (of it and, later, of its clones).
+pub struct Family {
+    pub guid: ReplicaGuid,
+    pub guid_hash: u64,
+    pub large: bool,
+    /// By first unit.
+    pub segments: BTreeMap<u32, Segment>,
+    pub open: [Option<u32>; 3],
+    /// Appends to the log wait for the next sync anyway (durability `media`).
+    pub log_waits: bool,
+    /// Segments of the log, oldest first, by sequence number and unit; may name some that are
+    /// gone.
+    pub log_order: VecDeque<(u64, u32)>,
+    /// Grows with everything that may make another segment worth emptying.
+    pub changes: u64,
+}
+
+impl Segment {
+    /// How many blocks behind the next `blocks` are to be made ready with them, which counts them
+    /// as such: none behind large writes, whose own space is worth a note.
+    pub fn make_ready(&mut self, superblock: &Superblock, blocks: u32) -> u32 {
+        let end = self.state.used_blocks + blocks;
+        if blocks >= READY_BLOCKS / 4 || end <= self.ready_blocks {
+            return 0;
+        }
+        let whole = self.state.units * superblock.unit_blocks;
+        self.ready_blocks = end.next_multiple_of(READY_BLOCKS).min(whole);
+        self.ready_blocks - end
+    }
+
+    /// Its first block, as it was written when the segment was opened.
+    pub fn header(&self, superblock: &Superblock, guid: ReplicaGuid) -> Vec<u8> {
+        segment_header(superblock, guid, &self.state)
+    }
+}
+
+impl Family {
+    pub fn new(guid: ReplicaGuid, volume_blocks: u64) -> Self {
+        Family {
+            guid,
+            guid_hash: guid_hash(guid),
+            large: volume_blocks >= LARGE_FROM_BLOCKS,
+            segments: BTreeMap::new(),
+            open: [None; 3],
+            log_waits: false,
+            log_order: VecDeque::new(),
+            changes: 0,
+        }
+    }
+
+    pub fn segment_of(&mut self, superblock: &Superblock, block: u64) -> Option<&mut Segment> {
+        let unit = superblock.unit_of(block)?;
+        let (_, segment) = self.segments.range_mut(..=unit).next_back()?;
+        (unit < segment.state.unit + segment.state.units).then_some(segment)
+    }
+
+    pub fn open_segment(&self, stream: Stream) -> Option<&Segment> {
+        self.segments.get(&self.open[stream as usize]?)
+    }
+
+    /// Blocks left in the open segment of a stream.
+    pub fn room(&self, superblock: &Superblock, stream: Stream) -> u32 {
+        self.open_segment(stream)
+            .map_or(0, |s| s.state.units * superblock.unit_blocks - s.state.used_blocks)
+    }
+
+    /// The open segment of a stream with room for `blocks`, opening one where needed.
+    pub fn segment_for<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        stream: Stream,
+        blocks: u32,
+        from_reserve: bool,
+    ) -> Result<&mut Segment, StoreError> {
+        let unit_blocks = core.superblock.unit_blocks;
+        if blocks > batch_blocks_max(unit_blocks) {
+            return Err(StoreError::Rule("a batch larger than a segment of this pool"));
+        }
+        let reserve_only =
+            core.allocator.reserve_only() && !quoin_types::mutant::is("reserve-given-to-clients");
+        if let Some(open) = self.open_segment(stream)
+            && open.state.units * unit_blocks - open.state.used_blocks >= blocks
+        {
+            if open.from_reserve && reserve_only && !from_reserve {
+                return Err(StoreError::Full);
+            }
+            let unit = open.state.unit;
+            return Ok(self.segments.get_mut(&unit).expect("an open segment is listed"));
+        }
+        if reserve_only && !from_reserve {
+            return Err(StoreError::Full);
+        }
+        let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
+        let waits = self.log_waits && stream == Stream::Log;
+        core.take_ready();
+        let warm_first = waits && core.disk.notes_space();
+        let allocated = core.allocate(large, from_reserve, warm_first);
+        let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
+        core.sequence += 1;
+        let state = SegmentState {
+            unit,
+            units,
+            stream,
+            sequence: core.sequence,
+            used_blocks: 1,
+            live_bytes: 0,
+            last_lsn: 0,
+            last_index: 0,
+        };
+        let header = segment_header(&core.superblock, self.guid, &state);
+        let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+        let parts = [IoSlice::new(&header)];
+        let mut written = match waits {
+            true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
+            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
+        };
+        if written.is_ok() && stream == Stream::Log {
+            written = core.record(Record::LogSegment(self.guid, state));
+        }
+        if let Err(error) = written {
+            core.allocator.give(unit, units);
+            return Err(error);
+        }
+        let from_reserve = reserve_only;
+        let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
+        let segment = Segment { state, next_index: 0, previous: 0, from_reserve, ready_blocks };
+        self.open[stream as usize] = Some(unit);
+        self.changes += 1;
+        if stream == Stream::Log {
+            self.log_order.push_back((state.sequence, unit));
+        }
+        if waits {
+            core.ready_next(large);
+        }
+        Ok(self.segments.entry(unit).or_insert(segment))
+    }
+
+    pub fn add_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
+        if let Some(segment) = self.segment_of(superblock, block) {
+            segment.state.live_bytes += bytes;
+        }
+    }
+
+    /// The log's segments that hold batches from `index` on, newest first.
+    pub fn log_from(&self, index: u64) -> impl Iterator<Item = &Segment> {
+        self.log_order
+            .iter()
+            .rev()
+            .filter_map(|(sequence, unit)| {
+                self.segments.get(unit).filter(|s| s.state.sequence == *sequence)
+            })
+            // An open one may hold nothing yet.
+            .take_while(move |s| {
+                s.state.last_index >= index || self.open.contains(&Some(s.state.unit))
+            })
+    }
+
+    /// Forgets the order of log segments before the batch `index`.
+    pub fn forget_log_before(&mut self, index: u64) {
+        let oldest = self.log_from(index).last().map_or(u64::MAX, |s| s.state.sequence);
+        self.log_order.retain(|(sequence, _)| *sequence >= oldest);
+        self.changes += 1;
+    }
+
+    /// The segment that this was in, by its first unit.
+    pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) -> Option<u32> {
+        self.changes += 1;
+        let segment = self.segment_of(superblock, block)?;
+        segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
+        Some(segment.state.unit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_segments_fill_broken_groups_and_large_ones_take_whole_groups() {
+        let mut allocator = Allocator::new(36);
+        assert_eq!(allocator.allocate(true), Some((0, 8, false)));
+        // The last group has four units only: it is used for small ones first.
+        assert_eq!(allocator.allocate(false), Some((32, 1, false)));
+        assert_eq!(allocator.allocate(true), Some((8, 8, false)));
+        allocator.give(8, 8);
+        assert_eq!(allocator.free_units(), 27);
+        assert!(!allocator.take(0, 1) && !allocator.take(35, 2) && allocator.take(35, 1));
+        let mut all = 0;
+        while allocator.allocate(false).is_some() {
+            all += 1;
+        }
+        assert_eq!((all, allocator.free_units()), (26, 0));
+    }
+
+    #[test]
+    fn few_free_units_stay_warm_and_those_used_again_last_are_given_back() {
+        let mut allocator = Allocator::new(16);
+        assert_eq!(allocator.cool_one(), None, "what was never used has no space to give back");
+        assert!(allocator.take(0, 12));
+        allocator.give_warm(3, 2);
+        allocator.give_warm(0, 3);
+        assert!(allocator.take(4, 1), "which is not warm any more");
+        assert_eq!(allocator.cool_one(), None);
+        allocator.give_warm(4, 2);
+        assert_eq!([allocator.cool_one(), allocator.cool_one()], [Some(5), Some(4)]);
+        assert_eq!(allocator.cool_one(), None);
+        allocator.give_warm(6, 6);
+        assert_eq!(allocator.allocate(false), Some((0, 1, true)));
+        allocator.give_warm(0, 1);
+        let cooled = std::iter::from_fn(|| allocator.cool_one()).count();
+        assert_eq!((cooled, allocator.free_units()), (10, 16), "nothing is in use any more");
+    }
+
+    #[test]
+    fn a_warm_segment_has_all_its_units_used_before_and_none_is_made_up() {
+        let mut allocator = Allocator::new(40);
+        assert_eq!(allocator.allocate_warm_segment(false), None);
+        for unit in 3..20 {
+            assert!(allocator.take(unit, 1));
+            allocator.give_warm(unit, 1);
+        }
+        assert_eq!(allocator.warm_units(), 17);
+        assert_eq!(allocator.allocate_warm_segment(true), Some((8, 8)));
+        assert_eq!(allocator.allocate_warm_segment(true), None, "the other groups are part cold");
+        assert_eq!(allocator.allocate_warm_segment(false), Some((3, 1)));
+        assert_eq!((allocator.warm_units(), allocator.free_units()), (8, 31));
+    }
+}
