@@ -16,6 +16,7 @@ use crate::disk::Disk;
 use crate::freed::Freed;
 use crate::layout::{KEEPS_SPACE, Superblock};
 use crate::mark::Mark;
+use crate::memtable_tree::Memtable;
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
 use crate::recount::Recount;
@@ -77,6 +78,8 @@ impl BadBlock {
 const SPARE_BELOW_BYTES: u64 = 128 << 20;
 /// Claimed of each half of the metadata ring and its mirror at an open.
 const RING_CLAIM_BYTES: u64 = 8 << 20;
+/// Memory of a fold's memtable that is kept for the next one, at most.
+const MEMTABLE_KEPT_BYTES: usize = 16 << 20;
 
 pub struct Core<D> {
     pub disk: D,
@@ -101,6 +104,8 @@ pub struct Core<D> {
     /// Kept from call to call, so that IO allocates little.
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
+    /// An empty memtable that the last fold is done with.
+    pub memtable: Memtable,
 }
 
 impl<D: Disk> Core<D> {
@@ -286,6 +291,15 @@ impl<D: Disk> Core<D> {
         self.disk.forget_cached(start, end - start);
         let bytes = read_node(self, node)?;
         Ok(bytes.and_then(|b| Node::decode_checked(level, node, &b)).is_some())
+    }
+
+    /// Takes the memtable of a fold that is done, for the next one: so folds allocate nothing.
+    pub fn keep_memtable(&mut self, mut memtable: Memtable) {
+        memtable.clear();
+        let bytes = memtable.bytes();
+        if bytes <= MEMTABLE_KEPT_BYTES && bytes > self.memtable.bytes() {
+            self.memtable = memtable;
+        }
     }
 
     /// Forgets what is cached of the blocks that were found, so that the next read is the media's.

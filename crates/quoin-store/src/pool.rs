@@ -20,6 +20,7 @@ use crate::error::PoolError;
 use crate::freed::Freed;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::mark::Mark;
+use crate::memtable_tree::Memtable;
 use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
 use crate::replica::{Replica, payload};
@@ -137,6 +138,7 @@ impl<D: Disk> Pool<D> {
             readying: None,
             header: Vec::new(),
             found: Vec::new(),
+            memtable: Memtable::default(),
         };
         core.claim_ring();
         let (mut replicas, mut wiped) = (BTreeMap::new(), Vec::new());

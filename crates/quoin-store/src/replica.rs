@@ -12,9 +12,11 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
+use crate::frozen::FrozenViews;
 use crate::history::Head;
 use crate::maintenance::{Maintenance, Quarantine};
-use crate::memtable::{Log, Memtable};
+use crate::memtable::Log;
+use crate::memtable_tree::Memtable;
 use crate::model::push_slot;
 use crate::read_buffer::ReadBuffer;
 use crate::records::{LogStart, Record, SnapshotState};
@@ -113,8 +115,7 @@ pub struct Replica {
     pub stable: Lsn,
     pub log: Log,
     pub upper: Upper,
-    /// A snapshot above the folded map that was read lately: its LSN, the fold it stands on.
-    pub frozen: Option<(Lsn, Lsn, Upper)>,
+    pub frozen: FrozenViews,
     pub synced: Synced,
     pub family: Family,
     pub nodes: NodeBatch,
@@ -142,7 +143,7 @@ impl Replica {
             stable: Lsn::ZERO,
             log: Log::after(Lsn::ZERO),
             upper: Upper::default(),
-            frozen: None,
+            frozen: FrozenViews::default(),
             synced: Synced::default(),
             nodes: NodeBatch::default(),
             end: LogEnd::default(),
@@ -350,7 +351,7 @@ impl Replica {
             }
         }
         self.log.cut_after(keep.0);
-        self.frozen = None;
+        self.frozen.clear();
         self.synced.cut(keep);
         self.replay_head();
         self.upper = self.upper_at(keep);
@@ -420,26 +421,12 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 let info = *self.snapshots.iter().find(|s| s.id == id)?;
                 let folded = self.folded.head.position.lsn;
-                if info.lsn > folded {
-                    match &mut self.frozen {
-                        Some((l, f, upper)) if (*l, *f) == (info.lsn, folded) => {
-                            if !upper.reverted {
-                                upper.lower = self.folded.root;
-                            }
-                        }
-                        _ => self.frozen = Some((info.lsn, folded, self.upper_at(info.lsn))),
-                    }
+                if info.lsn > folded && !self.frozen.renew(info.lsn, folded, self.folded.root) {
+                    self.frozen.keep(info.lsn, folded, self.upper_at(info.lsn));
                 }
                 Some(info.blocks)
             }
         }
-    }
-
-    /// Drops the frozen view after the folded map was written anew: its users go on with a new one
-    /// once it is next resolved. Making it reads all of the log, which a rebuild beside writers and
-    /// clean-up would pay for with each request.
-    pub fn renew_frozen(&mut self) {
-        self.frozen.take_if(|(.., upper)| upper.reverted);
     }
 
     /// Fills `core.found` with what a view (resolved before) says of a range.
@@ -478,7 +465,7 @@ impl Replica {
         let upper = match view {
             Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
             Source::Live => &*upper,
-            Source::Frozen => &frozen.as_ref().ok_or(StoreError::Rule("no such view"))?.2,
+            Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };
         let (end, mut at) = (lba + found.len() as u64, lba);
         for (from, to, lsn) in upper.memtable.range(lba, end) {
@@ -513,7 +500,7 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 match self.folded.snapshots.iter().find(|s| s.info.id == id) {
                     Some(folded) => Source::Root(folded.root),
-                    None => Source::Frozen,
+                    None => Source::Frozen(self.snapshots.iter().find(|s| s.id == id)?.lsn),
                 }
             }
         })
@@ -642,8 +629,8 @@ impl Replica {
 #[derive(Clone, Copy)]
 pub enum Source {
     Live,
-    /// The snapshot in [`Replica::frozen`].
-    Frozen,
+    /// The snapshot of this LSN in [`Replica::frozen`].
+    Frozen(Lsn),
     Root(Root),
 }
 
