@@ -312,7 +312,7 @@ impl Replica {
     ) -> Result<(), StoreError> {
         // A frozen view may be new since the job began, with a root that is about to go.
         self.frozen.drop_reverted();
-        let mut memo = Memo::new();
+        let mut memo = Memo::default();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let mut new = Vec::with_capacity(old.len());
         let mut io = self.io(core);

@@ -23,6 +23,7 @@ mod memtable;
 mod memtable_tree;
 mod moved;
 mod node;
+mod node_cache;
 mod pool;
 mod read_buffer;
 mod ready;

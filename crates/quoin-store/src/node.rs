@@ -5,6 +5,8 @@
 //! spans the child's whole range; a child's slot carries place, length, checksum and newest
 //! version, so that a walk for "changed since" skips what is older.
 
+use std::sync::Arc;
+
 use quoin_types::crc32c;
 
 use crate::tree::{BlockAt, LOST_PLACE};
@@ -106,6 +108,7 @@ impl Node {
         match self {
             Node::Leaf(leaf) => encode_leaf(leaf, out),
             Node::Interior(children) => {
+                out.reserve(1 + FANOUT * 26);
                 out.push(INTERIOR);
                 for (i, child) in children.iter().enumerate() {
                     match child {
@@ -128,8 +131,10 @@ impl Node {
     pub fn decode(level: u8, bytes: &[u8]) -> Option<Node> {
         let (kind, rest) = bytes.split_first()?;
         match (level, *kind) {
-            (0, DENSE) => decode_dense(rest),
-            (0, RUNS) => decode_runs(rest),
+            (0, _) => {
+                let mut leaf = Leaf::hole(0);
+                leaf.decode(bytes).then_some(Node::Leaf(leaf))
+            }
             (1.., INTERIOR) => decode_interior(rest),
             _ => None,
         }
@@ -138,6 +143,30 @@ impl Node {
     /// Decodes what was read at `node`, if it is what the parent says it must be.
     pub fn decode_checked(level: u8, node: &NodeRef, bytes: &[u8]) -> Option<Node> {
         (crc32c(bytes) == node.crc).then(|| Node::decode(level, bytes)).flatten()
+    }
+
+    /// Decodes like [`Node::decode_checked`], where it can into a leaf that nothing refers to.
+    pub fn decode_shared(
+        level: u8,
+        node: &NodeRef,
+        bytes: &[u8],
+        spare: Option<Arc<Node>>,
+    ) -> Option<Arc<Node>> {
+        let Some(mut spare) = spare.filter(|_| level == 0) else {
+            return Node::decode_checked(level, node, bytes).map(Arc::new);
+        };
+        if crc32c(bytes) != node.crc {
+            return None;
+        }
+        Node::leaf_mut(&mut spare)?.decode(bytes).then_some(spare)
+    }
+
+    /// A leaf that nothing else refers to, to be changed.
+    pub fn leaf_mut(node: &mut Arc<Node>) -> Option<&mut Leaf> {
+        match Arc::get_mut(node)? {
+            Node::Leaf(leaf) => Some(leaf),
+            Node::Interior(_) => None,
+        }
     }
 }
 
@@ -149,31 +178,60 @@ pub fn encode_ref(node: &NodeRef, out: &mut Vec<u8>) {
 }
 
 fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
-    let start = out.len();
+    // The shorter encoding is known before anything is written.
+    let mut starts = [0u64; LEAF_BLOCKS / 64];
+    let mut length = 1;
+    for (i, block) in leaf.blocks.iter().enumerate() {
+        let is_data = block.place != 0;
+        if i == 0 || !leaf.continues(i) {
+            starts[i / 64] |= 1 << (i % 64);
+            length += if is_data { 18 } else { 10 };
+        }
+        length += if is_data { 4 } else { 0 };
+    }
+    if length > 1 + LEAF_BLOCKS * 20 {
+        out.reserve(1 + LEAF_BLOCKS * 20);
+        out.push(DENSE);
+        for block in &leaf.blocks {
+            let mut row = [0; 20];
+            row[..8].copy_from_slice(&block.version.to_le_bytes());
+            row[8..16].copy_from_slice(&block.place.to_le_bytes());
+            row[16..].copy_from_slice(&block.crc.to_le_bytes());
+            out.extend_from_slice(&row);
+        }
+        return;
+    }
+    out.reserve(length);
     out.push(RUNS);
     let mut at = 0;
     while at < LEAF_BLOCKS {
-        let length = 1 + (at + 1..LEAF_BLOCKS).take_while(|i| leaf.continues(*i)).count();
+        let end = next_start(&starts, at + 1);
         let BlockAt { version, place, .. } = leaf.blocks[at];
-        out.extend_from_slice(&[(length - 1) as u8, u8::from(place != 0)]);
-        out.extend_from_slice(&version.to_le_bytes());
+        let mut head = [0; 18];
+        (head[0], head[1]) = ((end - at - 1) as u8, u8::from(place != 0));
+        head[2..10].copy_from_slice(&version.to_le_bytes());
+        head[10..].copy_from_slice(&place.to_le_bytes());
+        out.extend_from_slice(if place == 0 { &head[..10] } else { &head });
         if place != 0 {
-            out.extend_from_slice(&place.to_le_bytes());
-            for block in &leaf.blocks[at..at + length] {
+            for block in &leaf.blocks[at..end] {
                 out.extend_from_slice(&block.crc.to_le_bytes());
             }
         }
-        at += length;
+        at = end;
     }
-    if out.len() - start > 1 + LEAF_BLOCKS * 20 {
-        out.truncate(start);
-        out.push(DENSE);
-        for block in &leaf.blocks {
-            out.extend_from_slice(&block.version.to_le_bytes());
-            out.extend_from_slice(&block.place.to_le_bytes());
-            out.extend_from_slice(&block.crc.to_le_bytes());
-        }
+}
+
+/// The first bit from `at` on that is set, or the leaf's end.
+fn next_start(starts: &[u64; LEAF_BLOCKS / 64], at: usize) -> usize {
+    let mut word = at / 64;
+    let Some(first) = starts.get(word) else { return LEAF_BLOCKS };
+    let mut bits = first & (u64::MAX << (at % 64));
+    while bits == 0 {
+        word += 1;
+        let Some(next) = starts.get(word) else { return LEAF_BLOCKS };
+        bits = *next;
     }
+    word * 64 + bits.trailing_zeros() as usize
 }
 
 struct Cursor<'a>(&'a [u8]);
@@ -195,37 +253,49 @@ impl Cursor<'_> {
     }
 }
 
-fn decode_dense(bytes: &[u8]) -> Option<Node> {
-    let mut cursor = Cursor(bytes);
-    let mut leaf = Leaf::hole(0);
-    for i in 0..LEAF_BLOCKS {
-        leaf.blocks[i].version = cursor.u64()?;
-        leaf.blocks[i].place = cursor.u64()?;
-        leaf.blocks[i].crc = cursor.u32()?;
+impl Leaf {
+    /// Takes over what is encoded; false: it is no leaf, and this one is of no meaning.
+    fn decode(&mut self, bytes: &[u8]) -> bool {
+        let decoded = match bytes.split_first() {
+            Some((&DENSE, rest)) => self.decode_dense(rest),
+            Some((&RUNS, rest)) => self.decode_runs(rest),
+            _ => None,
+        };
+        decoded.is_some()
     }
-    cursor.0.is_empty().then_some(Node::Leaf(leaf))
-}
 
-fn decode_runs(bytes: &[u8]) -> Option<Node> {
-    let mut cursor = Cursor(bytes);
-    let mut leaf = Leaf::hole(0);
-    let mut at = 0;
-    while at < LEAF_BLOCKS {
-        let length = usize::from(cursor.u8()?) + 1;
-        let is_data = cursor.u8()? == 1;
-        let version = cursor.u64()?;
-        let run = leaf.blocks.get_mut(at..at + length)?;
-        run.fill(BlockAt { version, place: 0, crc: 0 });
-        if is_data {
-            let place = cursor.u64()?;
-            for (offset, block) in run.iter_mut().enumerate() {
-                block.place = place.checked_add(offset as u64)?;
-                block.crc = cursor.u32()?;
-            }
+    fn decode_dense(&mut self, bytes: &[u8]) -> Option<()> {
+        let (rows, rest) = bytes.as_chunks::<20>();
+        if rows.len() != LEAF_BLOCKS || !rest.is_empty() {
+            return None;
         }
-        at += length;
+        for (block, row) in self.blocks.iter_mut().zip(rows) {
+            let mut cursor = Cursor(row);
+            *block = BlockAt { version: cursor.u64()?, place: cursor.u64()?, crc: cursor.u32()? };
+        }
+        Some(())
     }
-    cursor.0.is_empty().then_some(Node::Leaf(leaf))
+
+    fn decode_runs(&mut self, bytes: &[u8]) -> Option<()> {
+        let mut cursor = Cursor(bytes);
+        let mut at = 0;
+        while at < LEAF_BLOCKS {
+            let length = usize::from(cursor.u8()?) + 1;
+            let is_data = cursor.u8()? == 1;
+            let version = cursor.u64()?;
+            let run = self.blocks.get_mut(at..at + length)?;
+            run.fill(BlockAt { version, place: 0, crc: 0 });
+            if is_data {
+                let place = cursor.u64()?;
+                for (offset, block) in run.iter_mut().enumerate() {
+                    block.place = place.checked_add(offset as u64)?;
+                    block.crc = cursor.u32()?;
+                }
+            }
+            at += length;
+        }
+        cursor.0.is_empty().then_some(())
+    }
 }
 
 fn decode_interior(bytes: &[u8]) -> Option<Node> {

@@ -14,13 +14,14 @@ use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 use crate::api::{Due, ReplicaPool, Tickets};
 use crate::background::Victim;
 use crate::contents::Content;
-use crate::core::{BadBlock, Cache, Core, PoolOptions};
+use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::freed::Freed;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::mark::Mark;
 use crate::memtable_tree::Memtable;
+use crate::node_cache::Cache;
 use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
 use crate::replica::{Replica, payload};
@@ -138,6 +139,7 @@ impl<D: Disk> Pool<D> {
             readying: None,
             header: Vec::new(),
             found: Vec::new(),
+            node: Vec::new(),
             memtable: Memtable::default(),
         };
         core.claim_ring();
