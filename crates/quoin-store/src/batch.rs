@@ -88,14 +88,16 @@ impl<'a> HeaderWriter<'a> {
     }
 
     pub fn entry(&mut self, entry: &BatchEntry<'_>, crcs: impl Iterator<Item = u32>) {
+        let mut head = [0; ENTRY_LENGTH];
+        head[..8].copy_from_slice(&entry.epoch.to_le_bytes());
+        head[8..16].copy_from_slice(&entry.lsn.to_le_bytes());
+        head[16..24].copy_from_slice(&entry.lba.to_le_bytes());
+        head[24..28].copy_from_slice(&entry.blocks.to_le_bytes());
+        (head[28], head[29]) = (entry.kind, entry.flags);
+        head[30..32].copy_from_slice(&(entry.payload.len() as u16).to_le_bytes());
+        head[32..].copy_from_slice(&entry.chain.to_le_bytes());
         let out = &mut *self.out;
-        out.extend_from_slice(&entry.epoch.to_le_bytes());
-        out.extend_from_slice(&entry.lsn.to_le_bytes());
-        out.extend_from_slice(&entry.lba.to_le_bytes());
-        out.extend_from_slice(&entry.blocks.to_le_bytes());
-        out.extend_from_slice(&[entry.kind, entry.flags]);
-        out.extend_from_slice(&(entry.payload.len() as u16).to_le_bytes());
-        out.extend_from_slice(&entry.chain.to_le_bytes());
+        out.extend_from_slice(&head);
         for crc in crcs {
             out.extend_from_slice(&crc.to_le_bytes());
         }

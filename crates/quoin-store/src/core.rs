@@ -104,6 +104,7 @@ pub struct Core<D> {
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
     pub node: Vec<u8>,
+    pub parts: Vec<IoSlice<'static>>,
     /// An empty memtable that the last fold is done with.
     pub memtable: Memtable,
 }

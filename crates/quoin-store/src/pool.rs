@@ -140,6 +140,7 @@ impl<D: Disk> Pool<D> {
             header: Vec::new(),
             found: Vec::new(),
             node: Vec::new(),
+            parts: Vec::new(),
             memtable: Memtable::default(),
         };
         core.claim_ring();

@@ -270,17 +270,19 @@ impl Replica {
             key: 0,
         });
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-        let mut parts = Vec::with_capacity(entries.len() + 1);
+        let mut parts = reused(std::mem::take(&mut core.parts));
         parts.push(IoSlice::new(&core.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
-        match waits {
+        let written = match waits {
             true => {
                 let spare = segment.make_ready(&core.superblock, total) as usize * BLOCK_SIZE;
-                core.disk.write_with_sync(offset, &parts, spare).map_err(StoreError::Io)?;
+                core.disk.write_with_sync(offset, &parts, spare)
             }
-            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io)?,
-        }
+            false => core.disk.write_at(offset, &parts),
+        };
+        core.parts = reused(parts);
+        written.map_err(StoreError::Io)?;
 
         let last = entries.last().map_or(0, |e| e.lsn.0);
         segment.state.used_blocks += total;
@@ -639,6 +641,13 @@ pub fn payload(entry: &quoin_types::Entry) -> Bytes {
         EntryKind::Write | EntryKind::Trim => Bytes::new(),
         _ => entry.kind.encode_payload(),
     }
+}
+
+/// The same vector, empty, for slices that live shorter or longer: its memory is used again.
+fn reused<'a>(mut parts: Vec<IoSlice<'_>>) -> Vec<IoSlice<'a>> {
+    parts.clear();
+    // Nothing is left to convert, so the collection takes the vector over as it is.
+    parts.into_iter().map(|_| IoSlice::new(&[])).collect()
 }
 
 /// How many entries fit into a batch of `room` blocks, and the blocks they take.
