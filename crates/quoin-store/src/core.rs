@@ -1,23 +1,21 @@
 //! Parts that all replicas of a pool share: disk, free space, metadata ring, node cache,
 //! tickets.
 
-use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::sync::Arc;
 
 use bytes::BytesMut;
 use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
-use quoin_types::key_map::KeyMap;
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 use crate::background::recount::Recount;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
-use crate::format::node::{
-    BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NODE_LENGTH_MAX, Node, NodeRef,
-};
+use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
 use crate::format::superblock::{KEEPS_SPACE, Superblock};
+use crate::log::memtable_tree::Memtable;
+use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
 use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
@@ -80,6 +78,8 @@ impl BadBlock {
 const SPARE_BELOW_BYTES: u64 = 128 << 20;
 /// Claimed of each half of the metadata ring and its mirror at an open.
 const RING_CLAIM_BYTES: u64 = 8 << 20;
+/// Memory of a fold's memtable that is kept for the next one, at most.
+const MEMTABLE_KEPT_BYTES: usize = 16 << 20;
 
 pub struct Core<D> {
     pub disk: D,
@@ -104,6 +104,10 @@ pub struct Core<D> {
     /// Kept from call to call, so that IO allocates little.
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
+    pub node: Vec<u8>,
+    pub parts: Vec<IoSlice<'static>>,
+    /// An empty memtable that the last fold is done with.
+    pub memtable: Memtable,
 }
 
 impl<D: Disk> Core<D> {
@@ -287,8 +291,18 @@ impl<D: Disk> Core<D> {
         let start = node.place / block * block;
         let end = node.place.saturating_add(node.length.into()).next_multiple_of(block);
         self.disk.forget_cached(start, end - start);
-        let bytes = read_node(self, node)?;
-        Ok(bytes.and_then(|b| Node::decode_checked(level, node, &b)).is_some())
+        let mut buffer = Vec::new();
+        let bytes = read_node(self, node, &mut buffer)?;
+        Ok(bytes.and_then(|b| Node::decode_checked(level, node, b)).is_some())
+    }
+
+    /// Takes the memtable of a fold that is done, for the next one: so folds allocate nothing.
+    pub fn keep_memtable(&mut self, mut memtable: Memtable) {
+        memtable.clear();
+        let bytes = memtable.bytes();
+        if bytes <= MEMTABLE_KEPT_BYTES && bytes > self.memtable.bytes() {
+            self.memtable = memtable;
+        }
     }
 
     /// Forgets what is cached of the blocks that were found, so that the next read is the media's.
@@ -310,44 +324,6 @@ impl<D: Disk> Core<D> {
     }
 }
 
-/// Decoded nodes by place, bounded; the second chance decides who goes. A place that is reused
-/// is overwritten here when its new node is written, so nothing stale is ever found.
-pub struct Cache {
-    nodes: KeyMap<(Arc<Node>, bool)>,
-    queue: VecDeque<u64>,
-    nodes_max: usize,
-}
-
-impl Cache {
-    pub fn new(bytes: u64) -> Self {
-        let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(16) as usize;
-        Cache { nodes: KeyMap::default(), queue: VecDeque::new(), nodes_max }
-    }
-
-    fn get(&mut self, place: u64) -> Option<Arc<Node>> {
-        let (node, used) = self.nodes.get_mut(&place)?;
-        *used = true;
-        Some(node.clone())
-    }
-
-    fn insert(&mut self, place: u64, node: Arc<Node>) {
-        while self.nodes.len() >= self.nodes_max
-            && let Some(oldest) = self.queue.pop_front()
-        {
-            match self.nodes.get_mut(&oldest) {
-                Some((_, used)) if *used => {
-                    *used = false;
-                    self.queue.push_back(oldest);
-                }
-                _ => drop(self.nodes.remove(&oldest)),
-            }
-        }
-        if self.nodes.insert(place, (node, false)).is_none() {
-            self.queue.push_back(place);
-        }
-    }
-}
-
 /// Nodes that wait to be written as one batch.
 #[derive(Default)]
 pub struct NodeBatch {
@@ -355,6 +331,8 @@ pub struct NodeBatch {
     start: u64,
     unit: u32,
     bytes: Vec<u8>,
+    /// A node that was encoded behind the others and belongs to the next batch.
+    next: Vec<u8>,
     /// (byte place, length, level, first LBA, newest version)
     nodes: Vec<(u64, u32, u8, u64, u64)>,
 }
@@ -432,50 +410,75 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         }
         let pending_start = (self.batch.start + 1) * BLOCK_SIZE as u64;
         let in_batch = node.place.checked_sub(pending_start).map(|at| at as usize);
+        let mut buffer = std::mem::take(&mut self.core.node);
         let bytes = match in_batch.filter(|at| *at < self.batch.bytes.len()) {
-            Some(at) => self.batch.bytes.get(at..at + node.length as usize).map(<[u8]>::to_vec),
-            None => read_node(self.core, node)?,
+            Some(at) => Ok(self.batch.bytes.get(at..at + node.length as usize)),
+            None => read_node(self.core, node, &mut buffer),
         };
-        let trusted = NodeRef { crc: bytes.as_deref().map_or(0, quoin_types::crc32c), ..*node };
-        let unchecked = quoin_types::mutant::is("node-checksum-not-checked");
-        let node = if unchecked { &trusted } else { node };
-        let Some(loaded) = bytes.and_then(|b| Node::decode_checked(level, node, &b)) else {
-            return Ok(None);
-        };
-        let loaded = Arc::new(loaded);
+        let loaded = bytes.map(|bytes| {
+            let bytes = bytes?;
+            let mut node = *node;
+            if quoin_types::mutant::is("node-checksum-not-checked") {
+                node.crc = quoin_types::crc32c(bytes);
+            }
+            let spare = (level == 0).then(|| self.core.cache.spare_leaf());
+            Node::decode_shared(level, &node, bytes, spare)
+        });
+        self.core.node = buffer;
+        let Some(loaded) = loaded? else { return Ok(None) };
         self.core.cache.insert(node.place, loaded.clone());
         Ok(Some(loaded))
     }
 
-    fn write(&mut self, level: u8, base: u64, node: Node) -> Result<NodeRef, StoreError> {
-        let mut bytes = Vec::new();
-        node.encode(&mut bytes);
+    fn write(&mut self, level: u8, base: u64, node: Arc<Node>) -> Result<NodeRef, StoreError> {
+        // Encoded where it is written from; where it does not fit in there, it goes to the next
+        // batch.
+        let at = self.batch.bytes.len();
+        node.encode(&mut self.batch.bytes);
+        let end = self.batch.bytes.len();
         let unit_bytes = (self.core.superblock.unit_blocks as usize - 2) * BLOCK_SIZE;
         let limit = NODE_BATCH_BYTES.min(unit_bytes);
-        let full = self.batch.nodes.len() == NODES_PER_BATCH
-            || self.batch.bytes.len() + bytes.len() > limit;
-        let after = (self.batch.bytes.len() + bytes.len()).div_ceil(BLOCK_SIZE) as u32 + 1;
+        let full = self.batch.nodes.len() == NODES_PER_BATCH || end > limit;
+        let after = end.div_ceil(BLOCK_SIZE) as u32 + 1;
         let room = self.family.room(&self.core.superblock, Stream::Nodes);
         if full || (!self.batch.nodes.is_empty() && after > room) {
+            self.batch.next.clear();
+            self.batch.next.extend_from_slice(&self.batch.bytes[at..]);
+            self.batch.bytes.truncate(at);
             self.flush()?;
+            self.batch.bytes.extend_from_slice(&self.batch.next);
         }
+        let length = end - at;
         if self.batch.nodes.is_empty() {
-            let needed = 1 + bytes.len().div_ceil(BLOCK_SIZE) as u32;
-            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true)?;
-            let state = segment.state;
+            let needed = 1 + length.div_ceil(BLOCK_SIZE) as u32;
+            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true);
+            let state = match segment {
+                Ok(segment) => segment.state,
+                Err(error) => {
+                    self.batch.bytes.clear();
+                    return Err(error);
+                }
+            };
             self.batch.unit = state.unit;
             self.batch.start =
                 self.core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
         }
-        let place = (self.batch.start + 1) * BLOCK_SIZE as u64 + self.batch.bytes.len() as u64;
-        let length = bytes.len() as u32;
-        let newest = node.newest();
-        let written = NodeRef { place, length, crc: quoin_types::crc32c(&bytes), newest };
-        self.batch.bytes.extend_from_slice(&bytes);
+        let at = self.batch.bytes.len() - length;
+        let place = (self.batch.start + 1) * BLOCK_SIZE as u64 + at as u64;
+        let (length, newest) = (length as u32, node.newest());
+        let crc = quoin_types::crc32c(&self.batch.bytes[at..]);
         self.batch.nodes.push((place, length, level, base, newest));
         self.family.add_live(&self.core.superblock, place / BLOCK_SIZE as u64, length.into());
-        self.core.cache.insert(place, Arc::new(node));
-        Ok(written)
+        self.core.cache.insert(place, node);
+        Ok(NodeRef { place, length, crc, newest })
+    }
+
+    fn spare_leaf(&mut self) -> Arc<Node> {
+        self.core.cache.spare_leaf()
+    }
+
+    fn not_changed(&mut self, node: Arc<Node>) {
+        self.core.cache.recycle(node);
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
@@ -486,8 +489,10 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         }
         // Rot does not pass, and what is known to be lost can be mended. A read error may pass:
         // nothing is given up for it unless a peer's copy is at hand.
-        let unreadable =
-            !self.gives_up && node.is_possible() && read_node(self.core, node)?.is_none();
+        let is_unreadable = || -> Result<bool, StoreError> {
+            Ok(read_node(self.core, node, &mut Vec::new())?.is_none())
+        };
+        let unreadable = !self.gives_up && node.is_possible() && is_unreadable()?;
         if !unreadable {
             return Ok(());
         }
@@ -527,7 +532,11 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
 const EIO: i32 = 5;
 
 /// The bytes of a node; `None` where its reference is nonsense or its blocks cannot be read.
-fn read_node<D: Disk>(core: &Core<D>, node: &NodeRef) -> Result<Option<Vec<u8>>, StoreError> {
+fn read_node<'b, D: Disk>(
+    core: &Core<D>,
+    node: &NodeRef,
+    buffer: &'b mut Vec<u8>,
+) -> Result<Option<&'b [u8]>, StoreError> {
     let block = BLOCK_SIZE as u64;
     let length = node.length as usize;
     let Some(end) = node.place.checked_add(length as u64).filter(|e| *e <= core.disk.size()) else {
@@ -537,14 +546,12 @@ fn read_node<D: Disk>(core: &Core<D>, node: &NodeRef) -> Result<Option<Vec<u8>>,
         return Ok(None);
     }
     let first = node.place / block;
-    let mut buffer = vec![0; ((end.div_ceil(block) - first) * block) as usize];
-    match core.read(first, &mut buffer) {
+    buffer.resize(((end.div_ceil(block) - first) * block) as usize, 0);
+    match core.read(first, buffer) {
         Ok(()) => {}
         Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
         Err(error) => return Err(error),
     }
     let start = (node.place % block) as usize;
-    buffer.drain(..start);
-    buffer.truncate(length);
-    Ok(Some(buffer))
+    Ok(buffer.get(start..start + length))
 }

@@ -13,13 +13,15 @@ use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool};
 use crate::background::scheduler::Victim;
-use crate::core::{BadBlock, Cache, Core, PoolOptions};
+use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
+use crate::log::memtable_tree::Memtable;
+use crate::map::node_cache::Cache;
 use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
@@ -140,6 +142,9 @@ impl<D: Disk> Pool<D> {
             readying: None,
             header: Vec::new(),
             found: Vec::new(),
+            node: Vec::new(),
+            parts: Vec::new(),
+            memtable: Memtable::default(),
         };
         core.claim_ring();
         let (mut replicas, mut wiped) = (BTreeMap::new(), Vec::new());

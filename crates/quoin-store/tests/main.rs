@@ -13,3 +13,4 @@ mod opening;
 mod pressure;
 mod ring;
 mod steps;
+mod views;

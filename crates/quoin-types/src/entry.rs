@@ -11,6 +11,8 @@ use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, cr
 
 /// Bytes of every entry in the chain: the chain before it, and its fixed fields.
 const CHAIN_HEAD: usize = 45;
+/// Blocks of a small write: its chain is computed in a buffer that is cleared in no time.
+const SMALL_WRITE_BLOCKS: usize = 16;
 
 /// Running 64-bit checksum over all entry headers so far. Equal (epoch, LSN) must mean equal chain,
 /// on every replica of one volume (OneContent).
@@ -255,25 +257,27 @@ impl Entry {
     /// Returns the chain that this entry must carry after an entry with chain `previous`. `fua` is
     /// not included: it concerns the answer, not the content.
     pub fn chain_after(&self, previous: Chain) -> Chain {
-        // One pass over one contiguous buffer: a checksum fed in parts costs several times as much.
-        let mut bytes = [0u8; CHAIN_HEAD + 4 * WRITE_BLOCKS_MAX as usize];
-        let (head, crcs) = bytes.split_at_mut(CHAIN_HEAD);
+        let mut head = [0u8; CHAIN_HEAD];
         head[..8].copy_from_slice(&previous.0.to_le_bytes());
         head[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
         head[16..24].copy_from_slice(&self.lsn.0.to_le_bytes());
         head[24..32].copy_from_slice(&self.lba.to_le_bytes());
         head[32..36].copy_from_slice(&self.blocks.to_le_bytes());
         head[36] = self.kind.code();
-        let is_short = self.crcs.len() <= WRITE_BLOCKS_MAX as usize;
-        if is_short && matches!(self.kind, EntryKind::Write | EntryKind::Trim) {
-            for (to, crc) in crcs.chunks_exact_mut(4).zip(&self.crcs) {
-                to.copy_from_slice(&crc.to_le_bytes());
+        if matches!(self.kind, EntryKind::Write | EntryKind::Trim) {
+            // One pass over one contiguous buffer: a checksum fed in parts costs several times as
+            // much.
+            if self.crcs.len() <= SMALL_WRITE_BLOCKS {
+                let mut bytes = [0u8; CHAIN_HEAD + 4 * SMALL_WRITE_BLOCKS];
+                return self.chain_in(&head, &mut bytes);
             }
-            let bytes = &bytes[..CHAIN_HEAD + 4 * self.crcs.len()];
-            return Chain(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes));
+            if self.crcs.len() <= WRITE_BLOCKS_MAX as usize {
+                let mut bytes = [0u8; CHAIN_HEAD + 4 * WRITE_BLOCKS_MAX as usize];
+                return self.chain_in(&head, &mut bytes);
+            }
         }
         let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
-        digest.update(head);
+        digest.update(&head);
         for crc in &self.crcs {
             digest.update(&crc.to_le_bytes());
         }
@@ -281,6 +285,16 @@ impl Entry {
             digest.update(&self.kind.encode_payload());
         }
         Chain(digest.finalize())
+    }
+
+    /// Computes the chain of a write or trim in a buffer with room for its checksums.
+    fn chain_in(&self, head: &[u8; CHAIN_HEAD], bytes: &mut [u8]) -> Chain {
+        bytes[..CHAIN_HEAD].copy_from_slice(head);
+        for (to, crc) in bytes[CHAIN_HEAD..].chunks_exact_mut(4).zip(&self.crcs) {
+            to.copy_from_slice(&crc.to_le_bytes());
+        }
+        let bytes = &bytes[..CHAIN_HEAD + 4 * self.crcs.len()];
+        Chain(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes))
     }
 
     /// Returns true if the range of the entry overlaps `[lba, lba + blocks)`.

@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
 use crate::format::node::LEAF_SHIFT;
 use crate::format::record::Record;
-use crate::log::memtable::Memtable;
+use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};
 
@@ -37,6 +37,8 @@ pub struct CheckpointJob {
     cursor: u64,
     /// The entry that ends the stage.
     special: Option<u64>,
+    /// Edits of a step, kept from step to step.
+    part: Edits,
 }
 
 /// Part of a stage on its way into the map.
@@ -84,6 +86,7 @@ impl Replica {
                 newest,
                 cursor: u64::MAX,
                 special: None,
+                part: Edits::default(),
             };
             self.begin_stage(&mut job);
             self.maintenance.checkpoint = Some(job);
@@ -96,6 +99,7 @@ impl Replica {
         let stepped = self.step_job(core, &mut job);
         match stepped {
             Ok(true) => {
+                core.keep_memtable(std::mem::take(&mut job.newest));
                 self.finish_checkpoint(job);
                 Ok(true)
             }
@@ -143,12 +147,19 @@ impl Replica {
         });
         job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
         job.stage_end = job.special.unwrap_or(job.target + 1);
-        (job.newest, job.cursor) = (Memtable::default(), 0);
+        job.newest.clear();
+        job.cursor = 0;
     }
 
     /// Collects some of the stage's entries.
-    fn gather<D: Disk>(&mut self, core: &Core<D>, job: &mut CheckpointJob) {
+    fn gather<D: Disk>(&mut self, core: &mut Core<D>, job: &mut CheckpointJob) {
+        if job.newest.bytes() == 0 {
+            job.newest = std::mem::take(&mut core.memtable);
+        }
         let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
+        // Entries lie one behind the other, many of them in one unit: its number, the place of its
+        // first entry, and the bytes of all.
+        let mut run = (None, 0, 0);
         for lsn in job.next..end {
             let Some(record) = self.log.get(lsn).copied() else { continue };
             let kind = self.log.kind(lsn, &record);
@@ -157,9 +168,19 @@ impl Replica {
                 job.newest.insert(record.lba, record.end(), lsn);
             }
             if record.place != 0 {
-                let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
-                self.family.sub_live(&core.superblock, record.place, bytes);
+                let unit = core.superblock.unit_of(record.place);
+                if unit != run.0 && run.2 > 0 {
+                    self.family.sub_live(&core.superblock, run.1, run.2);
+                    run.2 = 0;
+                }
+                if run.2 == 0 {
+                    (run.0, run.1) = (unit, record.place);
+                }
+                run.2 += u64::from(record.blocks) * BLOCK_SIZE as u64;
             }
+        }
+        if run.2 > 0 {
+            self.family.sub_live(&core.superblock, run.1, run.2);
         }
         job.next = end;
     }
@@ -172,7 +193,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let all = mutant::is("fold-in-one-step");
         let nodes_max = if all { usize::MAX } else { core.options.step_nodes.max(1) };
-        let part = self.edits_from(job, nodes_max);
+        let mut part = std::mem::take(&mut job.part);
+        self.edits_from(job, nodes_max, &mut part);
         let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
         let mut io = self.io(core);
         io.kept_through = kept_through;
@@ -189,13 +211,15 @@ impl Replica {
                 self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
             }
         }
-        job.cursor = until;
+        (job.cursor, job.part) = (until, part);
         Ok(())
     }
 
     /// Next edits of a stage, about as many as one step can do.
-    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize) -> Edits {
-        let mut part = Edits { end: u64::MAX, ..Edits::default() };
+    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize, part: &mut Edits) {
+        part.edits.clear();
+        part.crcs.clear();
+        part.end = u64::MAX;
         let (mut leaves, mut last_leaf) = (0, u64::MAX);
         for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
             if part.edits.len() >= EDITS_A_STEP || leaves > nodes_max as u64 {
@@ -221,7 +245,6 @@ impl Replica {
             };
             part.edits.push(Edit { lba: start, blocks, change });
         }
-        part
     }
 
     fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {
@@ -261,14 +284,10 @@ impl Replica {
         self.family.forget_log_before(first_needed);
         let folded = self.folded.head.position.lsn;
         if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
-            self.frozen = None;
+            self.frozen.clear();
             self.upper = self.upper_at(self.head.position.lsn);
         } else {
-            self.frozen.take_if(|(lsn, _, upper)| *lsn <= folded || upper.reverted);
-            if let Some((_, stands_on, upper)) = &mut self.frozen {
-                *stands_on = folded;
-                upper.memtable.forget_through(job.target);
-            }
+            self.frozen.fold(folded);
             self.upper.memtable.forget_through(job.target);
             self.upper.lower = self.folded.root;
         }

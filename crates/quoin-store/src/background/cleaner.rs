@@ -110,7 +110,7 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        self.renew_frozen();
+        self.frozen.drop_reverted();
         let start = core.superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
@@ -310,9 +310,9 @@ impl Replica {
         edits: &[Edit],
         crcs: &[u32],
     ) -> Result<(), StoreError> {
-        // The frozen view may be new since the job began, with a root that is about to go.
-        self.renew_frozen();
-        let mut memo = Memo::new();
+        // A frozen view may be new since the job began, with a root that is about to go.
+        self.frozen.drop_reverted();
+        let mut memo = Memo::default();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let mut new = Vec::with_capacity(old.len());
         let mut io = self.io(core);

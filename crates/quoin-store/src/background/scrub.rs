@@ -384,7 +384,7 @@ impl Replica {
         io.gives_up = true;
         self.folded.root = tree::update(&mut io, root, &edits, &crcs, None)?;
         self.upper.lower = self.folded.root;
-        self.renew_frozen();
+        self.frozen.drop_reverted();
         self.maintenance.dirty = true;
         core.bad.retain(|b| b.replica != self.identity.guid || b.blocks == 1 || b.lba != lba);
         Ok(true)

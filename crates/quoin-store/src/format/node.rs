@@ -5,6 +5,8 @@
 //! spans the child's whole range; a child's slot carries place, length, checksum and newest
 //! version, so that a walk for "changed since" skips what is older.
 
+use std::sync::Arc;
+
 use quoin_types::crc32c;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -226,6 +228,7 @@ impl Node {
         match self {
             Node::Leaf(leaf) => encode_leaf(leaf, out),
             Node::Interior(children) => {
+                out.reserve(1 + FANOUT * 26);
                 out.push(INTERIOR);
                 for (index, child) in (0u8..).zip(children.iter()) {
                     match child {
@@ -248,8 +251,10 @@ impl Node {
     pub fn decode(level: u8, bytes: &[u8]) -> Option<Node> {
         let (kind, rest) = bytes.split_first()?;
         match (level, *kind) {
-            (0, DENSE) => decode_dense(rest),
-            (0, RUNS) => decode_runs(rest),
+            (0, _) => {
+                let mut leaf = Leaf::hole(0);
+                leaf.decode(bytes).then_some(Node::Leaf(leaf))
+            }
             (1.., INTERIOR) => decode_interior(rest),
             _ => None,
         }
@@ -259,6 +264,30 @@ impl Node {
     pub fn decode_checked(level: u8, node: &NodeRef, bytes: &[u8]) -> Option<Node> {
         (crc32c(bytes) == node.crc).then(|| Node::decode(level, bytes)).flatten()
     }
+
+    /// Decodes like [`Node::decode_checked`], where it can into a leaf that nothing refers to.
+    pub fn decode_shared(
+        level: u8,
+        node: &NodeRef,
+        bytes: &[u8],
+        spare: Option<Arc<Node>>,
+    ) -> Option<Arc<Node>> {
+        let Some(mut spare) = spare.filter(|_| level == 0) else {
+            return Node::decode_checked(level, node, bytes).map(Arc::new);
+        };
+        if crc32c(bytes) != node.crc {
+            return None;
+        }
+        Node::leaf_mut(&mut spare)?.decode(bytes).then_some(spare)
+    }
+
+    /// A leaf that nothing else refers to, to be changed.
+    pub fn leaf_mut(node: &mut Arc<Node>) -> Option<&mut Leaf> {
+        match Arc::get_mut(node)? {
+            Node::Leaf(leaf) => Some(leaf),
+            Node::Interior(_) => None,
+        }
+    }
 }
 
 fn put(out: &mut Vec<u8>, part: &(impl IntoBytes + Immutable)) {
@@ -266,62 +295,100 @@ fn put(out: &mut Vec<u8>, part: &(impl IntoBytes + Immutable)) {
 }
 
 fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
-    let start = out.len();
+    // The shorter encoding is known before anything is written.
+    let mut starts = [0u64; LEAF_BLOCKS / 64];
+    let mut length = 1;
+    for (i, block) in leaf.blocks.iter().enumerate() {
+        let is_data = block.place != 0;
+        if i == 0 || !leaf.continues(i) {
+            starts[i / 64] |= 1 << (i % 64);
+            length += if is_data { 18 } else { 10 };
+        }
+        length += if is_data { 4 } else { 0 };
+    }
+    if length > 1 + LEAF_BLOCKS * 20 {
+        out.reserve(1 + LEAF_BLOCKS * 20);
+        out.push(DENSE);
+        for block in &leaf.blocks {
+            let mut row = [0; 20];
+            row[..8].copy_from_slice(&block.version.to_le_bytes());
+            row[8..16].copy_from_slice(&block.place.to_le_bytes());
+            row[16..].copy_from_slice(&block.crc.to_le_bytes());
+            out.extend_from_slice(&row);
+        }
+        return;
+    }
+    out.reserve(length);
     out.push(RUNS);
     let mut at = 0;
     while at < LEAF_BLOCKS {
-        let length = 1 + (at + 1..LEAF_BLOCKS).take_while(|i| leaf.continues(*i)).count();
+        let end = next_start(&starts, at + 1);
         let BlockAt { version, place, .. } = leaf.blocks[at];
-        let (blocks_less_one, is_data) = ((length - 1) as u8, u8::from(place != 0));
+        let (blocks_less_one, is_data) = ((end - at - 1) as u8, u8::from(place != 0));
         put(out, &RunOnDisk { blocks_less_one, is_data, version: version.into() });
         if place != 0 {
             put(out, &U64::new(place));
-            for block in &leaf.blocks[at..at + length] {
+            for block in &leaf.blocks[at..end] {
                 put(out, &U32::new(block.crc));
             }
         }
-        at += length;
+        at = end;
     }
-    if out.len() - start > 1 + LEAF_BLOCKS * size_of::<BlockOnDisk>() {
-        out.truncate(start);
-        out.push(DENSE);
-        for BlockAt { version, place, crc } in leaf.blocks {
-            let (version, place) = (version.into(), place.into());
-            put(out, &BlockOnDisk { version, place, crc: crc.into() });
+}
+
+/// The first bit from `at` on that is set, or the leaf's end.
+fn next_start(starts: &[u64; LEAF_BLOCKS / 64], at: usize) -> usize {
+    let mut word = at / 64;
+    let Some(first) = starts.get(word) else { return LEAF_BLOCKS };
+    let mut bits = first & (u64::MAX << (at % 64));
+    while bits == 0 {
+        word += 1;
+        let Some(next) = starts.get(word) else { return LEAF_BLOCKS };
+        bits = *next;
+    }
+    word * 64 + bits.trailing_zeros() as usize
+}
+
+impl Leaf {
+    /// Takes over what is encoded; false: it is no leaf, and this one is of no meaning.
+    fn decode(&mut self, bytes: &[u8]) -> bool {
+        let decoded = match bytes.split_first() {
+            Some((&DENSE, rest)) => self.decode_dense(rest),
+            Some((&RUNS, rest)) => self.decode_runs(rest),
+            _ => None,
+        };
+        decoded.is_some()
+    }
+
+    fn decode_dense(&mut self, bytes: &[u8]) -> Option<()> {
+        let raw = <[BlockOnDisk; LEAF_BLOCKS]>::ref_from_bytes(bytes).ok()?;
+        for (block, raw) in self.blocks.iter_mut().zip(raw) {
+            let (version, place) = (raw.version.get(), raw.place.get());
+            *block = BlockAt { version, place, crc: raw.crc.get() };
         }
+        Some(())
     }
-}
 
-fn decode_dense(bytes: &[u8]) -> Option<Node> {
-    let raw = <[BlockOnDisk; LEAF_BLOCKS]>::ref_from_bytes(bytes).ok()?;
-    let mut leaf = Leaf::hole(0);
-    for (block, raw) in leaf.blocks.iter_mut().zip(raw) {
-        let (version, place) = (raw.version.get(), raw.place.get());
-        *block = BlockAt { version, place, crc: raw.crc.get() };
-    }
-    Some(Node::Leaf(leaf))
-}
-
-fn decode_runs(bytes: &[u8]) -> Option<Node> {
-    let mut rest = bytes;
-    let mut leaf = Leaf::hole(0);
-    let mut at = 0;
-    while at < LEAF_BLOCKS {
-        let raw = take::<RunOnDisk>(&mut rest)?;
-        let length = usize::from(raw.blocks_less_one) + 1;
-        let version = raw.version.get();
-        let run = leaf.blocks.get_mut(at..at + length)?;
-        run.fill(BlockAt { version, place: 0, crc: 0 });
-        if raw.is_data == 1 {
-            let place = take::<U64>(&mut rest)?.get();
-            for (offset, block) in (0u64..).zip(run) {
-                block.place = place.checked_add(offset)?;
-                block.crc = take::<U32>(&mut rest)?.get();
+    fn decode_runs(&mut self, bytes: &[u8]) -> Option<()> {
+        let mut rest = bytes;
+        let mut at = 0;
+        while at < LEAF_BLOCKS {
+            let raw = take::<RunOnDisk>(&mut rest)?;
+            let length = usize::from(raw.blocks_less_one) + 1;
+            let version = raw.version.get();
+            let run = self.blocks.get_mut(at..at + length)?;
+            run.fill(BlockAt { version, place: 0, crc: 0 });
+            if raw.is_data == 1 {
+                let place = take::<U64>(&mut rest)?.get();
+                for (offset, block) in (0u64..).zip(run) {
+                    block.place = place.checked_add(offset)?;
+                    block.crc = take::<U32>(&mut rest)?.get();
+                }
             }
+            at += length;
         }
-        at += length;
+        rest.is_empty().then_some(())
     }
-    rest.is_empty().then_some(Node::Leaf(leaf))
 }
 
 fn decode_interior(bytes: &[u8]) -> Option<Node> {

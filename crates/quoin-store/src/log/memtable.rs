@@ -1,4 +1,5 @@
-//! The log above the folded map, in memory: its entries, and which of them is newest where.
+//! The log above the folded map, in memory. Which entry is newest where is in
+//! [`crate::log::memtable_tree`].
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -6,79 +7,6 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position};
 
 use crate::format::checkpoint::LogStart;
-
-/// Newest entry by range: disjoint extents, start → (end, LSN).
-#[derive(Clone, Default, Debug)]
-pub struct Memtable {
-    extents: BTreeMap<u64, (u64, u64)>,
-}
-
-impl Memtable {
-    pub fn insert(&mut self, start: u64, end: u64, lsn: u64) {
-        if start == end {
-            return;
-        }
-        // Nearly always nothing is there, or just this range: one lookup decides.
-        match self.extents.range_mut(..end).next_back() {
-            Some((&last, (last_end, last_lsn))) if (last, *last_end) == (start, end) => {
-                *last_lsn = lsn;
-                return;
-            }
-            Some((_, (last_end, _))) if *last_end > start => {}
-            _ => {
-                self.extents.insert(start, (end, lsn));
-                return;
-            }
-        }
-        // An extent that begins before the range and reaches into it is cut, perhaps into two.
-        if let Some((&before, &(before_end, before_lsn))) = self.extents.range(..start).next_back()
-            && before_end > start
-        {
-            self.extents.insert(before, (start, before_lsn));
-            if before_end > end {
-                self.extents.insert(end, (before_end, before_lsn));
-            }
-        }
-        while let Some((&inside, &(inside_end, inside_lsn))) = self.extents.range(start..end).next()
-        {
-            if inside == start && inside_end == end {
-                break;
-            }
-            self.extents.remove(&inside);
-            if inside_end > end {
-                self.extents.insert(end, (inside_end, inside_lsn));
-            }
-        }
-        self.extents.insert(start, (end, lsn));
-    }
-
-    /// Extents that meet `[start, end)`, clipped to it, in order.
-    pub fn range(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
-        // A block is nearly always in no extent or within one: one lookup decides.
-        let last = self.extents.range(..end).next_back().filter(|(_, (e, _))| *e > start);
-        let only = last.filter(|(from, _)| **from <= start);
-        let several = (only.is_none() && last.is_some()).then(|| {
-            let before = self.extents.range(..start).next_back().filter(|(_, (e, _))| *e > start);
-            before.into_iter().chain(self.extents.range(start..end))
-        });
-        only.into_iter()
-            .chain(several.into_iter().flatten())
-            .map(move |(s, (e, lsn))| ((*s).max(start), (*e).min(end), *lsn))
-    }
-
-    /// The first extent that meets `[cursor, until)` and is newer than `from`.
-    pub fn next(&self, cursor: u64, until: u64, from: u64) -> Option<(u64, u64)> {
-        let newer = self.range(cursor, until).find(|(_, _, lsn)| *lsn > from)?;
-        Some((newer.0, newer.1))
-    }
-
-    /// Forgets extents of entries that are folded now.
-    pub fn forget_through(&mut self, lsn: u64) {
-        // Few stay as a rule: made anew of these it is done sooner than by taking the others out.
-        let extents = std::mem::take(&mut self.extents).into_iter();
-        self.extents = extents.filter(|(_, (_, l))| *l > lsn).collect();
-    }
-}
 
 /// Entry of the log; its LSN is its index.
 #[derive(Clone, Copy, Debug)]
@@ -276,40 +204,4 @@ const ENTRY_WEIGHT: u64 = 1024;
 
 fn bytes_of(record: &LogRecord) -> u64 {
     ENTRY_WEIGHT + if record.place == 0 { 0 } else { u64::from(record.blocks) * 4096 }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn the_newest_entry_wins_in_every_block(
-            entries in prop::collection::vec((0u64..200, 1u64..40), 1..80),
-            window in (0u64..200, 1u64..60),
-        ) {
-            let mut memtable = Memtable::default();
-            let mut plain = [0u64; 300];
-            for (lsn, (start, length)) in (1..).zip(entries) {
-                memtable.insert(start, start + length, lsn);
-                plain[start as usize..(start + length) as usize].fill(lsn);
-            }
-            let (from, to) = (window.0, window.0 + window.1);
-            let mut found = [0u64; 300];
-            let mut end = from;
-            for (s, e, lsn) in memtable.range(from, to) {
-                prop_assert!(s >= end && e > s && e <= to);
-                found[s as usize..e as usize].fill(lsn);
-                end = e;
-            }
-            let (from, to) = (from as usize, to as usize);
-            prop_assert_eq!(&found[from..to], &plain[from..to]);
-            // Where something newer than half of the entries is next.
-            let old = u64::from(memtable.extents.len() as u32 / 2);
-            let next = (from..to).find(|block| plain[*block] > old).map(|block| block as u64);
-            let (from, to) = (from as u64, to as u64);
-            prop_assert_eq!(memtable.next(from, to, old).map(|(start, _)| start), next);
-        }
-    }
 }

@@ -2,3 +2,4 @@
 
 pub mod history;
 pub mod memtable;
+pub mod memtable_tree;

@@ -4,10 +4,10 @@
 //! [`update`] writes the changed ones anew and shares the rest. Nodes are read and written
 //! through [`Nodes`], so the tree knows nothing of segments.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use quoin_replication::replica::store::StoreError;
+use quoin_types::key_map::KeyMap;
 
 use crate::format::node::{
     BAD_PLACE, BlockAt, Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX,
@@ -21,7 +21,13 @@ pub trait Nodes {
     /// An update met a damaged node over the LBAs from `base` on. `Ok`: a lost one takes its
     /// place; an error ends the update.
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError>;
-    fn write(&mut self, level: u8, base: u64, node: Node) -> Result<NodeRef, StoreError>;
+    fn write(&mut self, level: u8, base: u64, node: Arc<Node>) -> Result<NodeRef, StoreError>;
+    /// A leaf that nothing else refers to, whatever it holds: to be filled and written.
+    fn spare_leaf(&mut self) -> Arc<Node> {
+        Arc::new(Node::Leaf(Leaf::hole(0)))
+    }
+    /// The leaf is not written after all.
+    fn not_changed(&mut self, _leaf: Arc<Node>) {}
     /// A data block is no longer at this place in the tree that was updated.
     fn replaced(&mut self, lba: u64, place: u64, version: u64);
     /// A node over the LBAs from `base` on is no longer part of the tree that was updated.
@@ -82,7 +88,7 @@ impl Edit {
 }
 
 /// Results for nodes that several views share, so that they go on sharing.
-pub type Memo = HashMap<u64, Child>;
+pub type Memo = KeyMap<Child>;
 
 /// Applies the edits and returns the new root; the old one stays valid.
 pub fn update(
@@ -119,10 +125,13 @@ pub fn update_some(
             // A hole of some version covers its old range only.
             let mut children = Box::new([Child::EMPTY; FANOUT]);
             children[0] = child;
-            child = Child::Node(nodes.write(level, 0, Node::Interior(children))?);
+            let node = Arc::new(Node::Interior(children));
+            child = Child::Node(nodes.write(level, 0, node)?);
         }
     }
-    let mut walk = Walk { nodes, edits, crcs, left: nodes_max, moved: false, stopped: None };
+    let renews = edits.iter().any(|e| matches!(e.change, Change::Renew { .. }));
+    let left = nodes_max;
+    let mut walk = Walk { nodes, edits, crcs, renews, left, moved: false, stopped: None };
     let child = walk.update(child, level, 0, 0..edits.len(), &mut memo)?;
     Ok((Root { level, child }, walk.stopped))
 }
@@ -131,6 +140,8 @@ struct Walk<'a, N> {
     nodes: &'a mut N,
     edits: &'a [Edit],
     crcs: &'a [u32],
+    /// Whether some edit is a [`Change::Renew`].
+    renews: bool,
     /// Nodes that it may still look at.
     left: usize,
     /// Whether some LBA was done.
@@ -170,22 +181,32 @@ impl<N: Nodes> Walk<'_, N> {
             }
         };
         let renew = is_lost
-            || old.as_ref().is_some_and(|(node, _)| {
-                let edits = &self.edits[range.clone()];
-                edits.iter().any(|e| e.change == Change::Renew { node: node.place })
-            });
+            || self.renews
+                && old.as_ref().is_some_and(|(node, _)| {
+                    let edits = &self.edits[range.clone()];
+                    edits.iter().any(|e| e.change == Change::Renew { node: node.place })
+                });
         let version = if let Child::Hole(version) = child { version } else { 0 };
         let new = if level == 0 {
-            let mut leaf = match old.as_ref().map(|(_, n)| &**n) {
-                Some(Node::Leaf(leaf)) => leaf.clone(),
-                _ => Leaf::hole(version),
-            };
-            let changed = self.update_leaf(&mut leaf, base, range);
+            let mut node = self.nodes.spare_leaf();
+            let leaf = Node::leaf_mut(&mut node).ok_or(StoreError::Rule("a leaf in use"))?;
+            match old.as_ref().map(|(_, n)| &**n) {
+                Some(Node::Leaf(old)) => leaf.blocks.copy_from_slice(&old.blocks),
+                _ => leaf.blocks.fill(BlockAt { version, place: 0, crc: 0 }),
+            }
+            let (changed, has_data) = self.update_leaf(leaf, base, range);
             self.moved = true;
-            match (changed, leaf.as_hole()) {
-                (false, _) if !renew => child,
-                (_, Some(version)) => Child::Hole(version),
-                _ => Child::Node(self.nodes.write(level, base, Node::Leaf(leaf))?),
+            let new = match (changed, if has_data { None } else { leaf.as_hole() }) {
+                (false, _) if !renew => Some(child),
+                (_, Some(version)) => Some(Child::Hole(version)),
+                _ => None,
+            };
+            match new {
+                None => Child::Node(self.nodes.write(level, base, node)?),
+                Some(new) => {
+                    self.nodes.not_changed(node);
+                    new
+                }
             }
         } else {
             let mut children = match old.as_ref().map(|(_, n)| &**n) {
@@ -198,7 +219,10 @@ impl<N: Nodes> Walk<'_, N> {
             match changed {
                 false if !renew => child,
                 _ if uniform => first,
-                _ => Child::Node(self.nodes.write(level, base, Node::Interior(children))?),
+                _ => {
+                    let node = Arc::new(Node::Interior(children));
+                    Child::Node(self.nodes.write(level, base, node)?)
+                }
             }
         };
         if let Some((node, _)) = old {
@@ -265,8 +289,14 @@ impl<N: Nodes> Walk<'_, N> {
         Ok(changed)
     }
 
-    fn update_leaf(&mut self, leaf: &mut Leaf, base: u64, range: std::ops::Range<usize>) -> bool {
-        let mut changed = false;
+    /// Whether something changed, and whether some block is known to be no hole.
+    fn update_leaf(
+        &mut self,
+        leaf: &mut Leaf,
+        base: u64,
+        range: std::ops::Range<usize>,
+    ) -> (bool, bool) {
+        let (mut changed, mut has_data) = (false, false);
         let leaf_end = base + LEAF_BLOCKS as u64;
         for edit in &self.edits[range] {
             let first = edit.lba.max(base);
@@ -281,7 +311,7 @@ impl<N: Nodes> Walk<'_, N> {
                     }
                     Change::Move { from, to } if block.place == from + offset => {
                         block.place = to + offset;
-                        changed = true;
+                        (changed, has_data) = (true, true);
                         continue;
                     }
                     Change::Move { .. } | Change::Renew { .. } => continue,
@@ -290,10 +320,11 @@ impl<N: Nodes> Walk<'_, N> {
                     self.nodes.replaced(lba, block.place, block.version);
                 }
                 changed |= *block != new;
+                has_data |= new.place != 0;
                 *block = new;
             }
         }
-        changed
+        (changed, has_data)
     }
 }
 
@@ -459,9 +490,9 @@ mod tests {
             self.damaged.push(base);
             Ok(())
         }
-        fn write(&mut self, _: u8, _: u64, node: Node) -> Result<NodeRef, StoreError> {
+        fn write(&mut self, _: u8, _: u64, node: Arc<Node>) -> Result<NodeRef, StoreError> {
             let newest = node.newest();
-            self.nodes.push(Arc::new(node));
+            self.nodes.push(node);
             let place = self.nodes.len() as u64 - 1;
             Ok(NodeRef { place, length: 1, crc: 0, newest })
         }
@@ -612,7 +643,7 @@ mod tests {
         let one = update(&mut nodes, Root::default(), &first, &[0], None).expect("an update");
         let two = update(&mut nodes, one, &[write(40_000, 2, 52)], &[0], None).expect("an update");
         let moves = [Edit { lba: 5, blocks: 1, change: Change::Move { from: 50, to: 90 } }];
-        let mut memo = Memo::new();
+        let mut memo = Memo::default();
         let mut moved = |root| update(&mut nodes, root, &moves, &[], Some(&mut memo));
         let (one, two) = (moved(one).expect("an update"), moved(two).expect("an update"));
         let mut leaf = |root| next_part(&mut nodes, root, 0, 0).expect("a walk");

@@ -419,7 +419,7 @@ impl Replica {
         self.shadow = None;
         self.count.begin_anew();
         self.maintenance.dirty = true;
-        self.frozen = None;
+        self.frozen.clear();
         self.stable = head.position.lsn;
         self.synced = Synced::default();
         core.tickets.written.add(self.identity.guid);
@@ -554,7 +554,7 @@ impl Replica {
         let root = match source {
             Source::Root(root) => *root,
             Source::Live => self.upper.lower,
-            Source::Frozen => self.frozen.as_ref().map_or(Root::default(), |(.., u)| u.lower),
+            Source::Frozen(lsn) => self.frozen.get(*lsn).map_or(Root::default(), |u| u.lower),
         };
         let part = tree::next_part(&mut self.io(core), root, from.0, at)?;
         let below = part.as_ref().map(|p| p.range().0.max(at));
@@ -563,7 +563,7 @@ impl Replica {
         let upper = match source {
             Source::Root(_) => None,
             Source::Live => Some(&self.upper),
-            Source::Frozen => self.frozen.as_ref().map(|(.., upper)| upper),
+            Source::Frozen(lsn) => self.frozen.get(*lsn),
         };
         let until = below.map_or(size, |below| below + WINDOW_HOLE_BLOCKS_MAX);
         let above = upper.and_then(|u| u.memtable.next(at, until, from.0)).map(|(start, _)| start);

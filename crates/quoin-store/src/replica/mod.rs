@@ -1,5 +1,7 @@
 //! A replica: its folded map, the log above it, and how the two answer together.
 
+pub mod frozen;
+
 use std::collections::BTreeMap;
 use std::io::IoSlice;
 
@@ -21,9 +23,11 @@ use crate::format::checkpoint::{LogStart, SnapshotState};
 use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
-use crate::log::memtable::{Log, Memtable};
+use crate::log::memtable::Log;
+use crate::log::memtable_tree::Memtable;
 use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
+use crate::replica::frozen::FrozenViews;
 use crate::space::segments::Family;
 use crate::testing::model::push_slot;
 
@@ -117,8 +121,7 @@ pub struct Replica {
     pub stable: Lsn,
     pub log: Log,
     pub upper: Upper,
-    /// A snapshot above the folded map that was read lately: its LSN, the fold it stands on.
-    pub frozen: Option<(Lsn, Lsn, Upper)>,
+    pub frozen: FrozenViews,
     pub synced: Synced,
     pub family: Family,
     pub nodes: NodeBatch,
@@ -146,7 +149,7 @@ impl Replica {
             stable: Lsn::ZERO,
             log: Log::after(Lsn::ZERO),
             upper: Upper::default(),
-            frozen: None,
+            frozen: FrozenViews::default(),
             synced: Synced::default(),
             nodes: NodeBatch::default(),
             end: LogEnd::default(),
@@ -274,17 +277,19 @@ impl Replica {
             key: 0,
         });
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-        let mut parts = Vec::with_capacity(entries.len() + 1);
+        let mut parts = reused(std::mem::take(&mut core.parts));
         parts.push(IoSlice::new(&core.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
-        match waits {
+        let written = match waits {
             true => {
                 let spare = segment.make_ready(&core.superblock, total) as usize * BLOCK_SIZE;
-                core.disk.write_with_sync(offset, &parts, spare).map_err(StoreError::Io)?;
+                core.disk.write_with_sync(offset, &parts, spare)
             }
-            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io)?,
-        }
+            false => core.disk.write_at(offset, &parts),
+        };
+        core.parts = reused(parts);
+        written.map_err(StoreError::Io)?;
 
         let last = entries.last().map_or(0, |e| e.lsn.0);
         segment.state.used_blocks += total;
@@ -355,7 +360,7 @@ impl Replica {
             }
         }
         self.log.cut_after(keep.0);
-        self.frozen = None;
+        self.frozen.clear();
         self.synced.cut(keep);
         self.replay_head();
         self.upper = self.upper_at(keep);
@@ -425,26 +430,12 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 let info = *self.snapshots.iter().find(|s| s.id == id)?;
                 let folded = self.folded.head.position.lsn;
-                if info.lsn > folded {
-                    match &mut self.frozen {
-                        Some((l, f, upper)) if (*l, *f) == (info.lsn, folded) => {
-                            if !upper.reverted {
-                                upper.lower = self.folded.root;
-                            }
-                        }
-                        _ => self.frozen = Some((info.lsn, folded, self.upper_at(info.lsn))),
-                    }
+                if info.lsn > folded && !self.frozen.renew(info.lsn, folded, self.folded.root) {
+                    self.frozen.keep(info.lsn, folded, self.upper_at(info.lsn));
                 }
                 Some(info.blocks)
             }
         }
-    }
-
-    /// Drops the frozen view after the folded map was written anew: its users go on with a new one
-    /// once it is next resolved. Making it reads all of the log, which a rebuild beside writers and
-    /// clean-up would pay for with each request.
-    pub fn renew_frozen(&mut self) {
-        self.frozen.take_if(|(.., upper)| upper.reverted);
     }
 
     /// Fills `core.found` with what a view (resolved before) says of a range.
@@ -483,7 +474,7 @@ impl Replica {
         let upper = match view {
             Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
             Source::Live => &*upper,
-            Source::Frozen => &frozen.as_ref().ok_or(StoreError::Rule("no such view"))?.2,
+            Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };
         let (end, mut at) = (lba + found.len() as u64, lba);
         for (from, to, lsn) in upper.memtable.range(lba, end) {
@@ -518,7 +509,7 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 match self.folded.snapshots.iter().find(|s| s.info.id == id) {
                     Some(folded) => Source::Root(folded.root),
-                    None => Source::Frozen,
+                    None => Source::Frozen(self.snapshots.iter().find(|s| s.id == id)?.lsn),
                 }
             }
         })
@@ -647,8 +638,8 @@ impl Replica {
 #[derive(Clone, Copy)]
 pub enum Source {
     Live,
-    /// The snapshot in [`Replica::frozen`].
-    Frozen,
+    /// The snapshot of this LSN in [`Replica::frozen`].
+    Frozen(Lsn),
     Root(Root),
 }
 
@@ -657,6 +648,13 @@ pub fn payload(entry: &quoin_types::Entry) -> Bytes {
         EntryKind::Write | EntryKind::Trim => Bytes::new(),
         _ => entry.kind.encode_payload(),
     }
+}
+
+/// The same vector, empty, for slices that live shorter or longer: its memory is used again.
+fn reused<'a>(mut parts: Vec<IoSlice<'_>>) -> Vec<IoSlice<'a>> {
+    parts.clear();
+    // Nothing is left to convert, so the collection takes the vector over as it is.
+    parts.into_iter().map(|_| IoSlice::new(&[])).collect()
 }
 
 /// How many entries fit into a batch of `room` blocks, and the blocks they take.
