@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use quoin_identity::{Identity, Role, peer_of};
 use quoin_reactor::Waker;
 use quoin_reactor::descriptors::Shortage;
+use quoin_replication::pool_host::access::Granted;
 use quoin_types::Term;
 use quoin_types::ids::SessionKey;
 use quoin_types::term::Standing;
@@ -60,11 +61,9 @@ impl Belief {
             return Err(format!("{peer} is not a node: only targets open replicas").into());
         }
         let grant = identity.verify_grant(&hello.grant).map_err(|e| e.to_string())?;
-        let exact = grant.volume == hello.volume
-            && grant.epoch == session.epoch
-            && grant.incarnation == session.incarnation
-            && grant.node == peer.name;
-        if !exact {
+        let (volume, epoch, incarnation) = (grant.volume, grant.epoch, grant.incarnation);
+        let granted = Granted { volume, epoch, incarnation, node: &grant.node };
+        if !granted.covers(hello.volume, session, &peer.name) {
             return Err(format!(
                 "the grant is for volume {}, epoch {} on node {}, not for what {peer} asked",
                 grant.volume, grant.epoch, grant.node

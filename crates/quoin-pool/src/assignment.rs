@@ -1,13 +1,14 @@
 //! What the controller wants this pool to hold, and what the pool says it holds.
 //!
-//! **A GUID is born once**: a replica is created only in the phases Init and Recreate, and never
-//! under a GUID that was deleted here. A replica that no assignment lists is kept and reported:
-//! a controller restored from an old backup must not cost data; it says Delete by name.
+//! What is done with each replica is decided by [`quoin_replication::pool_host::holdings`]. One that
+//! no assignment lists is kept and reported: a controller restored from an old backup must not cost
+//! data; it says Delete by name.
 
 use bytes::Bytes;
 use prost::Message;
 use quoin_api::control;
 use quoin_identity::convert::{id, membership};
+pub use quoin_replication::pool_host::holdings::Phase;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::ReplicaIdentity;
 use quoin_types::{
@@ -16,16 +17,6 @@ use quoin_types::{
 
 use crate::facts::Space;
 use crate::scrub::ScrubState;
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Phase {
-    /// Create if missing, quorum on: the volume is being formed.
-    Init,
-    /// Create if missing, quorum off: to be rebuilt.
-    Recreate,
-    Keep,
-    Delete,
-}
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Wanted {

@@ -183,7 +183,7 @@ where
         tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)?
     };
     let first = first.inspect_err(|_| {
-        if let Err(refused) = witness.end() {
+        if let Err(refused) = witness.disk_failed() {
             tracing::error!("the next process will not know that the pool did not open: {refused}");
         }
     })?;

@@ -18,7 +18,7 @@ use quoin_telemetry::notices::Severity;
 use tokio::sync::watch;
 
 use crate::facts::PoolFacts;
-use crate::shard::{Ended, Input, Parts, Recognition, Shard};
+use crate::shard::{Ended, Input, Parts, Shard};
 use crate::syncer::Syncer;
 use crate::{Error, Opened};
 
@@ -48,7 +48,6 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
     inputs: &Sender<Input>,
     watch: &Watch,
 ) -> Result<(), Error> {
-    let mut disk_failed = false;
     let recognition = parts.recognition;
     let mut opened = Some(first);
     loop {
@@ -64,13 +63,13 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
                 }
             },
         };
-        if disk_failed {
+        if parts.witness.must_withdraw() {
             if let Err(error) = withdraw_claims(&mut pool, &mut syncer) {
                 watch.say(Some(error.to_string()));
                 std::thread::sleep(REOPEN);
                 continue;
             }
-            parts.witness.keep();
+            parts.witness.withdrawn();
         }
         watch.say(None);
         let syncer = Syncer::start(syncer, inputs.clone(), parts.reactor.waker())?;
@@ -78,12 +77,8 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::Stopped => return Ok(()),
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
-                disk_failed = true;
-                if parts.recognition != Recognition::Refused {
-                    // What the next life finds on the disk, no controller has seen yet.
-                    parts.recognition = recognition;
-                }
-                let message = match parts.witness.end() {
+                parts.recognition = parts.recognition.after_disk_failure(recognition);
+                let message = match parts.witness.disk_failed() {
                     Ok(()) => format!("{error}: the pool is opened anew from its media"),
                     Err(refused) => format!(
                         "{error}: the pool is opened anew from its media; do not end its process \

@@ -1,16 +1,14 @@
-//! The witness that no disk of a pool failed since its caches were filled.
+//! The file in memory that keeps a pool's number for its next process
+//! ([`quoin_replication::pool_host::restart`]).
 //!
-//! A kernel tells of a failed write-out once. The next process would hear nothing of it, find the
-//! cache that it was left with and take it for whole. So each pool keeps a number in a file in
-//! memory. The number is part of the cookie that replicas compare, and the file is removed when the
-//! disk fails: a removal needs neither room nor a disk. A process that finds no file draws another
-//! number, so that no replica claims what a cache held before. The same is true where there is no
-//! file system in memory that can be written, and after a boot.
+//! Where there is no file system in memory that can be written, and after a boot, each process has
+//! another number.
 
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use quoin_replication::pool_host::restart::{Claims, File};
 use quoin_replication::replica::store::BootCookie;
 
 /// Directories of file systems in memory; the first of them that takes the file keeps it.
@@ -20,11 +18,11 @@ const MEMORY_TYPES: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 /// Bytes of a file name at most, less those of the prefix.
 const NAME_BYTES_MAX: usize = 200;
 
-/// The number of one pool, and the file that keeps it for the next process.
+/// The claims of one pool's process, and the file that keeps its number for the next one.
 #[derive(Debug)]
 pub struct Witness {
     places: Vec<PathBuf>,
-    number: u128,
+    claims: Claims,
     kept: Option<PathBuf>,
 }
 
@@ -46,21 +44,49 @@ impl Witness {
     /// In the first of `places` that has it or takes it.
     pub fn in_places(places: Vec<PathBuf>) -> Self {
         let found = places.iter().find_map(|place| Some((place.clone(), read(place)?)));
-        let mut witness = Witness { places, number: rand::random(), kept: None };
-        match found {
-            Some((place, number)) => (witness.number, witness.kept) = (number, Some(place)),
-            None => witness.keep(),
-        }
+        let (kept, number) = found.unzip();
+        let (claims, file) = Claims::at_start(number, rand::random());
+        let mut witness = Witness { places, claims, kept };
+        // Nothing is there to be removed.
+        let _ = witness.change(file);
         witness
     }
 
     /// The cookie of a cache, as far as no disk failed.
     pub fn cookie(&self, cache: BootCookie) -> BootCookie {
-        BootCookie(cache.0 ^ self.number)
+        self.claims.cookie(cache)
     }
 
     /// Takes the file away, as the disk failed. An error says that the next process will find it.
-    pub fn end(&mut self) -> Result<(), String> {
+    pub fn disk_failed(&mut self) -> Result<(), String> {
+        let file = self.claims.disk_failed();
+        self.change(file)
+    }
+
+    /// As [`Claims::must_withdraw`].
+    pub fn must_withdraw(&self) -> bool {
+        self.claims.must_withdraw()
+    }
+
+    /// Every claim of the caches before a failure was withdrawn on media.
+    pub fn withdrawn(&mut self) {
+        let file = self.claims.withdrawn();
+        // A file that could not be removed has this number still.
+        let _ = self.change(file);
+    }
+
+    fn change(&mut self, file: File) -> Result<(), String> {
+        match file {
+            File::Leave => Ok(()),
+            File::Keep => {
+                self.keep();
+                Ok(())
+            }
+            File::Remove => self.remove(),
+        }
+    }
+
+    fn remove(&mut self) -> Result<(), String> {
         match self.kept.as_deref().map(|place| (place, std::fs::remove_file(place))) {
             Some((place, Err(error))) if error.kind() != io::ErrorKind::NotFound => {
                 Err(format!("{}: {error}", place.display()))
@@ -72,13 +98,13 @@ impl Witness {
         }
     }
 
-    /// Keeps the number for the next process: every claim of the caches before a failure was
-    /// withdrawn on media.
-    pub fn keep(&mut self) {
+    /// Keeps the number for the next process.
+    fn keep(&mut self) {
         if self.kept.is_some() {
             return;
         }
-        self.kept = self.places.iter().find(|place| write(place, self.number).is_ok()).cloned();
+        self.kept =
+            self.places.iter().find(|place| write(place, self.claims.number()).is_ok()).cloned();
         if self.kept.is_none() {
             tracing::warn!(
                 places = ?self.places,
@@ -137,13 +163,13 @@ mod tests {
         let mut one = of();
         assert_eq!(one.cookie(CACHE), of().cookie(CACHE));
         assert_ne!(one.cookie(CACHE), one.cookie(BootCookie(8)));
-        one.end().unwrap();
-        one.end().unwrap();
+        one.disk_failed().unwrap();
+        one.disk_failed().unwrap();
         let next = of();
         assert_ne!(one.cookie(CACHE), next.cookie(CACHE));
         drop(next);
         std::fs::remove_file(folder.path().join("file")).unwrap();
-        one.keep();
+        one.withdrawn();
         assert_eq!(one.cookie(CACHE), of().cookie(CACHE));
     }
 
@@ -152,13 +178,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let nowhere = || Witness::in_places(vec![folder.path().join("gone/file")]);
         assert_ne!(nowhere().cookie(CACHE), nowhere().cookie(CACHE));
-        nowhere().end().unwrap();
+        nowhere().disk_failed().unwrap();
         let place = folder.path().join("file");
         for bytes in [&[][..], &[0; 15], &[0; 17]] {
             std::fs::write(&place, bytes).unwrap();
             let one = Witness::in_places(vec![place.clone()]);
             assert_ne!(one.cookie(CACHE), CACHE, "{bytes:?}");
-            assert_eq!(std::fs::read(&place).unwrap(), one.number.to_le_bytes());
+            assert_eq!(std::fs::read(&place).unwrap(), one.claims.number().to_le_bytes());
         }
         std::fs::remove_file(&place).unwrap();
         std::fs::write(folder.path().join("other"), [0; 16]).unwrap();
@@ -172,11 +198,11 @@ mod tests {
         let place = folder.path().join("file");
         let mut one = Witness::in_places(vec![place.clone()]);
         std::fs::remove_file(&place).unwrap();
-        one.end().unwrap();
-        one.keep();
+        one.disk_failed().unwrap();
+        one.withdrawn();
         std::fs::remove_file(&place).unwrap();
         std::fs::create_dir(&place).unwrap();
-        let error = one.end().unwrap_err();
+        let error = one.disk_failed().unwrap_err();
         assert!(error.contains(&*place.to_string_lossy()), "{error}");
     }
 
@@ -186,7 +212,7 @@ mod tests {
         let (one, two) = (folder.path().join("a"), folder.path().join("b"));
         let of = |dir: &Path| {
             let mut witness = Witness::of(dir);
-            witness.end().unwrap();
+            witness.disk_failed().unwrap();
             witness.places
         };
         assert!(of(&one).iter().all(|place| !of(&two).contains(place)));

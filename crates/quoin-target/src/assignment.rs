@@ -12,8 +12,7 @@ use quoin_types::block::DeviceInfo;
 use quoin_types::membership::{Desired, Durability, Member, Newcomer};
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 
-use crate::shard::{ReplicaPlace, VolumeSetup};
-use crate::throttle::Limits;
+use crate::shard::{Limits, ReplicaPlace, VolumeSetup};
 
 const OPEN_GRACE_MS: u32 = 2000;
 const DROP_AFTER_MS: u32 = 3000;

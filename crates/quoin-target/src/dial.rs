@@ -1,21 +1,16 @@
-//! Connections to replicas, made on helper threads and handed to the shard once authenticated.
-//!
-//! A host that drops packets delays each dial for seconds, and every volume with a replica there
-//! dials it again and again. So each address has a limit of dials under way, which is one where the
-//! last dial was not answered; such addresses together have a limit too. A dial that waits for its
-//! turn is removed with its session.
+//! Connections to replicas, made on helper threads and handed to the shard when they are proven.
+//! Which are made next is decided by [`quoin_replication::target_host::dial`].
 
-use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use prometheus_client::metrics::gauge::Gauge;
 
 use quoin_identity::{Expected, Identity, Role};
 use quoin_reactor::Waker;
+use quoin_replication::target_host::dial::{Queue, is_answered};
 use quoin_types::VolumeId;
 use quoin_types::ids::SessionKey;
 use quoin_wire::establish::{EstablishError, dial};
@@ -25,14 +20,6 @@ use rustls::pki_types::ServerName;
 
 use crate::shard::Input;
 
-/// Most dials under way at once, of all shards.
-const DIALS_MAX: usize = 128;
-/// Most dials of those at addresses where the last dial was not answered.
-const UNPROVEN_MAX: usize = 96;
-/// Most dials under way at one address. A pool accepts four times as many from one host.
-const DIALS_PER_ADDRESS: usize = 4;
-/// Time of a good dial: a longer one was delayed by the network or a process that hangs.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 
 /// Protection of connections to replicas.
@@ -95,7 +82,7 @@ pub struct Dials(Arc<Inner>);
 
 struct Inner {
     reach: Mutex<Reach>,
-    queue: Mutex<Queue>,
+    queue: Mutex<Queue<Waiting>>,
     /// Dials under way or waiting, for `/metrics`.
     count: Gauge,
 }
@@ -119,75 +106,6 @@ struct Waiting {
     outcomes: Outcomes,
 }
 
-/// Dials by their address; an address without dials is removed.
-#[derive(Default)]
-struct Queue {
-    addresses: BTreeMap<String, Address>,
-    /// Address at which the last dial began: addresses take turns.
-    last: String,
-}
-
-#[derive(Default)]
-struct Address {
-    waiting: VecDeque<Waiting>,
-    under_way: usize,
-    /// The last dial was answered, by any answer.
-    proven: bool,
-}
-
-impl Address {
-    fn may_begin(&self, unproven: usize) -> bool {
-        let limit = match self.proven {
-            true => DIALS_PER_ADDRESS,
-            false if unproven < UNPROVEN_MAX => 1,
-            false => 0,
-        };
-        !self.waiting.is_empty() && self.under_way < limit
-    }
-}
-
-impl Queue {
-    fn len(&self) -> usize {
-        self.addresses.values().map(|a| a.waiting.len() + a.under_way).sum()
-    }
-
-    /// Returns the next dial that may begin; it is under way from now on.
-    fn next(&mut self) -> Option<Waiting> {
-        let under_way = |of: &Address| of.under_way;
-        if self.addresses.values().map(under_way).sum::<usize>() >= DIALS_MAX {
-            return None;
-        }
-        let unproven = self.addresses.values().filter(|a| !a.proven).map(under_way).sum();
-        let later = self.addresses.range::<str, _>((Excluded(self.last.as_str()), Unbounded));
-        let mut in_turn = later.chain(&self.addresses);
-        let (name, _) = in_turn.find(|(_, address)| address.may_begin(unproven))?;
-        self.last = name.clone();
-        let address = self.addresses.get_mut(&self.last)?;
-        address.under_way += 1;
-        address.waiting.pop_front()
-    }
-
-    fn ended(&mut self, address: &str, proven: bool) {
-        if let Some(of) = self.addresses.get_mut(address) {
-            of.under_way -= 1;
-            of.proven = proven;
-        }
-        self.forget_empty();
-    }
-
-    /// Removes waiting dials that are not wanted any more.
-    fn retain(&mut self, wanted: impl Fn(&Dial) -> bool) {
-        for address in self.addresses.values_mut() {
-            address.waiting.retain(|waiting| wanted(&waiting.dial));
-        }
-        self.forget_empty();
-    }
-
-    fn forget_empty(&mut self) {
-        self.addresses.retain(|_, a| a.under_way > 0 || !a.waiting.is_empty());
-    }
-}
-
 impl Dials {
     /// Returns an empty set of dials. `count` shows how many are under way or wait.
     pub fn new(reach: Reach, count: Gauge) -> Self {
@@ -204,15 +122,15 @@ impl Dials {
         Dialler { dials: self.clone(), outcomes: Outcomes { inputs, waker } }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, Queue<Waiting>> {
         self.0.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Applies `change`, then begins the dials that may begin, each on a thread of its own.
-    fn change(&self, change: impl FnOnce(&mut Queue)) {
+    /// Begins what may begin after `change`, each dial on a thread of its own.
+    fn change(&self, change: impl FnOnce(&mut Queue<Waiting>)) {
         let mut queue = self.queue();
         change(&mut queue);
-        while let Some(waiting) = queue.next() {
+        while let Some(waiting) = queue.begin_next() {
             let (dials, outcomes) = (self.clone(), waiting.outcomes.clone());
             let Dial { volume, session, bulk, pool, address, .. } = &waiting.dial;
             let (volume, session, bulk) = (*volume, *session, *bulk);
@@ -231,7 +149,7 @@ impl Dials {
         let began = Instant::now();
         let outcome = self.connect(&dial);
         let Dial { volume, session, bulk, pool, address, .. } = dial;
-        let proven = outcome.is_ok() || began.elapsed() < ANSWERS_WITHIN;
+        let proven = is_answered(outcome.is_ok(), began.elapsed());
         self.change(|queue| queue.ended(&address, proven));
         outcomes.tell(volume, session, bulk, pool, outcome);
     }
@@ -276,10 +194,7 @@ impl Dialler {
     /// Starts a dial; the outcome arrives as [`Input::Dialled`].
     pub(crate) fn start(&self, dial: Dial) {
         let (address, outcomes) = (dial.address.clone(), self.outcomes.clone());
-        self.dials.change(|queue| {
-            let of = queue.addresses.entry(address).or_default();
-            of.waiting.push_back(Waiting { dial, outcomes });
-        });
+        self.dials.change(|queue| queue.add(&address, Waiting { dial, outcomes }));
     }
 
     /// Reports at once that a connection cannot be made.
@@ -301,7 +216,7 @@ impl Dialler {
         which: impl Fn(SessionKey, Option<u64>) -> bool,
     ) {
         let is_one = |dial: &Dial| dial.volume == volume && which(dial.session, dial.bulk);
-        self.dials.change(|queue| queue.retain(|dial| !is_one(dial)));
+        self.dials.change(|queue| queue.retain(|waiting| !is_one(&waiting.dial)));
     }
 
     /// Gives up all dials of a volume that is not served any more.
@@ -330,6 +245,7 @@ impl Outcomes {
 mod tests {
     use std::net::TcpListener;
     use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
 
     use bytes::Bytes;
     use quoin_reactor::Reactor;
@@ -439,28 +355,6 @@ mod tests {
         assert_eq!(count.get(), 1);
         assert!(!outcome(&inputs));
         assert!(inputs.recv_timeout(Duration::from_millis(200)).is_err(), "another one was made");
-    }
-
-    #[test]
-    fn an_address_that_answered_is_dialled_for_several_sessions_at_a_time_and_others_for_one() {
-        let mut queue = Queue::default();
-        let (_, _, _, reactor) = dialler();
-        let outcomes = Outcomes { inputs: channel().0, waker: reactor.waker() };
-        for n in 0..200 {
-            let waiting = |at: &str| Waiting { dial: to(at, n), outcomes: outcomes.clone() };
-            queue.addresses.entry("a".into()).or_default().waiting.push_back(waiting("a"));
-            queue.addresses.entry("b".into()).or_default().waiting.push_back(waiting("b"));
-            let dead = format!("dead {n}");
-            queue.addresses.entry(dead.clone()).or_default().waiting.push_back(waiting(&dead));
-        }
-        let begun = |queue: &mut Queue| std::iter::from_fn(|| queue.next()).count();
-        assert_eq!(begun(&mut queue), UNPROVEN_MAX);
-        assert_eq!((queue.addresses["a"].under_way, queue.addresses["b"].under_way), (1, 1));
-        queue.ended("a", true);
-        assert_eq!(begun(&mut queue), DIALS_PER_ADDRESS + 1, "its own, and one that waited");
-        assert_eq!(queue.addresses["a"].under_way, DIALS_PER_ADDRESS);
-        queue.ended("a", false);
-        assert_eq!(begun(&mut queue), 0, "three are under way at an address that hangs");
     }
 
     #[test]

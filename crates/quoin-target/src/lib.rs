@@ -17,7 +17,6 @@ pub mod metrics;
 pub mod nbd_listener;
 mod notes;
 pub mod shard;
-mod throttle;
 pub mod tokens;
 mod verification;
 

@@ -72,6 +72,14 @@ kinds! {
     Wipe = "replica wiped",
     TargetShutdown = "target shutdown",
     ReplicaShutdown = "replica shutdown",
+    /// A pool's thread stands still in the middle of a round.
+    PoolStalls = "round of a pool stands still",
+    TargetStalls = "round of a target stands still",
+    /// A host drops packets, and hundreds of other volumes dial it.
+    BlackHole = "host drops packets, hundreds dial it",
+    ReadErrorsApart = "disk EIO, read, twice, weeks apart",
+    /// Opens and orders for another volume name this one's replica.
+    OrderForAnother = "order for another volume",
 }
 
 /// How often each fault struck.
@@ -162,6 +170,9 @@ fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
         F::PowerAllFull => 0,
         F::ControlLost | F::ControlLate => 4,
         F::TargetShutdown | F::ReplicaShutdown => 4,
+        // Of the swarm `hosts`.
+        F::PoolStalls | F::TargetStalls | F::BlackHole => 0,
+        F::ReadErrorsApart | F::OrderForAnother => 0,
     }
 }
 
@@ -202,6 +213,17 @@ pub fn plan(
     planned
 }
 
+/// Kinds that strike in their swarms alone.
+const OF_SWARMS: [FaultKind; 7] = [
+    FaultKind::OwnerIsolated,
+    FaultKind::PowerAllFull,
+    FaultKind::PoolStalls,
+    FaultKind::TargetStalls,
+    FaultKind::BlackHole,
+    FaultKind::ReadErrorsApart,
+    FaultKind::OrderForAnother,
+];
+
 /// Leaves the kinds of a swarm, with its weights; or any few of those that this profile allows.
 /// What the profile forbids stays forbidden.
 fn narrow(weights: &mut [u32], kinds: &[(FaultKind, u32)], random: &mut Random) {
@@ -216,8 +238,7 @@ fn narrow(weights: &mut [u32], kinds: &[(FaultKind, u32)], random: &mut Random) 
     }
     for (kind, weight) in weights.iter_mut().enumerate() {
         let wanted = kinds.iter().find(|(k, _)| *k as usize == kind).map_or(0, |(_, w)| *w);
-        let aimed = [FaultKind::OwnerIsolated, FaultKind::PowerAllFull];
-        let allowed = *weight > 0 || aimed.contains(&FaultKind::ALL[kind]);
+        let allowed = *weight > 0 || OF_SWARMS.contains(&FaultKind::ALL[kind]);
         *weight = if allowed { wanted } else { 0 };
     }
 }

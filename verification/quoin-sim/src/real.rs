@@ -5,14 +5,17 @@ use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
-use quoin_store::{Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool};
+use quoin_store::{
+    BadBlock, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
+};
 use quoin_types::entry::SharedEntry;
+use quoin_types::message::BadCopy;
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 
 use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
-use crate::storage::{Faults, Faulty, Outage, Space, Storage};
+use crate::storage::{Faults, Faulty, Outage, Scrubbed, Space, Storage};
 use crate::swarm::PoolShape;
 
 /// Small enough that checkpoints and clean-up happen within a run.
@@ -223,7 +226,12 @@ impl Storage for RealStorage {
         self.pool = Pool::open(self.disk.clone(), self.options).ok();
     }
 
-    fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError> {
+    fn reopen(
+        &mut self,
+        outage: Outage,
+        withdraw: bool,
+        random: &mut Random,
+    ) -> Result<(), StoreError> {
         self.pool = None;
         if outage != Outage::Power {
             self.disk.drop_held(random);
@@ -236,7 +244,7 @@ impl Storage for RealStorage {
         let pool = Pool::open(self.disk.clone(), self.options).map_err(store_error)?;
         self.pool = Some(pool);
         self.filled = false;
-        if outage == Outage::DiskFailed {
+        if withdraw {
             self.give_up_continuity()?;
         }
         // Room that cannot be given back now is given back at the next start.
@@ -271,6 +279,26 @@ impl Storage for RealStorage {
     fn lie(&mut self, lie: Lie) -> bool {
         self.disk.lie(lie, self.chance.draw());
         true
+    }
+
+    fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        (stage, cursor): (u32, u64),
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        let done = self.pool()?.scrub(guid, ScrubAt { stage, cursor }, budget_bytes)?;
+        let next = done.next.map(|at| (at.stage, at.cursor));
+        Ok(Scrubbed { next, read_bytes: done.read_bytes })
+    }
+
+    fn take_bad_blocks(&mut self) -> Vec<(ReplicaGuid, BadCopy)> {
+        let bad = self.pool.as_mut().map(Pool::take_bad_blocks).unwrap_or_default();
+        let copy = |bad: BadBlock| {
+            let BadBlock { lba, blocks, version, .. } = bad;
+            (bad.replica, BadCopy { lba, blocks, version })
+        };
+        bad.into_iter().map(copy).collect()
     }
 
     fn keep_image(&mut self) {

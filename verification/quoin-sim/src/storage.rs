@@ -12,7 +12,7 @@ use quoin_replication::replica::store::{
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{BadCopy, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{Epoch, Lsn, ReplicaGuid};
 
 use crate::disk::{DiskCounts, Failing, Lie};
@@ -41,6 +41,14 @@ pub struct Space {
     pub replicas: u64,
 }
 
+/// Result of a step of a scrub.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Scrubbed {
+    /// Where to go on; `None`: the replica was read to its end.
+    pub next: Option<(u32, u64)>,
+    pub read_bytes: u64,
+}
+
 /// A pool's storage. All times are the caller's; nothing here waits.
 pub trait Storage {
     fn create(
@@ -63,8 +71,14 @@ pub trait Storage {
     fn sync_lie(&mut self, ticket: SyncTicket);
     /// Loses everything that was not synced and shows the same boot as before: for a mutant.
     fn forget(&mut self);
-    /// Opens the pool again after an outage; an error is tried again later.
-    fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError>;
+    /// Opens the pool again after an outage; an error is tried again later. `withdraw`: it is
+    /// written on media first that no replica is known to hold everything it ever applied.
+    fn reopen(
+        &mut self,
+        outage: Outage,
+        withdraw: bool,
+        random: &mut Random,
+    ) -> Result<(), StoreError>;
     /// Checkpoints, clean-up and the like, between events.
     fn background(&mut self) -> Result<(), StoreError>;
     fn wants_background(&self) -> bool;
@@ -75,6 +89,19 @@ pub trait Storage {
     /// The next write is lost, or goes to another place. False: no such disk here.
     fn lie(&mut self, _lie: Lie) -> bool {
         false
+    }
+    /// Reads about so many bytes of a replica from media, from a stage and a cursor in it on.
+    fn scrub(
+        &mut self,
+        _guid: ReplicaGuid,
+        _at: (u32, u64),
+        _budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        Ok(Scrubbed::default())
+    }
+    /// Blocks found bad since the last call.
+    fn take_bad_blocks(&mut self) -> Vec<(ReplicaGuid, BadCopy)> {
+        Vec::new()
     }
     /// Remembers the disk as it is now, to be rolled back to.
     fn keep_image(&mut self) {}
@@ -373,7 +400,13 @@ impl Storage for ModelStorage {
         self.hidden_cuts += 1;
     }
 
-    fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError> {
+    /// Its cookie is another one after a disk failure, so there is nothing to withdraw.
+    fn reopen(
+        &mut self,
+        outage: Outage,
+        _withdraw: bool,
+        random: &mut Random,
+    ) -> Result<(), StoreError> {
         if outage == Outage::Process {
             self.pool.restart();
             return Ok(());

@@ -58,6 +58,9 @@ pub enum Swarm {
     Detaches,
     /// Owners that are cut off, and with them the controller: its record is recovered elsewhere.
     Controllers,
+    /// What processes do for many volumes at once: rounds that stand still, dials of hundreds to a
+    /// dead host, disks that fail and are put back under a process.
+    Hosts,
 }
 
 impl Swarm {
@@ -84,6 +87,7 @@ impl Swarm {
         Swarm::FullPools,
         Swarm::Detaches,
         Swarm::Controllers,
+        Swarm::Hosts,
     ];
 
     pub fn name(self) -> &'static str {
@@ -110,6 +114,7 @@ impl Swarm {
             Swarm::FullPools => "full-pools",
             Swarm::Detaches => "detaches",
             Swarm::Controllers => "controllers",
+            Swarm::Hosts => "hosts",
         }
     }
 
@@ -179,6 +184,35 @@ impl Swarm {
                     (PowerSome, 3),
                 ],
                 lease_ms: &[500, 1000],
+                apart: true,
+                ..small
+            },
+            Swarm::Hosts => Shape {
+                factors: &[(3, 2), (3, 2), (3, 1), (5, 3), (4, 3)],
+                kinds: &[
+                    (PoolStalls, 16),
+                    (TargetStalls, 10),
+                    (BlackHole, 8),
+                    (ReadErrorsApart, 10),
+                    (OrderForAnother, 3),
+                    (Failover, 14),
+                    (OwnerIsolated, 10),
+                    (TargetCrash, 6),
+                    (ReplicaCrash, 8),
+                    (ReplicaPause, 6),
+                    (DiskSyncError, 14),
+                    (DiskWriteError, 4),
+                    (DiskRolledBack, 24),
+                    (Rot, 6),
+                    (ConnectionCut, 4),
+                    (BulkCut, 3),
+                    (PowerSome, 3),
+                ],
+                blocks: &[16, 64],
+                sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
+                lease_ms: &[500, 1000],
+                drop_after_ms: (100, 600),
+                window_bytes: Some(256 << 10),
                 apart: true,
                 ..small
             },

@@ -1,5 +1,8 @@
 //! A readable line for each thing that happens, and a fingerprint of the whole run.
 
+use quoin_types::EntryKind;
+use quoin_types::message::ToReplica;
+
 use crate::schedule::Instant;
 
 pub struct Trace {
@@ -44,5 +47,39 @@ impl Trace {
 
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
+    }
+}
+
+/// One line for a message, short enough to read in a trace.
+pub(crate) fn describe(message: &ToReplica) -> String {
+    match message {
+        ToReplica::Open { lease_ms, membership, .. } => {
+            format!("Open, membership {}, lease {lease_ms} ms", membership.version)
+        }
+        ToReplica::Append { entries, stable, sync, .. } => {
+            let which = match (entries.first(), entries.last()) {
+                (Some(a), Some(b)) => format!("{}/{}..{}", b.epoch, a.lsn, b.lsn),
+                _ => "nothing".into(),
+            };
+            let kinds: Vec<String> = entries
+                .iter()
+                .take(4)
+                .map(|e| match &e.kind {
+                    EntryKind::View(view) => {
+                        let ids: Vec<u128> = view.in_sync.iter().map(|m| m.id.0 & 0xff).collect();
+                        format!("View{ids:?}")
+                    }
+                    kind => format!("{kind:?} {}+{}", e.lba, e.blocks),
+                })
+                .collect();
+            let sync = if *sync { ", sync" } else { "" };
+            format!("Append {which} ({}), stable {stable}{sync}", kinds.join(", "))
+        }
+        ToReplica::IncrementFeed { slots, cursor, .. } => {
+            format!("IncrementFeed {} slots to {cursor}", slots.len())
+        }
+        ToReplica::IncrementCommit { to, .. } => format!("IncrementCommit to {:?}", to.position),
+        ToReplica::Repair { lba, version, .. } => format!("Repair {lba} at {version}"),
+        other => format!("{other:?}"),
     }
 }

@@ -1,6 +1,7 @@
 //! Seeds run as ordinary tests: a bounded number each time, and every seed that ever found
 //! something.
 
+use quoin_sim::faults::FaultKind;
 use quoin_sim::kept::KeptSeed;
 use quoin_sim::{Report, RunOptions, run, run_many};
 
@@ -51,6 +52,25 @@ fn what_is_left_of_a_volume_goes_on_with_all_that_it_holds_when_the_others_are_d
     let summary = run_many(1, 60, options, |_, _| {});
     assert!(summary.violations.is_empty(), "{summary}");
     assert!(summary.stats.recoveries >= 30, "{summary}");
+}
+
+/// Rounds that stand still, dials of hundreds of volumes to a dead host, read errors weeks apart,
+/// orders for another volume.
+#[test]
+fn what_processes_do_for_many_volumes_at_once_harms_none_of_them() {
+    let options = RunOptions { swarm: quoin_sim::Swarm::Hosts, ..RunOptions::default() };
+    let summary = run_many(1, 40, options, |_, _| {});
+    assert!(summary.violations.is_empty(), "{summary}");
+    let kinds = [
+        FaultKind::PoolStalls,
+        FaultKind::TargetStalls,
+        FaultKind::BlackHole,
+        FaultKind::ReadErrorsApart,
+        FaultKind::OrderForAnother,
+    ];
+    for kind in kinds {
+        assert!(summary.stats.faults.of(kind) > 0, "{} never struck", kind.name());
+    }
 }
 
 /// Runs the kept seeds whose place in the list leaves `part` of three, so that they share cores.

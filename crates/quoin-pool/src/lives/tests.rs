@@ -137,9 +137,13 @@ impl Process {
     }
 
     fn assign(&self, phase: Phase) {
+        self.assign_of(VOLUME, phase);
+    }
+
+    fn assign_of(&self, volume: VolumeId, phase: Phase) {
         self.send(Input::Assign(Assignment(vec![Wanted {
             identity: ReplicaIdentity {
-                volume: VOLUME,
+                volume,
                 replica: MEMBER.id,
                 guid: MEMBER.guid,
                 volume_spec: Bytes::new(),
@@ -393,6 +397,22 @@ fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_tol
     // Nothing is left for the process after it, which is told nothing.
     let process = Process::start(&disk, &witness);
     assert_eq!(process.replica_state(), None);
+    process.stop();
+}
+
+#[test]
+fn a_replica_is_not_deleted_by_an_order_for_another_volume_with_its_guid() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, witness) = (new_disk(), dir.path().join(WITNESS_FILE));
+    let process = Process::start(&disk, &witness);
+    process.create_replica();
+    process.assign_of(VolumeId(!VOLUME.0), Phase::Delete);
+    assert_eq!(process.replica_state(), Some("created"), "nothing is told gone");
+    let told = process.notices.take();
+    assert!(told.iter().any(|notice| notice.reason == "ReplicaOfAnother"), "{told:?}");
+    assert!(process.open_replica(1).is_some());
+    process.assign(Phase::Delete);
+    eventually("it is gone", || (process.replica_state()? == "gone").then_some(()));
     process.stop();
 }
 

@@ -1,14 +1,15 @@
 //! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
 
+use quoin_replication::pool_host::holdings::{Step, step};
+use quoin_replication::pool_host::repairs::Repairs;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaEvent};
 use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
-use super::repairs::Repairs;
 use super::{FULL, FULL_BELOW, Shard};
-use crate::assignment::{Assignment, Fence, Phase, PoolState, ReplicaState, Wanted, is_news};
+use crate::assignment::{Assignment, Fence, PoolState, ReplicaState, Wanted, is_news};
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
 
@@ -45,29 +46,38 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.gone.clear();
         for wanted in assignment.0 {
             let (guid, fence) = (wanted.identity.guid, wanted.fence);
-            let held = self.replicas.contains_key(&guid);
-            match (wanted.phase, held) {
-                (Phase::Delete, true) => self.delete(now, &wanted),
-                (Phase::Init | Phase::Recreate, false)
-                    if !self.pool.is_retired(wanted.identity.guid) =>
-                {
-                    self.create(now, wanted);
+            let held = self.pool.replica(guid).map(|store| store.identity().clone());
+            let retired = self.pool.is_retired(guid);
+            match step(wanted.phase, &wanted.identity, held.as_ref(), retired) {
+                Step::Create { quorum } => self.create(now, wanted, quorum),
+                Step::Describe => self.describe(&wanted),
+                Step::Delete => self.delete(now, &wanted),
+                Step::Absent => self.gone.push(gone(&wanted)),
+                Step::OfAnother => {
+                    self.tell_of_another(&wanted);
+                    continue;
                 }
-                (_, true) => self.describe(&wanted),
-                (_, false) => self.gone.push(gone(&wanted)),
             }
             self.fence(now, guid, fence);
         }
     }
 
-    fn create(&mut self, now: Time, wanted: Wanted) {
+    /// Nothing was done, and people have to know: the records and this pool disagree.
+    fn tell_of_another(&mut self, wanted: &Wanted) {
+        let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
+        let message = format!(
+            "the replica with GUID {} that this pool holds is of another volume or has another id: \
+             it is left as it is",
+            wanted.identity.guid
+        );
+        tracing::error!(%volume, %replica, message);
+        self.parts.notices.push(Severity::Error, volume, replica, "ReplicaOfAnother", message);
+    }
+
+    fn create(&mut self, now: Time, wanted: Wanted, quorum: bool) {
         let guid = wanted.identity.guid;
         let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
-        let meta = ReplicaMeta {
-            membership: wanted.membership,
-            quorum: wanted.phase == Phase::Init,
-            ..ReplicaMeta::default()
-        };
+        let meta = ReplicaMeta { membership: wanted.membership, quorum, ..ReplicaMeta::default() };
         match self.pool.create(wanted.identity, meta, wanted.blocks) {
             Ok(()) => {
                 let ticket = self.pool.request_sync();

@@ -3,10 +3,11 @@
 
 use quoin_reactor::Interest;
 use quoin_reactor::descriptors::LISTENER_REST;
+use quoin_replication::pool_host::recognition::Change;
 use quoin_store::ReplicaPool;
 use quoin_types::Time;
 
-use super::{LISTENERS, Recognition, Shard};
+use super::{LISTENERS, Shard};
 use crate::facts::PoolFacts;
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
@@ -14,7 +15,6 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         for listener in self.parts.acceptor.listeners() {
             self.parts.reactor.register(listener, LISTENERS, Interest::READ)?;
         }
-        self.parts.recognition = Recognition::Given;
         Ok(())
     }
 
@@ -29,11 +29,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// After a rest, or when the controller's word is not waited for any longer.
     pub(super) fn listen_again(&mut self, now: Time) {
-        if self.parts.recognition == Recognition::Awaited {
+        let change = self.start.waited();
+        if change != Change::Nothing {
             tracing::warn!(
                 "no controller says whether this pool's disk is as it was left: it is taken to be"
             );
-            return self.judged(now, false);
+            return self.recognised(now, change);
         }
         // One of them may listen already, where the other could not.
         self.shut();

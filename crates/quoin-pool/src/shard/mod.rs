@@ -4,16 +4,14 @@
 //! frames, acknowledge, write, begin a sync. Consecutive `Append`s of a session become one call
 //! of the store (one write on disk), and each session gets one cumulative acknowledgement.
 //!
-//! Limits: a connection whose answers are not taken is not read from ([`QUEUED_MAX`]), nor is any
-//! that owes answers once the pool as a whole holds [`POOL_QUEUED_MAX`]. Input is handled as it
-//! is read, so it never piles up.
+//! Limits: a connection whose answers are not taken is not read from
+//! ([`quoin_replication::pool_host::answers`]). Input is handled as it is read, so it never piles up.
 
 mod background;
 mod copying;
 mod holdings;
 mod listeners;
 mod recognition;
-mod repairs;
 mod scrubbing;
 mod sessions;
 
@@ -23,10 +21,16 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_reactor::{Reactor, Ready, Timers, now};
+use quoin_replication::pool_host::access::UNOPENED_MAX;
+use quoin_replication::pool_host::answers::Answers;
+use quoin_replication::pool_host::background::{Background, QUIET};
+use quoin_replication::pool_host::copying::Copying;
+use quoin_replication::pool_host::recognition::{AWAITED_MAX, Start};
+use quoin_replication::pool_host::round::Round;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_store::{Due, ReplicaPool};
+use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
 use quoin_types::key_map::KeyMap;
@@ -44,24 +48,12 @@ use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
 use crate::witness::Witness;
-use copying::Copying;
 use holdings::Held;
 pub use recognition::Recognition;
-use recognition::Start;
 use sessions::Peer;
 
-/// Answers one connection may owe before it is not read from.
-const QUEUED_MAX: usize = 16 << 20;
-/// Answers all connections may owe before those that owe any are not read from.
-const POOL_QUEUED_MAX: usize = 256 << 20;
 /// Answers that are written before the rest of a batch is.
 const EARLY_BYTES: usize = 64 << 10;
-/// Sessions of all replicas together.
-const CONNECTIONS_MAX: usize = 8192;
-/// Bulk connections of one session, those that it is just done with included.
-const BULKS_MAX: usize = 4;
-/// How long nothing must have come in before relaxed background work is done without a rest.
-const QUIET: Duration = Duration::from_millis(2);
 /// How long a stopping pool waits for its last sync and for answers to be taken.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
@@ -75,9 +67,6 @@ const SAME_REFUSAL: Duration = Duration::from_secs(60);
 const LINGER: Duration = Duration::from_secs(2);
 /// How long it may take over those answers and its side together.
 const ENDING_MAX: Duration = Duration::from_secs(10);
-
-/// How long a start waits for the controller's word: less than a target waits for a connection.
-const RECOGNISED_AFTER: Duration = Duration::from_secs(3);
 
 /// Marks the keys of bulk connections: what they carry waits for all else that a round has to do.
 const BULK: u64 = 1 << 62;
@@ -160,15 +149,13 @@ pub struct Shard<'a, P> {
     actions: Vec<ReplicaAction>,
     /// Names connections and timers; 0 is the listeners.
     next_key: u64,
-    queued: usize,
+    answers: Answers,
     synced: SyncTicket,
     /// Syncs under way, and since when.
     syncs: VecDeque<(SyncTicket, Time)>,
     failure: Option<StoreError>,
-    /// No background work before this.
-    rest_until: Time,
-    /// Before this, relaxed background work waits for a pause of the clients.
-    relaxed_from: Time,
+    background: Background,
+    round: Round,
     stopping: Option<(SyncTicket, Time)>,
     /// Stopping, and the replicas know that all they applied is on media.
     clean_stop_recorded: bool,
@@ -186,6 +173,7 @@ pub struct Shard<'a, P> {
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
         let scrub = Scrub::new(parts.scrub.clone());
+        let start = Start::new(parts.recognition, rand::random::<u64>().max(1));
         let mut shard = Shard {
             pool,
             parts,
@@ -200,25 +188,25 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             touched: Vec::new(),
             actions: Vec::new(),
             next_key: LISTENERS + 1,
-            queued: 0,
+            answers: Answers::default(),
             synced: SyncTicket(0),
             syncs: VecDeque::new(),
             failure: None,
-            rest_until: Time::default(),
-            relaxed_from: Time::default(),
+            background: Background::default(),
+            round: Round::begin(now()),
             stopping: None,
             clean_stop_recorded: false,
             scrub,
             repair_at: None,
             short: false,
             copying: Copying::default(),
-            start: Start::new(),
-            unopened: Places::new(sessions::UNOPENED_MAX),
+            start,
+            unopened: Places::new(UNOPENED_MAX),
         };
         let now = now();
         match shard.parts.recognition {
             Recognition::Given => shard.let_in()?,
-            Recognition::Awaited => shard.timers.set(LISTENERS, Some(now + RECOGNISED_AFTER)),
+            Recognition::Awaited => shard.timers.set(LISTENERS, Some(now + AWAITED_MAX)),
             Recognition::Refused => {}
         }
         for guid in shard.pool.replicas() {
@@ -242,7 +230,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 break Ended::LoopFailed(error);
             }
             let now = now();
-            began = now;
+            (began, self.round) = (now, Round::begin(now));
             let mut worked = !ready.is_empty();
             while let Ok(input) = self.parts.inputs.try_recv() {
                 self.input(now, input);
@@ -285,12 +273,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         let next = self.timers.until_next(now);
         let stop = self.stopping.map(|(_, deadline)| deadline.since(now));
-        let rest = self.rest_until.since(now);
-        let background = match self.pool.background_due() {
-            Due::Idle => None,
-            Due::Relaxed => Some(QUIET.max(rest)),
-            Due::Soon | Due::Urgent => Some(rest),
-        };
+        let urgency = background::urgency(self.pool.background_due());
+        let background = self.background.due_in(now, urgency);
         let copying = self.copying.due_in(now);
         [next, stop, background, copying, self.health_due_in(now)].into_iter().flatten().min()
     }
@@ -612,8 +596,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);
-            // What is on media now may be what background work waited for.
-            self.rest_until = now;
+            self.background.synced(now);
         }
         let told = match result {
             Ok(()) => self.pool.take_served(),

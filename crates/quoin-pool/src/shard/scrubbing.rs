@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use quoin_replication::pool_host::scrub::Place;
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::store::{ReplicaStore, StoreError};
 use quoin_store::{Due, ReplicaPool, ScrubAt};
@@ -57,11 +58,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             return self.scrub.postpone(now, GIVE_WAY);
         }
         let used = self.pool.space().used_bytes;
-        let Some((from, at)) = self.scrub.step(now, used) else { return };
+        let Some(place) = self.scrub.step(now, used) else { return };
         // The replica may be gone since: the next one then, from its start.
-        let replica = self.replicas.range(from..).next().map(|(guid, _)| *guid);
+        let replica = self.replicas.range(place.replica..).next().map(|(guid, _)| *guid);
         let Some(guid) = replica else { return self.end_scrub(now) };
-        let at = if guid == from { at } else { ScrubAt::default() };
+        let at = match guid == place.replica {
+            true => ScrubAt { stage: place.stage, cursor: place.cursor },
+            false => ScrubAt::default(),
+        };
         let began = Instant::now();
         let done = match self.pool.scrub(guid, at, STEP_BYTES) {
             Ok(done) => done,
@@ -76,8 +80,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Err(error @ StoreError::Io(_)) => return self.fail(error),
         };
         let next = match done.next {
-            Some(at) => (guid, at),
-            None => (ReplicaGuid(guid.0.saturating_add(1)), ScrubAt::default()),
+            Some(at) => Place { replica: guid, stage: at.stage, cursor: at.cursor },
+            None => Place { replica: ReplicaGuid(guid.0.saturating_add(1)), ..Place::default() },
         };
         self.parts.metrics.scrubbed.inc_by(done.read_bytes);
         if done.headers > 0 {

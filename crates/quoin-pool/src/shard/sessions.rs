@@ -1,50 +1,33 @@
 //! The shard's connections: what comes in becomes messages for replicas, what they answer goes
 //! out. Nothing piles up: who does not take answers is not read from.
 
-use std::time::Duration;
-
 use quoin_reactor::{Interest, now};
+use quoin_replication::pool_host::access::{
+    CONNECTIONS_MAX, Claim, Lane, OPEN_MAX, OpenSession, takes_bulk,
+};
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_store::ReplicaPool;
 use quoin_types::ids::SessionKey;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
-use quoin_types::{Epoch, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
+use quoin_types::{Epoch, Term, Time};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::places::Place;
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
-use super::{
-    BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, ENDING_MAX, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
-    Recognition, STOP_MAX, Shard,
-};
+use super::{BULK, EARLY_BYTES, ENDING_MAX, LINGER, Recognition, STOP_MAX, Shard};
 use crate::facts::PoolFacts;
 
-/// Sessions that have opened nothing yet. A Hello costs its sender nothing, so one source has a
-/// quarter of these at most.
-pub(super) const UNOPENED_MAX: usize = 512;
-/// From a Hello to its Open or OpenBulk. A target sends both together.
-const OPEN_MAX: Duration = Duration::from_secs(10);
-
-/// The replica that a connection was believed for. Only that one is opened by it: the grant was
-/// held against the Hello, so an Open for anything else was granted by nobody.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Claim {
-    volume: VolumeId,
-    replica: ReplicaId,
-    pub(super) guid: ReplicaGuid,
+fn claim_of(hello: &Hello) -> Claim {
+    Claim { volume: hello.volume, replica: hello.replica, guid: hello.guid }
 }
 
-impl Claim {
-    fn of(hello: &Hello) -> Self {
-        Self { volume: hello.volume, replica: hello.replica, guid: hello.guid }
-    }
-
-    pub(super) fn allows(&self, message: &ToReplica) -> bool {
-        let ToReplica::Open { volume, replica, guid, .. } = message else { return true };
-        *self == Self { volume: *volume, replica: *replica, guid: *guid }
+fn lane_of(kind: ConnectionKind) -> Lane {
+    match kind {
+        ConnectionKind::Log => Lane::Log,
+        ConnectionKind::Bulk => Lane::Bulk,
     }
 }
 
@@ -55,7 +38,7 @@ pub(super) struct Peer {
     pub(super) claim: Claim,
     /// Of its grant.
     term: Term,
-    pub(super) kind: ConnectionKind,
+    pub(super) lane: Lane,
     pub(super) interest: Interest,
     /// Whole frames may wait in its buffer: its answers were not taken fast enough.
     pub(super) stalled: bool,
@@ -86,7 +69,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn has_stopped(&mut self, now: Time) -> bool {
         let Some((ticket, deadline)) = self.stopping else { return false };
         if now >= deadline
-            || (self.clean_stop_recorded && self.synced >= ticket && self.queued == 0)
+            || (self.clean_stop_recorded && self.synced >= ticket && self.answers.is_empty())
         {
             return true;
         }
@@ -104,18 +87,18 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
             return;
         }
-        let (kind, claim) = (hello.kind, Claim::of(&hello));
+        let (lane, claim) = (lane_of(hello.kind), claim_of(&hello));
         let mut key = self.key();
-        let unopened = match kind {
-            ConnectionKind::Bulk if !self.takes_bulk(session, claim) => {
+        let unopened = match lane {
+            Lane::Bulk if !self.takes_bulk(session, claim) => {
                 // Its target comes again if the session does.
                 return tracing::info!(%peer_address, "a bulk connection of no open session");
             }
-            ConnectionKind::Bulk => {
+            Lane::Bulk => {
                 key |= BULK;
                 None
             }
-            _ => {
+            Lane::Log => {
                 let place = self.unopened.take(peer_address);
                 if place.is_none() {
                     tracing::warn!(
@@ -137,7 +120,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             session,
             claim,
             term,
-            kind,
+            lane,
             interest: Interest::READ,
             stalled: false,
             ending: false,
@@ -155,15 +138,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.metrics.sessions.set(sessions as i64);
     }
 
-    /// A bulk connection is one of a session that is open, for the same replica and so by the same
-    /// grant. Those of before may not have ended yet.
     fn takes_bulk(&self, session: SessionKey, claim: Claim) -> bool {
         let held = self.replicas.get(&claim.guid).and_then(|held| held.replica.session());
-        let own = held.filter(|(_, open)| *open == session);
-        let own = own.and_then(|(connection, _)| self.peers.get(&connection));
-        let of_it = |peer: &&Peer| peer.kind == ConnectionKind::Bulk && peer.session == session;
-        own.is_some_and(|peer| peer.claim == claim && !peer.ending)
-            && self.peers.values().filter(of_it).count() < BULKS_MAX
+        let own = held.and_then(|(connection, open)| Some((open, self.peers.get(&connection)?)));
+        let open = own.filter(|(_, peer)| !peer.ending).map(|(open, peer)| {
+            let of_it = |peer: &&Peer| peer.lane == Lane::Bulk && peer.session == session;
+            let bulks = self.peers.values().filter(of_it).count();
+            OpenSession { session: open, claim: peer.claim, bulks }
+        });
+        takes_bulk(session, claim, open)
     }
 
     pub(super) fn read(&mut self, key: u64) {
@@ -184,11 +167,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// Handles the whole frames that a connection has read, as long as its answers are taken.
     ///
-    /// They renew leases from now, which is after their receipt, and not from the start of the
-    /// round: what came earlier in the round may have kept the disk busy for longer than a lease
-    /// has to spare, and the target trusts its lease from when it sent.
+    /// They renew leases from their receipt, not from the start of the round.
     fn take_frames(&mut self, key: u64) {
-        let now = now();
+        let now = self.round.receipt(now());
         let mut appends = Appends::default();
         let mut takes_more = true;
         loop {
@@ -196,12 +177,11 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if peer.ending {
                 return;
             }
-            let queued = peer.connection.queued_bytes();
-            peer.stalled = queued > QUEUED_MAX || (queued > 0 && self.queued > POOL_QUEUED_MAX);
+            peer.stalled = self.answers.stalls(peer.connection.queued_bytes());
             if peer.stalled {
                 break;
             }
-            let (claim, session, kind) = (peer.claim, peer.session, peer.kind);
+            let (claim, session, lane) = (peer.claim, peer.session, peer.lane);
             let message = match peer.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
                     Frame::ToReplica(message) if incoming.session == session => message,
@@ -215,7 +195,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             };
             let ToReplica::Append { entries, stable, sync, ping } = message else {
                 self.append(now, key, &mut appends);
-                if !belongs(kind, &message) {
+                if !lane.carries(&message) {
                     return self.lost(
                         now,
                         key,
@@ -238,7 +218,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 takes_more = takes_more && self.write_early(now, key);
                 continue;
             };
-            if kind == ConnectionKind::Bulk {
+            if lane == Lane::Bulk {
                 return self.lost(now, key, &WireError::Malformed("connection for its message"));
             }
             if let Some(before) = appends.add(Append { entries, stable, sync, ping }) {
@@ -286,7 +266,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             return true;
         }
         let flushed = peer.connection.flush();
-        self.queued -= before - peer.connection.queued_bytes();
+        self.answers.changed(before, peer.connection.queued_bytes());
         match flushed {
             Ok(all) => all,
             Err(error) => {
@@ -318,7 +298,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 None => self.end(connection),
             };
         }
-        self.queued += peer.connection.queued_bytes() - before;
+        self.answers.changed(before, peer.connection.queued_bytes());
         self.mark_dirty(connection);
     }
 
@@ -328,21 +308,20 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if std::mem::replace(&mut peer.ending, true) {
             return;
         }
-        let (kind, session, claim) = (peer.kind, peer.session, peer.claim);
+        let (lane, session, claim) = (peer.lane, peer.session, peer.claim);
         // Whatever it does not take is not kept for it.
         self.timers.set(connection, Some(now() + ENDING_MAX));
         self.mark_dirty(connection);
-        self.end_bulks(kind, session, claim);
+        self.end_bulks(lane, session, claim);
     }
 
     /// Ends the bulk connections of a session, also those that its replica was not told of yet.
-    fn end_bulks(&mut self, kind: ConnectionKind, session: SessionKey, claim: Claim) {
-        if kind == ConnectionKind::Bulk {
+    fn end_bulks(&mut self, lane: Lane, session: SessionKey, claim: Claim) {
+        if lane == Lane::Bulk {
             return;
         }
-        let of_it = |peer: &Peer| {
-            peer.kind == ConnectionKind::Bulk && (peer.session, peer.claim) == (session, claim)
-        };
+        let of_it =
+            |peer: &Peer| peer.lane == Lane::Bulk && (peer.session, peer.claim) == (session, claim);
         let bulks = self.peers.iter().filter(|(_, peer)| of_it(peer) && !peer.ending);
         for key in bulks.map(|(key, _)| *key).collect::<Vec<_>>() {
             self.end(key);
@@ -362,7 +341,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let before = peer.connection.queued_bytes();
         let flushed = peer.connection.flush();
-        self.queued -= before - peer.connection.queued_bytes();
+        self.answers.changed(before, peer.connection.queued_bytes());
         match flushed {
             Err(error) => return self.lost(now, key, &error),
             Ok(true) if peer.ending => {
@@ -375,7 +354,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
             Ok(_) => {}
         }
-        if peer.stalled && peer.connection.queued_bytes() <= QUEUED_MAX / 2 {
+        if peer.stalled && self.answers.goes_on(peer.connection.queued_bytes()) {
             self.take_frames(key);
         }
         self.watch(key);
@@ -401,12 +380,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.reactor.deregister(peer.connection.socket());
         self.timers.set(key, None);
         self.copying.forget(key);
-        self.queued -= peer.connection.queued_bytes();
+        self.answers.changed(peer.connection.queued_bytes(), 0);
         self.count_sessions();
         if !peer.ending && !matches!(why, WireError::Closed) {
             tracing::warn!(error = %why, guid = %peer.claim.guid, "a session's connection failed");
         }
-        self.end_bulks(peer.kind, peer.session, peer.claim);
+        self.end_bulks(peer.lane, peer.session, peer.claim);
         self.deliver(now, peer.claim.guid, ReplicaEvent::Disconnected { connection: key });
     }
 }
@@ -429,16 +408,6 @@ fn smaller(message: &FromReplica) -> Option<FromReplica> {
             Some(FromReplica::Fetched { id: *id, entries, gone: *gone })
         }
         _ => None,
-    }
-}
-
-/// Whether a message may come by a connection of this kind. Former targets rebuild by the session's
-/// own connection.
-fn belongs(kind: ConnectionKind, message: &ToReplica) -> bool {
-    let opens = matches!(message, ToReplica::OpenBulk { .. });
-    match kind {
-        ConnectionKind::Log => !opens,
-        ConnectionKind::Bulk => opens || message.is_copying(),
     }
 }
 

@@ -133,8 +133,8 @@ impl Shard {
         let session = Session::over(Box::new(used), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
-            // A session may have to send first (NBD greets).
-            self.take_client(now(), key);
+            // A session may have something to say first (NBD greets).
+            self.take_client(self.now(), key);
         }
     }
 
@@ -317,7 +317,7 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         let Some(origin) = volume.tokens.redeem(reply.token) else { return };
         let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
-        self.metrics.replied(&reply, origin.kind, self.round.since(origin.came));
+        self.metrics.replied(&reply, origin.kind, self.round.began().since(origin.came));
         reply.token = origin.token;
         client.complete(reply);
         if !client.dirty {
@@ -340,7 +340,7 @@ impl Shard {
             }
             let left = volume.tokens.of(key);
             if !left.is_empty() {
-                self.event(self.round, client.volume, PrimaryEvent::Abandon(left));
+                self.event(self.now(), client.volume, PrimaryEvent::Abandon(left));
             }
         }
         self.metrics.clients.dec();

@@ -20,6 +20,10 @@ use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
 use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
 };
+use quoin_replication::target_host::memory::Memory;
+use quoin_replication::target_host::round::Round;
+pub use quoin_replication::target_host::throttle::Limits;
+use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
 use quoin_types::ids::{Epoch, Incarnation, SessionKey};
@@ -33,11 +37,8 @@ use crate::dial::{Dialler, Dials, Undialled};
 use crate::listen::Socket;
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
-pub use crate::throttle::Limits;
-use crate::throttle::Throttle;
 use crate::tokens::Tokens;
 use links::{Link, LinkName};
-use memory::Memory;
 
 /// Inputs of other threads to a shard.
 pub enum Input {
@@ -215,8 +216,8 @@ pub struct Shard {
     actions: Vec<PrimaryAction>,
     requests: Vec<Request>,
     stopping: bool,
-    /// Start of this round; latencies are counted from round to round, which needs no clock.
-    round: Time,
+    /// Latencies are counted from the begin of a round to that of another, which costs no clock.
+    round: Round,
 }
 
 impl Shard {
@@ -253,7 +254,7 @@ impl Shard {
             actions: Vec::new(),
             requests: Vec::new(),
             stopping: false,
-            round: now(),
+            round: Round::begin(now()),
         };
         Ok((shard, handle))
     }
@@ -265,33 +266,33 @@ impl Shard {
             let timeout = self.timers.until_next(now());
             let woken = self.reactor.wait(timeout, &mut ready)?;
             let now = now();
-            self.round = now;
-            // A client that is gone is handled first: its unread requests must not be taken after
+            self.round = Round::begin(now);
+            // A client that is gone goes first: its unread requests must not be taken after
             // those of the connection that replaces it.
             for ready in ready.iter().filter(|r| r.broken) {
-                self.broken(now, ready.key);
+                self.broken(self.now(), ready.key);
             }
             if woken {
                 while let Ok(input) = self.inputs.try_recv() {
-                    self.input(now, input);
+                    self.input(self.now(), input);
                 }
             }
             let copying = |ready: &&Ready| ready.key & BULK != 0;
             for ready in ready.iter().filter(|r| !copying(r)) {
-                self.ready(now, *ready);
+                self.ready(self.now(), *ready);
             }
             for ready in ready.iter().filter(copying) {
-                self.ready(now, *ready);
+                self.ready(self.now(), *ready);
             }
             while let Some(key) = self.timers.pop(now) {
                 match self.slots.get(&key) {
                     Some(Slot::Timer(volume)) => {
                         let volume = *volume;
-                        self.event(now, volume, PrimaryEvent::Timer);
+                        self.event(self.now(), volume, PrimaryEvent::Timer);
                     }
                     Some(Slot::Throttle(volume)) => {
                         let volume = *volume;
-                        self.release(now, volume);
+                        self.release(self.now(), volume);
                     }
                     // The client's certificate has expired.
                     Some(Slot::Client(_)) => self.client_lost(key),
@@ -302,11 +303,16 @@ impl Shard {
                     _ => {}
                 }
             }
-            self.finish_round(now);
+            self.finish_round();
             if self.stopping && self.volumes.is_empty() {
                 return Ok(());
             }
         }
+    }
+
+    /// The time of what this round does now.
+    fn now(&self) -> Time {
+        self.round.at(now())
     }
 
     fn insert(&mut self, slot: Slot) -> u64 {
@@ -573,9 +579,10 @@ impl Shard {
         }
     }
 
-    fn finish_round(&mut self, now: Time) {
-        // Writes may take further requests, which touch their volume again.
+    fn finish_round(&mut self) {
+        // Writing may take further requests, which touch their volume again.
         while !self.touched.is_empty() || !self.dirty_clients.is_empty() {
+            let now = self.now();
             while let Some(id) = self.touched.pop() {
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.touched = false;
@@ -640,7 +647,7 @@ impl Shard {
         }
         self.dialler.give_up_all(id);
         self.metrics.volumes.dec();
-        self.memory.gone(volume.retained_bytes, &self.metrics);
+        self.count_kept(volume.retained_bytes, 0);
         let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });
     }
 

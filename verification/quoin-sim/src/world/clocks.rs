@@ -39,7 +39,7 @@ impl World {
         self.clock_changed(host);
     }
 
-    fn clock_changed(&mut self, host: usize) {
+    pub(super) fn clock_changed(&mut self, host: usize) {
         for target in 0..self.targets.len() {
             if self.targets[target].host == host {
                 self.plan_target_timer(target);

@@ -27,7 +27,9 @@ impl World {
             }
         };
         self.pools[pool].starts.told_before(counts);
-        self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
+        let in_place = self.hosts.is_put_back_in_place();
+        let outage = if in_place { Outage::DiskFailed } else { Outage::Process };
+        self.kill_pool(pool, outage, 300 * MILLISECOND);
         let there = &mut self.pools[pool];
         there.cache_lost = true;
         there.rolled_back = Some(there.member.guid);

@@ -290,7 +290,7 @@ impl World {
         if here.storage.create(identity, meta, blocks).is_err() {
             return false;
         }
-        let boot = here.storage.cookie();
+        let boot = here.starts.cookie(here.storage.cookie());
         let mut replica = None;
         here.storage.with(member.guid, &mut |store: &mut dyn ReplicaStore| {
             replica = Some(Replica::new(local, boot, &*store));

@@ -1,25 +1,30 @@
-//! Targets that are told, while everything else goes on, how much they may keep in memory for
-//! replicas that are away or behind, as one is that serves many volumes: now nothing, now as much
-//! as it likes. It must never cost data, and a limit that stays must not keep a replica out.
+//! Targets whose memory for replicas that are away or behind gets scarce and plentiful again while
+//! everything else goes on, as hundreds of other volumes of their shard need more or less of it. The
+//! product shares it out ([`quoin_replication::target_host::memory`]). It must never cost data, and a
+//! limit that stays must not keep a replica out.
 
 use quoin_replication::primary::PrimaryEvent;
+use quoin_replication::target_host::memory::Memory as Shared;
 
 use super::{Event, World};
 use crate::random::Random;
 use crate::schedule::MILLISECOND;
 use crate::swarm::Swarm;
 
+/// Volumes beside this one on a target's shard, each of which keeps more than it may.
+const NEIGHBOURS: usize = 300;
+
 pub(crate) struct Memory {
     random: Random,
     on: bool,
-    /// The limit of now: a target that starts is told of it.
-    bytes_max: usize,
+    /// What each of the volumes may keep, about; `None`: there is enough for all.
+    share_bytes: Option<usize>,
 }
 
 impl Memory {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let random = Random::new(seed ^ 0x6d65_6d6f_7279);
-        Self { random, on: swarm == Swarm::Memory, bytes_max: usize::MAX }
+        Self { random, on: swarm == Swarm::Memory, share_bytes: None }
     }
 }
 
@@ -36,20 +41,34 @@ impl World {
         let memory = &mut self.memory;
         // The last limit stays when faults end, so that some runs must come to rest under each.
         let part = memory.random.below(7) as u32;
-        memory.bytes_max = if part == 0 { usize::MAX } else { (window * 2) >> (2 * part) };
-        let bytes_max = memory.bytes_max;
-        self.trace.line(self.schedule.now(), || format!("targets may keep {bytes_max} bytes"));
+        memory.share_bytes = (part > 0).then_some((window * 2) >> (2 * part));
         for target in 0..self.targets.len() {
             if self.targets[target].process.is_some() && !self.targets[target].paused {
+                let bytes_max = self.limit_of(target);
+                self.trace.line(self.schedule.now(), || {
+                    format!("target {target} may keep {bytes_max} bytes")
+                });
                 self.feed_target(target, vec![PrimaryEvent::Retain { bytes_max }]);
             }
         }
         self.plan_memory();
     }
 
+    /// What this volume may keep on a shard that it shares with its neighbours.
+    fn limit_of(&self, target: usize) -> usize {
+        let Some(share) = self.memory.share_bytes else { return usize::MAX };
+        let process = self.targets[target].process.as_ref();
+        let own = process.map_or(0, |process| process.target.retained_bytes());
+        let each = [vec![share * 2; NEIGHBOURS], vec![own]].concat();
+        let mut shared = Shared::new(share * NEIGHBOURS / 7 * 8);
+        each.iter().for_each(|bytes| shared.count(0, *bytes));
+        shared.share(self.local(self.targets[target].host), each.into_iter());
+        shared.limit_bytes()
+    }
+
     /// What a target that starts is told; nothing where it has all the memory that it likes.
-    pub(crate) fn memory_limit(&self) -> Option<PrimaryEvent> {
-        let bytes_max = self.memory.bytes_max;
+    pub(crate) fn memory_limit(&self, target: usize) -> Option<PrimaryEvent> {
+        let bytes_max = self.limit_of(target);
         self.memory.on.then_some(PrimaryEvent::Retain { bytes_max })
     }
 }

@@ -12,9 +12,12 @@ mod control;
 mod ending;
 mod fences;
 mod growth;
+mod health;
+mod hosts;
 mod lost_disks;
 mod members;
 mod memory;
+mod pool_rounds;
 mod pools;
 mod recognition;
 mod recovery;
@@ -174,6 +177,8 @@ pub(crate) enum Event {
     Mend(Mend),
     FaultsEnd,
     LookAtEnding,
+    /// Of what surrounds the volume in its processes.
+    Host(hosts::HostEvent),
 }
 
 #[derive(Debug, Clone)]
@@ -303,6 +308,7 @@ pub(crate) struct World {
     pub recovery: recovery::Recovery,
     pub growth: growth::Growth,
     pub memory: memory::Memory,
+    pub hosts: hosts::Hosts,
     pub fences: fences::Fences,
     pub terms: terms::Terms,
     pub snapshots: snapshots::Snapshots,
@@ -413,6 +419,7 @@ impl World {
             Event::Mend(mend) => self.mend(mend),
             Event::FaultsEnd => self.faults_end(),
             Event::LookAtEnding => self.look_at_ending(),
+            Event::Host(event) => self.host_event(event),
         }
     }
 

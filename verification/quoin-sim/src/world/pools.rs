@@ -1,16 +1,20 @@
 //! The driver of replicas: what `quoin-pool` does with sockets, disks and timers.
 
+use quoin_replication::pool_host::access::Lane;
+use quoin_replication::pool_host::copying::Copying;
+use quoin_replication::pool_host::round::Round;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
+use super::health::Health;
 use super::{Event, Mend, Mutant, World, brief};
 use crate::control::Record;
 use crate::faults::FaultKind;
 use crate::network::{ConnectionId, Taken, Way};
-use crate::schedule::{MICROSECOND, MILLISECOND};
+use crate::schedule::{Instant, MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
 
 /// One life of a pool process.
@@ -25,6 +29,26 @@ pub(crate) struct Process {
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
     stopping: Option<Stopping>,
+    /// The turn of its thread, and until when it lasts where it stalled.
+    pub(super) round: Round,
+    pub(super) stalled: Stalled,
+    pub(super) copying: Copying,
+    /// A round is planned in which a chunk is served.
+    pub(super) copies: bool,
+    /// Chunks of other volumes that were served in a row.
+    pub(super) others_served: u32,
+    pub(super) health: Health,
+}
+
+/// A turn of a thread in the middle of which it stands still.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Stalled {
+    #[default]
+    No,
+    /// It stands still.
+    Now,
+    /// What comes until this instant belongs to that turn still.
+    Until(Instant),
 }
 
 /// A process that was told to end, and lets nobody in any more.
@@ -63,12 +87,14 @@ impl World {
             return;
         }
         let here = &mut self.pools[pool];
-        if let Err(error) = here.storage.reopen(here.outage, &mut self.random) {
+        let withdraw = here.starts.begins(here.outage);
+        if let Err(error) = here.storage.reopen(here.outage, withdraw, &mut self.random) {
             self.trace.line(now, || format!("pool {pool} does not open: {error}"));
             if matches!(error, StoreError::Io(_)) {
                 // As the product's driver does: the next start hears nothing of it any more.
                 let here = &mut self.pools[pool];
                 here.outage = Outage::DiskFailed;
+                here.starts.disk_failed(self.hosts.process_ends());
                 here.cache_lost = true;
             }
             if matches!(error, StoreError::Damaged(_)) && self.may_be_damaged(pool) {
@@ -81,11 +107,12 @@ impl World {
         if self.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
             here.storage.forget();
         }
+        here.starts.opened();
         here.outage = Outage::Process;
         here.ended_in_order = false;
         here.life += 1;
         let (life, guid, gone) = (here.life, here.member.guid, here.gone);
-        let boot = here.storage.cookie();
+        let boot = here.starts.cookie(here.storage.cookie());
         let local = self.local(host);
         let mut replica = None;
         let mut promised = Epoch::ZERO;
@@ -125,7 +152,14 @@ impl World {
             short: false,
             syncing: false,
             stopping: None,
+            round: Round::begin(local),
+            stalled: Stalled::No,
+            copying: Copying::default(),
+            copies: false,
+            others_served: 0,
+            health: Health::new(local.0 / 1_000_000_000),
         });
+        self.plan_health(pool);
         self.pool_began(pool, life);
         self.fences_after_start(pool);
         self.terms_after_start(pool);
@@ -149,6 +183,9 @@ impl World {
     /// The process dies as it is.
     pub(crate) fn kill_pool(&mut self, pool: usize, outage: Outage, restart_ns: u64) {
         let here = &mut self.pools[pool];
+        if outage == Outage::DiskFailed {
+            here.starts.disk_failed(self.hosts.process_ends());
+        }
         if outage == Outage::Power || here.outage == Outage::Process {
             here.outage = outage;
         }
@@ -238,6 +275,8 @@ impl World {
         if let Some(connection) = self.network.connections.get_mut(&id) {
             connection.pool_open = false;
             connection.to_pool.deaf = true;
+            let pool = connection.pool;
+            self.forget_chunks(pool, id);
         }
         if let Some(due) = self.network.send_end(now, Way::ToTarget, id) {
             self.schedule.at(due, Event::ToTarget { connection: id });
@@ -282,6 +321,7 @@ impl World {
         connection.to_pool.deaf = true;
         self.network.forget_closed(id);
         if self.pools[pool].life == life {
+            self.forget_chunks(pool, id);
             let before = self.session_at(pool);
             self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
             if is_bulk && before != self.session_at(pool) {
@@ -300,6 +340,7 @@ impl World {
         }
         let (pool, life, target) = (connection.pool, connection.pool_life, connection.target);
         let (member, own) = (connection.member, connection.session);
+        let lane = if connection.bulk.is_some() { Lane::Bulk } else { Lane::Log };
         let from = self.targets[target].host;
         let to = self.pools[pool].host;
         let blocked = self.network.is_blocked(from, to);
@@ -345,6 +386,7 @@ impl World {
             // As the pool does it: Appends that continue each other become one batch.
             let message = match message {
                 ToReplica::Append { entries, stable, sync, ping } => {
+                    self.note_client(pool);
                     let before = appends.add(Append { entries, stable, sync, ping });
                     events.extend(before.map(|message| of_connection(session, message)));
                     continue;
@@ -352,16 +394,23 @@ impl World {
                 other => other,
             };
             events.extend(appends.take().map(|message| of_connection(session, message)));
-            events.push(of_connection(session, message));
+            if !lane.carries(&message) || !self.claim_of(member).allows(&message) {
+                let detail = format!("pool {pool} refuses what target {target} sent: {message:?}");
+                self.violate("ClaimRules", detail);
+            }
+            let message = self.waits_for_its_turn(pool, id, message);
+            events.extend(message.map(|message| of_connection(session, message)));
         }
         events.extend(appends.take().map(|message| of_connection(own, message)));
+        events.extend(self.served_at_once(pool));
         if !events.is_empty() {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
                 // It said so; it does not hold it.
                 self.kill_pool(pool, Outage::Process, 200 * MILLISECOND);
                 return;
             }
-            self.feed_pool(pool, events);
+            let at = self.receipt(pool);
+            self.feed_pool_at(pool, at, events);
         }
         match taken {
             Taken::End => self.pool_end_lost(id),
@@ -400,6 +449,10 @@ impl World {
 
     pub(crate) fn feed_pool(&mut self, pool: usize, events: Vec<ReplicaEvent>) {
         let now = self.local(self.pools[pool].host);
+        self.feed_pool_at(pool, now, events);
+    }
+
+    pub(super) fn feed_pool_at(&mut self, pool: usize, now: Time, events: Vec<ReplicaEvent>) {
         let here = &mut self.pools[pool];
         let guid = here.member.guid;
         let Some(process) = &mut here.process else { return };
@@ -473,6 +526,7 @@ impl World {
             }
             ReplicaAction::Note(note) => {
                 self.trace.line(now, || format!("pool {pool} notes: {note:?}"));
+                self.note_repair(pool, &note);
                 match note {
                     ReplicaNote::DiskFailed(_) => {
                         self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);

@@ -1,15 +1,18 @@
-//! Whether a pool may serve, as in the product: each start is told to the controller, with a number
-//! drawn for it and with the pool's mark, and nobody is let in before the controller has seen it or
-//! could not be reached for a while. The controller alone notices that an older state of a disk
-//! came back; such a pool serves nobody until a person has given it an empty disk. How the counts
-//! are compared, and when a mark is raised, is the product's ([`quoin_replication::recognition`]).
+//! Starts of a pool: whether it may serve, and what its replicas claim of their caches. What a pool
+//! tells of a start, when it lets targets in, when it raises its mark and what its next process
+//! finds is decided by the product's own code ([`quoin_replication::pool_host`]); how the controller
+//! compares the counts, too. A pool that is found to be in an older state serves nobody until a person
+//! has given it an empty disk.
 //!
 //! A pool that cannot reach the controller for so long serves what it has. Where its disk is an
 //! older one that is no promise of the contract, so no run asks it: the word of such a pool, and the
 //! answer, come through. What the controller knows of pools is not put back with an old copy of the
 //! volume's record, for the same reason.
 
-use quoin_replication::recognition::{MarkSchedule, PoolCounts};
+use quoin_replication::pool_host::recognition::{AWAITED_MAX, Change, Recognition, Start};
+use quoin_replication::pool_host::restart::{Claims, File};
+use quoin_replication::recognition::PoolCounts;
+use quoin_replication::replica::store::BootCookie;
 
 use super::{Event, World};
 use crate::random::Random;
@@ -18,41 +21,86 @@ use crate::storage::Outage;
 
 /// As the product's pools do.
 const REPORT_EVERY: Instant = 2 * SECOND;
-const RECOGNISED_AFTER: Instant = 3 * SECOND;
+/// Between the numbers of two processes of a pool.
+const NUMBERS_APART: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Recognition {
-    Awaited,
-    Given,
-    Refused,
-}
-
-/// How the controller and a pool's starts stand.
+/// What stays of a pool from start to start, and how the controller and its starts stand.
 pub(crate) struct Starts {
     random: Random,
     /// The newest that the controller was told.
     known: PoolCounts,
     is_rolled_back: bool,
-    /// Of the present start.
-    nonce: u64,
-    marks: MarkSchedule,
-    recognition: Recognition,
+    start: Start,
+    claims: Claims,
+    /// The number in the file that the pool keeps in the memory of its host.
+    kept: Option<u128>,
+    /// Processes of the pool: each draws another number.
+    processes: u128,
+    /// Its process ended after its disk failed: the next start is another process.
+    process_ended: bool,
 }
 
 impl Starts {
     pub fn new(seed: u64, pool: usize) -> Self {
+        let (claims, _) = Claims::at_start(Some(0), 0);
         Starts {
             random: Random::new(seed ^ 0x7265_636f_676e_6973 ^ (pool as u64) << 56),
             known: PoolCounts::default(),
             is_rolled_back: false,
-            nonce: 0,
-            marks: MarkSchedule::default(),
-            recognition: Recognition::Awaited,
+            start: Start::new(Recognition::Awaited, 1),
+            claims,
+            kept: None,
+            processes: 0,
+            process_ended: false,
         }
     }
 
     pub fn recognition(&self) -> Recognition {
-        self.recognition
+        self.start.recognition()
+    }
+
+    /// The cookie of a cache, as the replicas compare it.
+    pub fn cookie(&self, cache: BootCookie) -> BootCookie {
+        self.claims.cookie(cache)
+    }
+
+    /// A process begins, or goes on with a pool whose disk failed. True: the claims of its replicas
+    /// have to be withdrawn on media before it answers anything.
+    pub fn begins(&mut self, outage: Outage) -> bool {
+        // A loss of power empties the memory too, or its host was not restarted: a file system that
+        // was mounted anew lost as much. The harder case is drawn.
+        let ended = std::mem::take(&mut self.process_ended);
+        if outage != Outage::DiskFailed || ended {
+            self.processes += 1;
+            // Far apart, as drawn ones are: caches have cookies like 1, 2 and 3 here.
+            let fresh = self.processes.wrapping_mul(NUMBERS_APART);
+            let (claims, file) = Claims::at_start(self.kept, fresh);
+            self.claims = claims;
+            self.change(file);
+            self.start = Start::new(Recognition::Awaited, 1);
+        }
+        self.claims.must_withdraw()
+    }
+
+    /// The pool is open, and what had to be withdrawn is.
+    pub fn opened(&mut self) {
+        let file = self.claims.withdrawn();
+        self.change(file);
+    }
+
+    /// The disk failed; `ends`: so did the process, before it could open the pool anew.
+    pub fn disk_failed(&mut self, ends: bool) {
+        let file = self.claims.disk_failed();
+        self.change(file);
+        self.process_ended |= ends;
+    }
+
+    fn change(&mut self, file: File) {
+        match file {
+            File::Leave => {}
+            File::Keep => self.kept = Some(self.claims.number()),
+            File::Remove => self.kept = None,
+        }
     }
 
     /// How often a disk is opened between its image and the day that this is put back.
@@ -68,6 +116,7 @@ impl Starts {
     /// Another pool by its disk: the controller makes a new record.
     pub fn of_a_new_disk(&mut self) {
         (self.known, self.is_rolled_back) = (PoolCounts::default(), false);
+        self.start = Start::new(Recognition::Awaited, 1);
     }
 
     /// The controller's part.
@@ -84,9 +133,10 @@ impl World {
     /// A pool's process is there: it says so, and waits to be recognised.
     pub(super) fn pool_began(&mut self, pool: usize, life: u32) {
         let starts = &mut self.pools[pool].starts;
-        (starts.nonce, starts.marks) = (starts.random.draw() | 1, MarkSchedule::default());
-        starts.recognition = Recognition::Awaited;
-        self.schedule.after(RECOGNISED_AFTER, Event::PoolWaited { pool, life });
+        let recognition = starts.recognition().after_disk_failure(Recognition::Awaited);
+        starts.start = Start::new(recognition, starts.random.draw() | 1);
+        let awaited = AWAITED_MAX.as_nanos() as Instant;
+        self.schedule.after(awaited, Event::PoolWaited { pool, life });
         self.pool_report(pool, life);
     }
 
@@ -105,7 +155,7 @@ impl World {
         let here = &self.pools[pool];
         let pause = if here.storage.is_mark_rising() { REPORT_EVERY / 8 } else { REPORT_EVERY };
         let (starts, mark) = (here.storage.starts(), here.storage.mark());
-        let counts = PoolCounts { starts, nonce: here.starts.nonce, mark };
+        let counts = here.starts.start.counts(starts, mark);
         self.schedule.after(pause, Event::PoolReport { pool, life });
         if let Some(delay) = self.way_to_the_controller(pool, true) {
             self.schedule.after(delay, Event::PoolTold { pool, life, counts });
@@ -116,8 +166,7 @@ impl World {
         let now = self.local(self.pools[pool].host);
         let here = &mut self.pools[pool];
         let changed = here.storage.has_changed_since_mark();
-        if here.starts.marks.is_due(now, here.storage.mark(), changed) {
-            here.starts.marks.raised(now);
+        if here.starts.start.raises_mark(now, here.storage.mark(), changed) {
             // A disk that fails is found by whoever uses it next.
             let _ = here.storage.raise_mark();
             self.plan_sync(pool);
@@ -134,7 +183,7 @@ impl World {
         let lost = self.control_lossy && starts.random.percent(40);
         let mut delay = starts.random.between(50, 2000) * 1000;
         if is_older {
-            return Some(delay);
+            return Some(delay + self.hosts.word_takes());
         }
         if self.control_late && starts.random.percent(60) {
             delay += starts.random.between(100, 6000) * MILLISECOND;
@@ -161,20 +210,14 @@ impl World {
             let again = Event::PoolJudged { pool, life, rolled_back, mark };
             return self.schedule.after(20 * MILLISECOND, again);
         }
-        let starts = &mut self.pools[pool].starts;
-        if !rolled_back {
-            starts.marks.heard(mark);
-        }
-        match (starts.recognition, rolled_back) {
-            (Recognition::Refused, true) => {}
-            (_, false) => starts.recognition = Recognition::Given,
-            (_, true) => {
-                starts.recognition = Recognition::Refused;
-                self.trace.line(self.schedule.now(), || format!("pool {pool} is rolled back"));
-                self.end_sessions_of(pool);
-                let delay = self.pools[pool].starts.random.between(500, 4000) * MILLISECOND;
-                self.schedule.after(delay, Event::PoolWiped { pool });
-            }
+        let start = &mut self.pools[pool].starts.start;
+        // An answer about a former start ends with its life.
+        let nonce = start.counts(0, 0).nonce;
+        if start.answered(rolled_back, nonce, mark) == Change::ShutOut {
+            self.trace.line(self.schedule.now(), || format!("pool {pool} is rolled back"));
+            self.end_sessions_of(pool);
+            let delay = self.pools[pool].starts.random.between(500, 4000) * MILLISECOND;
+            self.schedule.after(delay, Event::PoolWiped { pool });
         }
     }
 
@@ -187,9 +230,7 @@ impl World {
         if here.paused || here.rolled_back.is_some() {
             return self.schedule.after(20 * MILLISECOND, Event::PoolWaited { pool, life });
         }
-        if here.starts.recognition == Recognition::Awaited {
-            here.starts.recognition = Recognition::Given;
-        }
+        let _ = here.starts.start.waited();
     }
 
     /// A person does what the controller asks for: the pool gets an empty disk.

@@ -335,6 +335,7 @@ impl World {
             recovery: Recovery::draw(options.seed, options.swarm),
             growth,
             memory: Memory::draw(options.seed, options.swarm),
+            hosts: super::hosts::Hosts::draw(options.seed, options.swarm),
             fences: Fences::draw(options.seed, options.swarm),
             terms: super::terms::Terms::draw(options.seed, options.swarm),
             snapshots,

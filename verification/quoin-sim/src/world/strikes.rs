@@ -255,6 +255,11 @@ impl World {
                 true
             }
             FaultKind::Wipe => self.wipe(),
+            FaultKind::PoolStalls
+            | FaultKind::TargetStalls
+            | FaultKind::BlackHole
+            | FaultKind::ReadErrorsApart
+            | FaultKind::OrderForAnother => self.strike_host(kind),
             FaultKind::TargetShutdown => {
                 let target = self.a_target();
                 self.stop_target(target)
@@ -366,7 +371,7 @@ impl World {
         any
     }
 
-    fn connections_across(&self, blocked: &[(usize, usize)]) -> Vec<ConnectionId> {
+    pub(super) fn connections_across(&self, blocked: &[(usize, usize)]) -> Vec<ConnectionId> {
         self.network
             .connections
             .iter()
@@ -444,7 +449,7 @@ impl World {
     }
 
     /// Nobody hears the owner any more, or it hears nobody, and the volume goes to the other host.
-    fn isolate_owner(&mut self) -> bool {
+    pub(super) fn isolate_owner(&mut self) -> bool {
         let host = self.targets[self.record.owner].host;
         let (outward, inward) = *self.random.pick(&[(true, true), (true, false), (false, true)]);
         let mut blocked = Vec::new();
@@ -532,11 +537,13 @@ impl World {
             Mend::Storm => self.network.storm = 1,
             Mend::ResumeTarget(target) => {
                 self.targets[target].paused = false;
+                self.stalled_round_ends(target);
                 self.plan_target_timer(target);
                 self.look_again();
             }
             Mend::ResumePool(pool) => {
                 self.pools[pool].paused = false;
+                self.round_goes_on(pool);
                 self.plan_pool_timer(pool);
                 self.look_again();
             }
@@ -627,6 +634,7 @@ impl World {
             there.slow = 1;
             there.stuck = false;
             there.paused = false;
+            self.round_goes_on(pool);
             self.set_full(pool, false);
             self.plan_pool_timer(pool);
             let delay = self.random.below(SECOND);
@@ -635,6 +643,7 @@ impl World {
         }
         for target in 0..self.targets.len() {
             self.targets[target].paused = false;
+            self.stalled_round_ends(target);
             self.plan_target_timer(target);
             let delay = self.random.below(SECOND);
             self.schedule.after(delay, Event::StartTarget { target });

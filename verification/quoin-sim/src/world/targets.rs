@@ -2,18 +2,20 @@
 
 use std::collections::BTreeMap;
 
+use quoin_replication::pool_host::recognition::Recognition;
 use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
 };
+use quoin_replication::target_host::round::Round;
 use quoin_types::block::{BlockError, Payload, Reply};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
 
-use super::recognition::Recognition;
 use super::{Event, World, brief};
 use crate::control::Question;
 use crate::network::{Connection, ConnectionId, Stream, Taken, Way};
-use crate::schedule::{MILLISECOND, SECOND};
+use crate::schedule::{Instant, MILLISECOND, SECOND};
+use crate::trace::describe;
 
 /// One life of a target process.
 pub(crate) struct Process {
@@ -33,7 +35,10 @@ pub(crate) struct Process {
     pub told_blocks: u64,
     pub word: super::claims::Word,
     pub admissions: super::admissions::Admissions,
-    sessions: BTreeMap<Name, ConnectionId>,
+    pub(super) sessions: BTreeMap<Name, ConnectionId>,
+    /// The round in the middle of which its thread stands still, and what it takes in had arrived by
+    /// then.
+    pub(super) stalled: Option<(Round, Instant)>,
 }
 
 /// Incarnation and nonce of a session, and the number of a bulk connection of it.
@@ -81,9 +86,11 @@ impl World {
             word: Default::default(),
             admissions: Default::default(),
             sessions: BTreeMap::new(),
+            stalled: None,
         });
+        self.dials_begin(target);
         let desired = self.desired_now();
-        let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit());
+        let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit(target));
         self.feed_target(target, events.collect());
     }
 
@@ -94,6 +101,7 @@ impl World {
         }
         self.trace.line(self.schedule.now(), || format!("target {target} is dead"));
         self.targets[target].paused = false;
+        self.dials_end(target);
         let host = self.targets[target].host;
         let ids: Vec<ConnectionId> = self
             .network
@@ -119,6 +127,7 @@ impl World {
     pub(crate) fn feed_target(&mut self, target: usize, events: Vec<PrimaryEvent>) {
         let now = self.local(self.targets[target].host);
         let Some(process) = &mut self.targets[target].process else { return };
+        let round = process.stalled.take().map_or(Round::begin(now), |(round, _)| round);
         let mut actions = Vec::new();
         let mut lost = Vec::new();
         for event in events {
@@ -130,9 +139,9 @@ impl World {
                 let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
                 lost.extend(counted.map(|r| (actions.len(), r.member, r.applied)));
             }
-            process.target.on(now, event, &mut actions);
+            process.target.on(round.at(now), event, &mut actions);
         }
-        process.target.flush(now, &mut actions);
+        process.target.flush(round.at(now), &mut actions);
         let dropped = |action: &PrimaryAction| match action {
             PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
             _ => None,
@@ -240,6 +249,7 @@ impl World {
         let is_it = |id: &ConnectionId| connections.get(id).is_some_and(&which);
         let ids: Vec<ConnectionId> = process.sessions.values().copied().filter(is_it).collect();
         process.sessions.retain(|_, id| !ids.contains(id));
+        self.give_up_dials(target, &ids);
         for id in ids {
             self.target_closes(id);
         }
@@ -271,18 +281,23 @@ impl World {
         if let Some(process) = &mut self.targets[target].process {
             process.sessions.insert(name(session, bulk), id);
         }
+        if let Some(pool) = pool.filter(|_| self.hosts.on) {
+            return self.dial(target, pool, id);
+        }
         let delay = self.network.delay() * 2;
         self.schedule.after(delay, Event::Connecting { connection: id });
     }
 
     /// The handshake is over, or it never will be.
     pub(crate) fn connecting(&mut self, id: ConnectionId) {
-        let Some(connection) = self.network.connections.get(&id) else { return };
+        let Some(connection) = self.network.connections.get(&id) else {
+            return self.dial_forgotten(id);
+        };
         let (target, life, pool) = (connection.target, connection.target_life, connection.pool);
-        let (session, bulk) = (connection.session, connection.bulk);
+        let (session, bulk, member) = (connection.session, connection.bulk, connection.member);
         if !connection.target_open || self.targets[target].life != life {
             self.network.connections.remove(&id);
-            return;
+            return self.dial_ended(target, id, false);
         }
         let from = self.targets[target].host;
         let Some(there) = self.pools.get(pool) else { return };
@@ -316,11 +331,8 @@ impl World {
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;
         }
-        let there = &self.pools[pool];
-        let pool_life = there.life;
-        let replica = there.process.as_ref().and_then(|process| process.replica.as_ref());
-        let open = replica.and_then(|replica| replica.session()).map(|(_, open)| open);
-        if bulk.is_some() && open != Some(session) {
+        let pool_life = self.pools[pool].life;
+        if bulk.is_some() && !self.takes_bulk(pool, session, member) {
             // The pool takes one for a session that is open, and for no other.
             let delay = self.network.delay();
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
@@ -334,6 +346,7 @@ impl World {
         connection.pool_life = pool_life;
         connection.established = true;
         connection.pool_open = true;
+        self.dial_ended(target, id, true);
         let event = match bulk {
             None => PrimaryEvent::Connected { session, knows: self.known_by(pool) },
             Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
@@ -343,6 +356,7 @@ impl World {
 
     pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {
         if self.targets[target].life == life {
+            self.dial_ended(target, id, false);
             self.target_end_lost(id);
         }
     }
@@ -454,6 +468,11 @@ impl World {
 
     /// Everything that is due at this target, from all its connections, in one batch.
     pub(crate) fn deliver_to_target(&mut self, id: ConnectionId) {
+        self.deliver_arrived(id, None);
+    }
+
+    /// The same; `by`: what had arrived then, whatever became of the network since.
+    pub(super) fn deliver_arrived(&mut self, id: ConnectionId, by: Option<Instant>) {
         let now = self.schedule.now();
         let Some(connection) = self.network.connections.get(&id) else { return };
         let (target, life) = (connection.target, connection.target_life);
@@ -475,7 +494,7 @@ impl World {
             let Some(there) = self.pools.get(pool) else { continue };
             let from = there.host;
             let deaf = connection.to_target.deaf || !connection.target_open;
-            if deaf || self.network.is_blocked(from, to) {
+            if deaf || (by.is_none() && self.network.is_blocked(from, to)) {
                 continue;
             }
             let (member, foreign) = (connection.member, there.is_foreign);
@@ -491,7 +510,7 @@ impl World {
                         }
                     });
                 };
-                match self.network.take_for_target(now, id, each) {
+                match self.network.take_for_target(by.unwrap_or(now), id, each) {
                     Taken::Some => {}
                     taken => break taken,
                 }
@@ -649,40 +668,6 @@ impl World {
             }
         }
         self.client_answered(queue, token as u32);
-    }
-}
-
-/// One line for a message, short enough to read in a trace.
-fn describe(message: &ToReplica) -> String {
-    match message {
-        ToReplica::Open { lease_ms, membership, .. } => {
-            format!("Open, membership {}, lease {lease_ms} ms", membership.version)
-        }
-        ToReplica::Append { entries, stable, sync, .. } => {
-            let which = match (entries.first(), entries.last()) {
-                (Some(a), Some(b)) => format!("{}/{}..{}", b.epoch, a.lsn, b.lsn),
-                _ => "nothing".into(),
-            };
-            let kinds: Vec<String> = entries
-                .iter()
-                .take(4)
-                .map(|e| match &e.kind {
-                    quoin_types::EntryKind::View(view) => {
-                        let ids: Vec<u128> = view.in_sync.iter().map(|m| m.id.0 & 0xff).collect();
-                        format!("View{ids:?}")
-                    }
-                    kind => format!("{kind:?} {}+{}", e.lba, e.blocks),
-                })
-                .collect();
-            let sync = if *sync { ", sync" } else { "" };
-            format!("Append {which} ({}), stable {stable}{sync}", kinds.join(", "))
-        }
-        ToReplica::IncrementFeed { slots, cursor, .. } => {
-            format!("IncrementFeed {} slots to {cursor}", slots.len())
-        }
-        ToReplica::IncrementCommit { to, .. } => format!("IncrementCommit to {:?}", to.position),
-        ToReplica::Repair { lba, version, .. } => format!("Repair {lba} at {version}"),
-        other => format!("{other:?}"),
     }
 }
 

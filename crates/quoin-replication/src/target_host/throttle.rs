@@ -9,8 +9,8 @@
 
 use std::collections::VecDeque;
 
-use quoin_types::Time;
 use quoin_types::block::{Operation, Request};
+use quoin_types::time::Time;
 
 const UNIT: i128 = 1_000_000_000;
 

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use quoin_types::Time;
 use quoin_types::message::BadCopy;
+use quoin_types::time::Time;
 
 /// Bad copies remembered of one replica; the next scrub finds the others.
 const WANTED_MAX: usize = 4096;
@@ -35,7 +35,7 @@ struct Wanted {
 
 /// What was found and mended since it was last told.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) struct News {
+pub struct News {
     pub found: u32,
     /// The first that was found.
     pub first_lba: u64,
@@ -43,7 +43,7 @@ pub(super) struct News {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Repairs {
+pub struct Repairs {
     wanted: BTreeMap<(u64, bool), Wanted>,
     news: News,
     mended: u64,
