@@ -1,6 +1,6 @@
 //! The controller: records, observed state, and the decisions from both.
 //!
-//! The other modules add its parts: [`crate::volumes`] (create, delete, resize), attach,
+//! The other modules add its parts: [`crate::volume::volumes`] (create, delete, resize), attach,
 //! epochs (the compare-and-swaps that targets request), reports, assignments, status,
 //! reconcile, members (tokens and certificates). gRPC is a thin layer above.
 
@@ -15,22 +15,22 @@ use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::admission::Replaced;
-use crate::changes::{Changes, Concern, Concerned};
-use crate::dying::{DyingLimits, DyingPolicy};
-use crate::events::{Events, Object, Severity};
-use crate::observed::Observed;
-use crate::policy::{RebalanceAt, ReplaceAfter};
-use crate::records::{
+use crate::disaster::salvage::Salvage;
+use crate::membership::admission::Replaced;
+use crate::membership::term::OwnTerm;
+use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::state::changes::{Changes, Concern, Concerned};
+use crate::state::events::{Events, Object, Severity};
+use crate::state::observed::Observed;
+use crate::state::records::{
     CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
     VolumeRecord,
 };
-use crate::salvage::Salvage;
-use crate::spec::Defaults;
-use crate::store::{Store, Watched, Writes};
-use crate::table::Table;
-use crate::term::OwnTerm;
-use crate::verification::VerifyRecord;
+use crate::state::store::{Store, Watched, Writes};
+use crate::state::table::Table;
+use crate::volume::policy::{RebalanceAt, ReplaceAfter};
+use crate::volume::spec::Defaults;
+use crate::volume::verification::VerifyRecord;
 
 /// Settings of a controller, fixed at its start.
 #[derive(Clone, Debug)]

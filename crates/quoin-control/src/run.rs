@@ -18,15 +18,15 @@ use tower::Layer;
 use tower::layer::layer_fn;
 
 use crate::Error;
-use crate::backup::doubted_records;
+use crate::api::{Gate, Services};
 use crate::controller::{Controller, Settings};
-use crate::dying::{DyingLimits, DyingPolicy};
-use crate::metrics::Metrics;
-use crate::policy::{RebalanceAt, ReplaceAfter};
-use crate::scheduled_backup::BackupSchedule;
-use crate::service::{Gate, Services};
-use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
-use crate::store::Embedded;
+use crate::disaster::backup::doubted_records;
+use crate::disaster::scheduled_backup::BackupSchedule;
+use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::state::store::Embedded;
+use crate::status::metrics::Metrics;
+use crate::volume::policy::{RebalanceAt, ReplaceAfter};
+use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
@@ -65,7 +65,7 @@ pub struct Options {
     pub dying_limits: DyingLimits,
     /// How unevenly pools may fill before replicas move.
     pub rebalance_at: RebalanceAt,
-    /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
+    /// Replicas of one volume at most: up to [`crate::volume::spec::REPLICAS_HARD_MAX`].
     pub replicas_max: u32,
     pub lifetimes: Lifetimes,
     /// Backups that the controller makes by itself.
@@ -195,7 +195,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         return Err(Error::NoAuthority(dir.to_owned()));
     }
     let was_made = Identity::load(&identity_dir(dir)).is_ok();
-    let was_restored = crate::backup::records_in_making(dir).exists();
+    let was_restored = crate::disaster::backup::records_in_making(dir).exists();
     let records_lost = records_lost || (has_authority && (was_made || was_restored));
     let authority = match Authority::create(dir, lifetimes) {
         // No records yet, so nobody has joined it: a crash came in between.

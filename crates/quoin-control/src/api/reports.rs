@@ -1,0 +1,561 @@
+//! What agents report, taken in: hostile until checked, bounded, and never a command.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use quoin_api::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
+use quoin_identity::convert;
+use quoin_replication::recognition::PoolCounts;
+use quoin_types::{Epoch, Lsn, Position, VolumeId};
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::state::changes::Concerned;
+use crate::state::events::{Object, Severity};
+use crate::state::observed::{
+    DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
+};
+use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
+use crate::volume::devices;
+
+/// Replicas in one pool, and so in one report.
+const REPLICAS_MAX: usize = 16_384;
+const EVENTS_MAX: usize = 64;
+const TEXT_BYTES_MAX: usize = 1024;
+const TOPOLOGY_MAX: usize = 64;
+
+pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
+    }
+    Ok(())
+}
+
+fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>, Error> {
+    if given.len() > TOPOLOGY_MAX {
+        return Err(Error::invalid("topology", format!("at most {TOPOLOGY_MAX} keys")));
+    }
+    for (key, value) in given {
+        short("topology", key)?;
+        short("topology", value)?;
+    }
+    Ok(given.clone().into_iter().collect())
+}
+
+pub(crate) fn id<T: std::str::FromStr>(field: &'static str, text: &str) -> Result<T, Error> {
+    if text.len() != 32 {
+        return Err(Error::invalid(field, "32 hex digits are needed"));
+    }
+    text.parse().map_err(|_| Error::invalid(field, "32 hex digits are needed"))
+}
+
+fn counts(pool: &PoolRecord) -> PoolCounts {
+    PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
+}
+
+impl Controller {
+    /// Takes a pool's report in and does what follows from it.
+    pub async fn report_pool(&self, report: &PoolReport) -> Result<(), Error> {
+        quoin_identity::check_name("pool", &report.pool)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("pool_id", &report.pool_id)?;
+        short("address", &report.address)?;
+        short("error", &report.error)?;
+        short("warning", &report.warning)?;
+        if report.replicas.len() > REPLICAS_MAX {
+            return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
+        }
+        let replicas: HashMap<_, _> =
+            report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
+        self.record_pool(report).await?;
+        let mut seen = PoolSeen {
+            last: Instant::now(),
+            leaving: report.leaving,
+            error: report.error.clone(),
+            warning: report.warning.clone(),
+            capacity_bytes: report.capacity_bytes,
+            used_bytes: report.used_bytes,
+            free_bytes: report.free_bytes,
+            replicas,
+            scrub: report.scrub.unwrap_or_default(),
+        };
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        self.agent_events(&report.events, &about, |volume| {
+            let here = volume.replicas.iter().map(|replica| &replica.pool);
+            here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
+        });
+        let (differing, back) = {
+            let mut observed = self.observed();
+            let was_online =
+                observed.heard_pool(&report.pool, self.settings.offline_after).is_some();
+            if !report.leaving {
+                observed.reach.told(&report.pool, &report.address);
+            }
+            let back = observed.absent.remove(&("pool", report.pool.clone()));
+            // A pool that is busy opening says that it lives, and nothing of what it holds.
+            if report.start_counter == 0
+                && report.capacity_bytes == 0
+                && let Some(before) = observed.pools.get(&report.pool)
+            {
+                seen.capacity_bytes = before.capacity_bytes;
+                seen.used_bytes = before.used_bytes;
+                seen.free_bytes = before.free_bytes;
+                seen.replicas.clone_from(&before.replicas);
+                seen.scrub = before.scrub;
+            }
+            let before = observed.pools.insert(report.pool.clone(), seen.clone());
+            let is_like_before = |before: &&PoolSeen| {
+                was_online && before.error == seen.error && before.leaving == seen.leaving
+            };
+            let before = before.as_ref().filter(is_like_before);
+            (before.map(|before| seen.differing(before)), back)
+        };
+        if back && !report.leaving && report.error.is_empty() {
+            self.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
+        }
+        if let Some(wear) = report.wear {
+            self.judge_wear(&report.pool, wear).await?;
+        }
+        // A heartbeat that says nothing new must cost nothing, and what is new of one volume nothing
+        // for the others.
+        let differing = match differing {
+            None => self.volumes.indexed(|index| index.of_pool(&report.pool)),
+            Some(volumes) if volumes.is_empty() => return Ok(()),
+            Some(volumes) => {
+                volumes.iter().filter_map(|id| self.volumes.get(&id.to_string())).collect()
+            }
+        };
+        {
+            if self.check_ruling().is_ok() {
+                self.strangers(&report.pool);
+                self.announce_old_records(&report.pool);
+            }
+            self.announce(&Concerned::Status);
+            self.reconcile_those(&differing).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether an older state of its disk came back: it is used for nothing.
+    pub fn is_rolled_back(&self, pool: &str) -> bool {
+        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
+    }
+
+    async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
+        let record = PoolRecord {
+            name: report.pool.clone(),
+            pool_id: report.pool_id.clone(),
+            node: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            start_counter: report.start_counter,
+            start_nonce: report.start_nonce,
+            mark: report.mark,
+            rolled_back: false,
+            scrub_request: 0,
+        };
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        if self.pools.get(&report.pool).is_none()
+            && self.pools.create(record.clone()).await?.is_ok()
+        {
+            let message = format!("on node {}, data at {}", record.node, record.address);
+            self.events.record(Severity::Normal, about, "PoolAdded", message);
+            return Ok(());
+        }
+        let change = |pool: &mut PoolRecord| {
+            let replaced = pool.pool_id != record.pool_id;
+            // A pool that is opening or leaving does not tell its starts.
+            let told = record.start_counter != 0 && !report.leaving;
+            let (now, known) = (counts(&record), counts(pool));
+            let rolled_back = !replaced && told && now.are_older_than(&known);
+            let news = match (replaced, rolled_back && !pool.rolled_back) {
+                (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
+                (_, true) => {
+                    let message = format!(
+                        "an older state of its disk came back (start {}, mark {}, after start {}, \
+                         mark {}): its replicas are not used, for they may lack acknowledged \
+                         writes; wipe the pool to have them rebuilt",
+                        now.starts, now.mark, known.starts, known.mark
+                    );
+                    Some(("PoolRolledBack", message))
+                }
+                _ => None,
+            };
+            let rolled_back = !replaced && (rolled_back || pool.rolled_back);
+            // The last report of a process whose starts are known tells what it did since.
+            let ends = report.leaving && now.nonce != 0 && now.nonce == known.nonce;
+            let counts = match (rolled_back, told, ends) {
+                _ if replaced => now,
+                (false, true, _) => now.after(&known),
+                (false, false, true) => PoolCounts { starts: known.starts, ..now.after(&known) },
+                _ => known,
+            };
+            let scrub_request = pool.scrub_request;
+            *pool = PoolRecord {
+                rolled_back,
+                start_counter: counts.starts,
+                start_nonce: counts.nonce,
+                mark: counts.mark,
+                scrub_request,
+                // One that leaves before it reached the controller does not know its own.
+                address: match record.address.is_empty() {
+                    true => std::mem::take(&mut pool.address),
+                    false => record.address.clone(),
+                },
+                ..record.clone()
+            };
+            Ok(news)
+        };
+        if let Some((_, Some((reason, message)))) = self.pools.update(&report.pool, change).await? {
+            self.events.record(Severity::Error, about, reason, message);
+        }
+        Ok(())
+    }
+
+    /// Takes a node's report in; the answer names its devices whose volumes others have used since.
+    pub async fn report_node(
+        &self,
+        report: &NodeReport,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            volumes_max: report.volumes_max,
+            version: report.version.clone(),
+        };
+        let about = self.node_reports(&record, "it reports").await?;
+        let change = |node: &mut NodeRecord| {
+            // CSI knows none; the target does.
+            let address = match record.address.is_empty() {
+                true => std::mem::take(&mut node.address),
+                false => record.address.clone(),
+            };
+            *node = NodeRecord { address, ..record.clone() };
+            Ok(())
+        };
+        self.nodes.update(&report.node, change).await?;
+        self.agent_events(&report.events, &about, |volume| {
+            let used = volume.attachments.iter().any(|a| a.node == report.node);
+            let holds = volume.owner.as_deref() == Some(report.node.as_str());
+            used || holds || volume.holder == report.node
+        });
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, report.leaving, devices)
+    }
+
+    /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
+    /// of the node stays beside that.
+    pub async fn report_target(
+        &self,
+        report: &api::TargetReport,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: BTreeMap::new(),
+            volumes_max: 0,
+            version: report.version.clone(),
+        };
+        let about = self.node_reports(&record, "its target reports").await?;
+        let change = |node: &mut NodeRecord| {
+            if !record.address.is_empty() {
+                node.address.clone_from(&record.address);
+            }
+            node.version.clone_from(&record.version);
+            Ok(())
+        };
+        self.nodes.update(&report.node, change).await?;
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, false, devices)
+    }
+
+    /// The node of a report, which is recorded with its first one.
+    async fn node_reports(&self, record: &NodeRecord, why: &str) -> Result<Object, Error> {
+        let about = Object::new("node", &record.name, &record.name);
+        if self.nodes.get(&record.name).is_none()
+            && self.nodes.create(record.clone()).await?.is_ok()
+        {
+            self.events.record(Severity::Normal, about.clone(), "NodeAdded", why);
+        }
+        Ok(about)
+    }
+
+    /// Takes a sign of life in. `devices`: those that the node has now, where it says so; those whose
+    /// volumes others have used since are the answer.
+    fn node_lives(
+        &self,
+        about: Object,
+        leaving: bool,
+        devices: Option<&[api::DeviceReport]>,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        let devices = devices.map(devices::seen).transpose()?;
+        let node = about.name.clone();
+        let back = {
+            let mut observed = self.observed();
+            observed.node_lives(&about.name);
+            if let Some(seen) = observed.nodes.get_mut(&about.name) {
+                seen.leaving = leaving;
+                let told = devices.map(|all| DevicesSeen { told: seen.last, all });
+                seen.devices = told.or(seen.devices.take());
+            }
+            observed.absent.remove(&("node", about.name.clone()))
+        };
+        if back && !leaving {
+            self.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
+        }
+        Ok(self.announce_dead_devices(&node))
+    }
+
+    /// Takes a target's report in; the answer is a fresh grant where the target may have one.
+    pub async fn report_volume(&self, report: &VolumeReport) -> Result<Vec<u8>, Error> {
+        let volume: VolumeId = id("volume_id", &report.volume_id)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("state", &report.state)?;
+        short("waiting_for", &report.waiting_for)?;
+        short("device", &report.device)?;
+        short("device_message", &report.device_message)?;
+        self.check_ruling()?;
+        let record = self
+            .volumes
+            .get(&volume.to_string())
+            .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
+        if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
+            self.fence_stale(volume, &report.node).await?;
+        }
+        // A fenced target's last words must not pass for the present state, nor those of one that
+        // never asked for an epoch: what a fence used up is nobody's.
+        let is_over = report.epoch != record.epoch || (report.epoch != 0 && !record.is_granted());
+        if record.owner.as_deref() != Some(report.node.as_str()) || is_over {
+            return Ok(Vec::new());
+        }
+        if report.replicas.len() > 64 {
+            return Err(Error::invalid("replicas", "at most 64"));
+        }
+        if report.silent.len() > quoin_types::membership::REPLICAS_MAX {
+            return Err(Error::invalid("silent", "at most 16"));
+        }
+        if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
+            return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
+        }
+        if !report.device.is_empty() && !is_device(&report.device) {
+            return Err(Error::invalid("device", "an absolute path of printed ASCII"));
+        }
+        let goes_by = report.goes_by.as_ref().map(goes_by).transpose()?;
+        let progress = |progress: &api::ReplicaProgress| {
+            let seen = Progress {
+                state: progress.state.chars().take(32).collect(),
+                applied_lsn: progress.applied_lsn,
+                rebuilt_bytes: progress.rebuilt_bytes,
+                rebuild_total_bytes: progress.rebuild_total_bytes,
+                write_us: progress.write_us,
+                slow: progress.slow,
+            };
+            Ok((id("guid", &progress.guid)?, seen))
+        };
+        let seen = VolumeSeen {
+            node: report.node.clone(),
+            epoch: report.epoch,
+            state: report.state.clone(),
+            waiting_for: report.waiting_for.clone(),
+            nbd_uri: report.nbd_uri.clone(),
+            membership_version: report.membership_version,
+            replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
+            silent: report
+                .silent
+                .iter()
+                .map(|guid| id("silent", guid))
+                .collect::<Result<_, Error>>()?,
+            goes_by,
+            device: DeviceMade {
+                path: report.device.clone(),
+                message: report.device_message.clone(),
+                refused: report.device_refused,
+            },
+        };
+        let confirms = (report.epoch, report.membership_version)
+            == (record.epoch, record.membership.version)
+            && report.state == "serving";
+        self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
+        {
+            let mut observed = self.observed();
+            if seen.is_whole() {
+                observed.openings.remove(&volume);
+            }
+            observed.volumes.insert(volume, seen);
+            if confirms {
+                observed.confirmed.insert(volume);
+            }
+            // A target that speaks proves its host alive, whatever became of the CSI process.
+            observed.node_lives(&report.node);
+        }
+        self.pools_are_served(connected(&record, report));
+        self.announce_health(&record);
+        if let Some(verification) = &report.verification {
+            self.verification_reported(&record, verification).await?;
+        }
+        Ok(self.fresh_grant(&record, &report.node, report.epoch))
+    }
+
+    /// Takes events in that an agent tells. One about a volume that it has nothing to do with is
+    /// told of the agent itself, so that it speaks for no other.
+    fn agent_events(
+        &self,
+        events: &[api::AgentEvent],
+        reporter: &Object,
+        concerns: impl Fn(&VolumeRecord) -> bool,
+    ) {
+        for event in events.iter().take(EVENTS_MAX) {
+            let volume = self.volumes.get(&event.volume_id).filter(|volume| concerns(volume));
+            let object = match (&volume, event.replica_id.len()) {
+                (Some(volume), 0) => about(volume),
+                (Some(volume), 32) => Object::new("replica", &event.replica_id, &volume.spec.name),
+                _ => reporter.clone(),
+            };
+            let reason: String = event.reason.chars().take(64).collect();
+            let message = match object.kind {
+                "replica" => {
+                    with_pool(volume.as_deref(), &event.replica_id, reporter, &event.message)
+                }
+                _ => event.message.clone(),
+            };
+            // A target lent to a volume that nobody uses lets go of its pools one after the other.
+            let is_unused = volume.as_ref().is_some_and(|volume| volume.attachments.is_empty());
+            let severity = match Severity::of(&event.severity) {
+                Severity::Warning if is_unused && LETS_GO.contains(&reason.as_str()) => {
+                    Severity::Normal
+                }
+                severity => severity,
+            };
+            self.events.record(severity, object, &reason, message);
+        }
+    }
+
+    /// Replicas that no record names are kept, and told of: a restored backup of the records
+    /// must not cost anybody's data.
+    fn strangers(&self, pool: &str) {
+        let mut news = Vec::new();
+        {
+            let mut observed = self.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let unknown: Vec<_> = seen
+                .replicas
+                .iter()
+                .filter(|(_, replica)| replica.state != ReplicaState::Gone)
+                .filter(|(_, replica)| self.volumes.get(&replica.volume.to_string()).is_none())
+                .map(|(guid, replica)| (*guid, replica.volume))
+                .collect();
+            for (guid, volume) in unknown {
+                if observed.strangers.len() < REPLICAS_MAX && observed.strangers.insert(guid) {
+                    news.push((guid, volume));
+                }
+            }
+        }
+        for (guid, volume) in news {
+            let message = format!(
+                "pool {pool} holds {guid} of volume {volume}, which is in no record; it is kept \
+                 (`quoin controller recover --dry-run` says what it is)"
+            );
+            let about = Object::new("replica", guid, pool);
+            self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+        }
+    }
+}
+
+/// The pools of the replicas to which a target has a connection.
+fn connected<'a>(
+    volume: &'a VolumeRecord,
+    report: &'a VolumeReport,
+) -> impl Iterator<Item = &'a str> {
+    let is_there = |progress: &&api::ReplicaProgress| {
+        ["in-sync", "catching-up", "rebuilding"].contains(&progress.state.as_str())
+    };
+    report.replicas.iter().filter(is_there).filter_map(|progress| {
+        let of_it = |replica: &&ReplicaRecord| replica.guid.0.to_string() == progress.guid;
+        volume.replicas.iter().find(of_it).map(|replica| replica.pool.as_str())
+    })
+}
+
+/// What a target tells of pools that it does not reach any more.
+const LETS_GO: [&str; 2] = ["Waiting", "ReplicaDropped"];
+
+/// A message about a replica, which says in which pool that is.
+fn with_pool(
+    volume: Option<&VolumeRecord>,
+    replica_id: &str,
+    reporter: &Object,
+    message: &str,
+) -> String {
+    let of_it = |r: &&ReplicaRecord| r.id.0.to_string() == replica_id;
+    // One that moves is in two of them, and its target speaks of either.
+    let pools: Vec<&str> = match (reporter.kind, volume) {
+        ("pool", _) => vec![&reporter.name],
+        (_, Some(volume)) => {
+            volume.replicas.iter().filter(of_it).map(|r| r.pool.as_str()).collect()
+        }
+        (_, None) => Vec::new(),
+    };
+    if pools.is_empty() || pools.iter().any(|pool| message.contains(pool)) {
+        return message.to_owned();
+    }
+    format!("pool {}: {message}", pools.join(" or "))
+}
+
+/// As the core has it, so that nothing but lists and factors by its rules is kept.
+fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
+    let sound = |told: &Option<api::Membership>| {
+        let told = told.as_ref().ok_or_else(|| "a membership is missing".to_owned());
+        let mut membership = told.and_then(convert::membership)?;
+        membership.retired.clear();
+        Ok::<_, String>(Some(convert::membership_message(&membership)))
+    };
+    let refused = |rule| Error::invalid("goes_by", rule);
+    let many = quoin_types::membership::REPLICAS_MAX;
+    if told.newcomers.len() > many || told.leaving.len() > many {
+        return Err(refused(format!("at most {many} newcomers, and as many that leave")));
+    }
+    told.newcomers
+        .iter()
+        .chain(&told.leaving)
+        .try_for_each(|guid| id::<quoin_types::ReplicaGuid>("goes_by", guid).map(drop))?;
+    let granted = sound(&told.granted).map_err(refused)?;
+    let held = sound(&told.held).map_err(refused)?;
+    Ok(Arc::new(api::GoesBy { granted, held, ..told.clone() }))
+}
+
+/// People and scripts hand it to other programs, so nothing but an address gets through.
+fn is_nbd_uri(text: &str) -> bool {
+    let scheme = text.starts_with("nbd://") || text.starts_with("nbds://");
+    scheme && text.len() <= 1024 && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// As of [`is_nbd_uri`]: file systems are made on what it names.
+fn is_device(text: &str) -> bool {
+    text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, ReplicaSeen), Error> {
+    let state = match report.state.as_str() {
+        "created" | "open" | "closed" => ReplicaState::Present,
+        "gone" => ReplicaState::Gone,
+        "damaged" => ReplicaState::Damaged,
+        _ => return Err(Error::invalid("state", "created, open, closed, gone or damaged")),
+    };
+    let seen = ReplicaSeen {
+        volume: id("volume_id", &report.volume_id)?,
+        state,
+        quorum: report.quorum,
+        position: Position { epoch: Epoch(report.position_epoch), lsn: Lsn(report.position_lsn) },
+        used_bytes: report.used_bytes,
+        bad_blocks: report.bad_blocks,
+        repaired: report.repaired,
+    };
+    Ok((id("guid", &report.guid)?, seen))
+}

@@ -1,0 +1,151 @@
+//! Taking pools and nodes that are away for good out of the cluster.
+//!
+//! Whoever is removed is no member any more: his certificate lets him do nothing, and a new one
+//! under his name needs a new token. A pool that a volume needs is not removed, since the
+//! volume's membership would name a replica that is nowhere; what only waits for the pool in
+//! order to be deleted is taken to have gone with it.
+
+use quoin_identity::Role;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::state::changes::Concerned;
+use crate::state::events::{Object, Severity};
+use crate::state::records::{MemberOfCluster, VolumePhase, VolumeRecord};
+
+/// Names of volumes in one message; the others are counted.
+const NAMES_MAX: usize = 5;
+
+impl Controller {
+    /// Removes a pool that is offline and that no volume needs; with `force` also one that may be
+    /// online still.
+    pub async fn remove_pool(&self, name: &str, force: bool) -> Result<(), Error> {
+        self.check_ruling()?;
+        // No volume is placed on it meanwhile.
+        let _one_at_a_time = self.creating.lock().await;
+        let shown: String = name.chars().take(160).collect();
+        let pool = self.pools.get(name).ok_or_else(|| Error::missing("pool", shown))?;
+        let online = {
+            let observed = self.observed();
+            observed.starting(self.settings.offline_after) && !observed.pools.contains_key(name)
+                || observed.heard_pool(name, self.settings.offline_after).is_some()
+        };
+        if online && !force {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} is online, or may be: stop its process first; one that has ended is \
+                 removed with --wait, as soon as it is known to be offline, or at once with --force"
+            )));
+        }
+        let volumes = self.volumes.indexed(|index| index.of_pool(name));
+        let needed = |volume: &&std::sync::Arc<VolumeRecord>| {
+            volume.phase != VolumePhase::Deleting && volume.replicas.iter().any(|r| r.pool == name)
+        };
+        let needed: Vec<_> = volumes.iter().filter(needed).map(|v| v.spec.name.clone()).collect();
+        if !needed.is_empty() {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} holds replicas of {}: they would miss it for good; start the pool \
+                 again, or have them made elsewhere with `quoin pool drain`",
+                listed(&needed)
+            )));
+        }
+        self.expel(Role::Pool, name).await?;
+        for volume in volumes {
+            let gone = |volume: &mut VolumeRecord| {
+                volume.discarded.retain(|discarded| discarded.pool != name);
+                if volume.phase == VolumePhase::Deleting {
+                    volume.replicas.retain(|replica| replica.pool != name);
+                }
+                Ok(())
+            };
+            match self.update_volume(volume.id.0, gone).await {
+                Err(Error::NotFound { .. }) => {}
+                outcome => drop(outcome?),
+            }
+        }
+        self.cordons.remove(&format!("pool/{name}"), |_| true).await?;
+        self.pools.remove(name, |_| true).await?;
+        {
+            let mut observed = self.observed();
+            observed.pools.remove(name);
+            observed.absent.remove(&("pool", name.to_owned()));
+            observed.reach.forget(name);
+        }
+        let about = Object::new("pool", &pool.pool_id, name);
+        self.events.record(Severity::Normal, about, "PoolRemoved", "it is no member any more");
+        self.announce(&Concerned::Everybody);
+        self.reconcile().await
+    }
+
+    /// Removes a node that is offline and has no volume attached; `force` as of a pool.
+    pub async fn remove_node(&self, name: &str, force: bool) -> Result<(), Error> {
+        self.check_ruling()?;
+        let shown: String = name.chars().take(160).collect();
+        self.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
+        let attached: Vec<_> = self
+            .volumes
+            .list()
+            .iter()
+            .filter(|volume| volume.attachments.iter().any(|a| a.node == name))
+            .map(|volume| volume.spec.name.clone())
+            .collect();
+        if !attached.is_empty() {
+            return Err(Error::Precondition(format!(
+                "node {name:?} has volumes attached ({}): detach them first",
+                listed(&attached)
+            )));
+        }
+        let online = {
+            let observed = self.observed();
+            observed.starting(self.settings.offline_after) && !observed.nodes.contains_key(name)
+                || observed.node_online(name, self.settings.offline_after)
+        };
+        if online && !force {
+            return Err(Error::Precondition(format!(
+                "node {name:?} is online, or may be: stop its processes (target and node) first; one \
+                 whose processes have ended is removed with --wait, as soon as it is known to be \
+                 offline, or at once with --force"
+            )));
+        }
+        self.expel(Role::Node, name).await?;
+        self.fence_node(name, true).await?;
+        self.cordons.remove(&format!("node/{name}"), |_| true).await?;
+        self.nodes.remove(name, |_| true).await?;
+        {
+            let mut observed = self.observed();
+            observed.nodes.remove(name);
+            observed.absent.remove(&("node", name.to_owned()));
+        }
+        let about = Object::new("node", name, name);
+        self.events.record(Severity::Normal, about, "NodeRemoved", "it is no member any more");
+        self.announce(&Concerned::Everybody);
+        Ok(())
+    }
+
+    /// Lets a node manage volumes, or no more; it counts from its next call on.
+    pub async fn set_node(&self, name: &str, manages_volumes: bool) -> Result<(), Error> {
+        let set = |record: &mut MemberOfCluster| {
+            if record.removed {
+                return Err(Error::missing("node", name));
+            }
+            record.manages_volumes = manages_volumes;
+            Ok(())
+        };
+        let member = format!("{}/{name}", Role::Node);
+        self.members.update(&member, set).await?.ok_or_else(|| Error::missing("node", name))?;
+        let message = match manages_volumes {
+            true => "it may create, delete and publish volumes",
+            false => "it sees the volumes that are attached to it, and no others",
+        };
+        let about = Object::new("node", name, name);
+        self.events.record(Severity::Normal, about, "NodeSet", message);
+        Ok(())
+    }
+}
+
+fn listed(names: &[String]) -> String {
+    let shown: Vec<_> = names.iter().take(NAMES_MAX).map(|name| format!("{name:?}")).collect();
+    match names.len().saturating_sub(NAMES_MAX) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
