@@ -23,6 +23,7 @@ use crate::controller::{Controller, Settings};
 use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::reconcile::reach::Dialler;
 use crate::state::store::Embedded;
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
@@ -301,7 +302,8 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
         "serving; pools and nodes connect to the address `agents`, if there is one"
     );
-    let dialling = tokio::spawn(controller.clone().keep_dialling(shutdown.clone()));
+    let dialler = Dialler::new(controller.state.clone(), controller.lifecycle.clone());
+    let dialling = tokio::spawn(Arc::new(dialler).keep_dialling(shutdown.clone()));
     let served = serve(controller.clone(), admin, agents, shutdown).await;
     dialling.abort();
     let _ = std::fs::remove_file(&options.admin_socket);
@@ -365,12 +367,18 @@ fn server(
         .max_frame_size(1 << 20)
 }
 
-/// Work that is due by time alone. Never ends by itself. Certificates and events wait for nothing
-/// else.
+/// Work on what changes, and what is due by time alone. Never ends by itself. Nothing of it waits for
+/// anything else of it.
 async fn tend(controller: Arc<Controller>) {
+    let _working = controller.work();
     let certificates = every_tick("certificates", || controller.tend_certificates());
     let events = every_tick("events", || controller.events().flush());
-    tokio::join!(certificates, events, tend_volumes(&controller));
+    let records = every_tick("records", || controller.read_unanswered());
+    let absence = every_tick("absence", || {
+        controller.announce_absent();
+        std::future::ready(Ok(()))
+    });
+    tokio::join!(certificates, events, records, absence);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.
@@ -381,33 +389,6 @@ async fn every_tick<F: Future<Output = Result<(), Error>>>(what: &str, work: imp
         tick.tick().await;
         if let Err(error) = work().await {
             tracing::error!(%error, what, "not done this time, trying again");
-        }
-    }
-}
-
-async fn tend_volumes(controller: &Controller) {
-    let mut tick = tokio::time::interval(TICK);
-    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    for ticks in 0u64.. {
-        tick.tick().await;
-        controller.announce_absent();
-        // Reports bring on what follows from them; this is for what an error left over.
-        let now = tokio::time::Instant::now();
-        let read_again = controller.read_unanswered().await;
-        let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
-        let fenced = if ticks % 10 == 0 { controller.fence_left_over().await } else { Ok(()) };
-        // Tending first: what healing begins, this look does not know yet.
-        let ready = controller.standings();
-        for (what, done) in [
-            ("records", read_again),
-            ("reconcile", reconciled),
-            ("fence", fenced),
-            ("tend volumes", controller.tend_unused_of(&ready, now).await),
-            ("heal", controller.heal_those(&ready, now).await),
-        ] {
-            if let Err(error) = done {
-                tracing::error!(%error, what, "not done this time, trying again");
-            }
         }
     }
 }

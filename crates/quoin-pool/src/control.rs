@@ -20,7 +20,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use crate::address::Advertised;
-use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
 use crate::scrub::ScrubState;
 use crate::shard::Input;
 use crate::{Options, ShardHandle};
@@ -69,7 +69,7 @@ impl Control {
         let client = AgentClient::new(self.channel.clone());
         // The first one has the record of every volume of which a replica is here.
         let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
-        let request = WatchPoolRequest { pool: self.options.name.clone() };
+        let request = WatchPoolRequest { pool: self.options.name.clone(), partial: true };
         let assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         self.obey(assignments).await
@@ -105,11 +105,17 @@ impl Control {
             if let Some(least) = Mode::from_name(&message.data_security) {
                 self.protect(least);
             }
-            let (assignment, refused) = Assignment::from_message(&message);
+            let (input, refused) = if message.partial {
+                let (change, refused) = AssignmentChange::from_message(&message);
+                (Input::Reassign(change), refused)
+            } else {
+                let (assignment, refused) = Assignment::from_message(&message);
+                (Input::Assign(assignment), refused)
+            };
             for reason in refused {
                 self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
             }
-            self.shard.send(Input::Assign(assignment));
+            self.shard.send(input);
             self.shard.send(Input::Scrub { request: message.scrub_request });
             self.changed.notify_one();
             self.tell_holdings(message.holdings_request).await?;

@@ -1,6 +1,5 @@
 //! The Agent service: pools, nodes, targets.
 
-use std::collections::HashMap;
 use std::pin::Pin;
 use std::time::Duration;
 
@@ -22,9 +21,9 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 use super::Services;
 use crate::Error;
 
+use crate::api::assignments::{NodeStream, PoolStream};
 use crate::api::reports::id;
-use crate::controller::Controller;
-use crate::state::changes::Concern;
+use crate::state::changes::{Concern, News};
 use crate::volume::epochs::MembershipSwap;
 
 /// For all that a pool keeps: a little longer than a pool takes for it.
@@ -33,35 +32,30 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Services {
-    /// `make` now, and again whenever it comes out differently; `finish` sees what is told.
-    fn follow<T: PartialEq + Clone + Send + 'static>(
+    /// What `next` gives at once, and again after each change that concerns the stream.
+    fn follow<T: Send + 'static>(
         &self,
         caller: Caller,
         concern: Concern,
-        make: impl Fn(&Controller) -> T + Send + 'static,
-        mut finish: impl FnMut(&Controller, &mut T) + Send + 'static,
+        mut next: impl FnMut(News) -> Option<T> + Send + 'static,
     ) -> Result<Response<Assignments<T>>, Status> {
         let place = self.stream_place(&caller)?;
         let services = self.clone();
-        let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
+        let mut shutdown = self.shutdown.clone();
         let stream = async_stream::stream! {
             let _place = place;
-            let mut changes = controller.changes_of(concern);
-            let mut last: Option<T> = None;
+            let mut changes = services.controller.changes_of(concern);
+            let mut news = News::All;
             loop {
-                changes.mark_unchanged();
                 if let Err(error) = services.still(&caller) {
                     yield Err(error.into());
                     break;
                 }
-                let mut next = make(&controller);
-                if last.as_ref() != Some(&next) {
-                    last = Some(next.clone());
-                    finish(&controller, &mut next);
-                    yield Ok(next);
+                if let Some(message) = next(news) {
+                    yield Ok(message);
                 }
                 tokio::select! {
-                    changed = changes.changed() => if changed.is_err() { break },
+                    more = changes.news() => news = more,
                     _ = shutdown.wait_for(|down| *down) => break,
                 }
             }
@@ -93,13 +87,10 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchPoolStream>, Status> {
         let name = request.get_ref().pool.clone();
         self.act(&request, Role::Pool, &name)?;
-        let mut told = HashMap::new();
-        self.follow(
-            self.caller(&request)?,
-            Concern::Pool(name.clone()),
-            move |controller| controller.pool_assignment(&name),
-            move |controller, assignment| controller.tell_records(assignment, &mut told),
-        )
+        let in_part = request.get_ref().partial;
+        let mut stream = PoolStream::new(self.controller.assignments.clone(), &name, in_part);
+        let caller = self.caller(&request)?;
+        self.follow(caller, Concern::Pool(name), move |news| stream.next(news))
     }
 
     async fn watch_node(
@@ -108,9 +99,10 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
+        let in_part = request.get_ref().partial;
+        let mut stream = NodeStream::new(self.controller.assignments.clone(), &name, in_part);
         let caller = self.caller(&request)?;
-        let concern = Concern::Node(name.clone());
-        self.follow(caller, concern, move |controller| controller.node_assignment(&name), |_, _| {})
+        self.follow(caller, Concern::Node(name), move |news| stream.next(news))
     }
 
     async fn report_pool(
@@ -119,7 +111,7 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Pool, &request.get_ref().pool)?;
         let report = request.get_ref();
-        self.controller.report_pool(report).await?;
+        self.controller.reports.pool(report).await?;
         let rolled_back = self.controller.is_rolled_back(&report.pool);
         Ok(Response::new(ReportAnswer { rolled_back, ..ReportAnswer::default() }))
     }
@@ -161,7 +153,7 @@ impl Agent for Services {
         request: Request<NodeReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        let served_elsewhere = self.controller.report_node(request.get_ref()).await?;
+        let served_elsewhere = self.controller.reports.node(request.get_ref()).await?;
         Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
     }
 
@@ -170,7 +162,7 @@ impl Agent for Services {
         request: Request<TargetReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        let served_elsewhere = self.controller.report_target(request.get_ref()).await?;
+        let served_elsewhere = self.controller.reports.target(request.get_ref()).await?;
         Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
     }
 
@@ -244,7 +236,7 @@ impl Agent for Services {
         request: Request<VolumeReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        let grant = self.controller.report_volume(request.get_ref()).await?;
+        let grant = self.controller.reports.volume(request.get_ref()).await?;
         Ok(Response::new(ReportAnswer { grant, ..ReportAnswer::default() }))
     }
 }

@@ -9,7 +9,8 @@ use tonic::{Extensions, Request};
 
 use super::Services;
 use crate::Error;
-use crate::controller::{Controller, missing};
+use crate::controller::Controller;
+use crate::state::missing;
 use crate::state::records::VolumeRecord;
 
 /// How far a caller of the Cluster service may go.

@@ -101,7 +101,7 @@ impl Cluster for Services {
         let volume =
             self.controller.create_volume_within(&spec, required_bytes, limit_bytes).await?;
         let volume = self.formed(volume).await;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn delete_volume(
@@ -119,7 +119,7 @@ impl Cluster for Services {
     ) -> Result<Response<Volume>, Status> {
         let scope = self.look(&request)?;
         let volume = scope.volume(&self.controller, request.get_ref().volume.as_ref())?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn list_volumes(
@@ -133,7 +133,7 @@ impl Cluster for Services {
         let (page, next_token) =
             self.controller.list_volumes_with(max_entries, &starting_token, include_deleting)?;
         let seen = page.iter().filter(|volume| scope.sees(volume));
-        let volumes = seen.map(|volume| self.controller.volume_message(volume)).collect();
+        let volumes = seen.map(|volume| self.controller.status.volume(volume)).collect();
         Ok(Response::new(ListVolumesResponse { volumes, next_token }))
     }
 
@@ -145,7 +145,7 @@ impl Cluster for Services {
         let ResizeVolumeRequest { volume, size_bytes, limit_bytes } = request.into_inner();
         let volume =
             self.controller.resize_volume(volume.as_ref(), size_bytes, limit_bytes).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn scale_volume(
@@ -161,7 +161,7 @@ impl Cluster for Services {
             pools: asked.pools,
         };
         let volume = self.controller.scale_volume(asked.volume.as_ref(), &scale).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn move_replica(
@@ -181,7 +181,7 @@ impl Cluster for Services {
         };
         let asked = Move { which, pool, unless_in_sync };
         let volume = self.controller.move_replica(volume.as_ref(), &asked).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn remove_replicas(
@@ -198,7 +198,7 @@ impl Cluster for Services {
         let replicas: Vec<_> =
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
         let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn verify_volume(
@@ -220,8 +220,8 @@ impl Cluster for Services {
                 return Err(Error::invalid("action", "verify, repair or stop").into());
             }
         };
-        let volume = self.controller.verify_volume(asked.volume.as_ref(), what).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        let volume = self.controller.verifier.verify(asked.volume.as_ref(), what).await?;
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn recover_volume(
@@ -242,7 +242,7 @@ impl Cluster for Services {
             accept_loss_of: asked.accept_loss_of,
         };
         let volume = self.controller.recover_volume(asked.volume.as_ref(), &recovery).await?;
-        Ok(Response::new(self.controller.volume_message(&volume)))
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn apply_volume(
@@ -254,7 +254,7 @@ impl Cluster for Services {
         let volume = match volume {
             Some(volume) => {
                 let volume = self.formed(volume).await;
-                Some(self.controller.volume_message(&volume))
+                Some(self.controller.status.volume(&volume))
             }
             None => None,
         };
@@ -276,7 +276,7 @@ impl Cluster for Services {
             }
         };
         let scope = scope(&asked.pool, &asked.node)?;
-        let status = self.controller.set_cordon(&scope, action, asked.dry_run).await?;
+        let status = self.controller.cordons.set(&scope, action, asked.dry_run).await?;
         Ok(Response::new(status))
     }
 
@@ -286,7 +286,7 @@ impl Cluster for Services {
     ) -> Result<Response<CordonStatus>, Status> {
         let sight = self.look(&request)?;
         let GetCordonRequest { pool, node } = request.get_ref();
-        let mut status = self.controller.cordon_status(&scope(pool, node)?)?;
+        let mut status = self.controller.cordons.status(&scope(pool, node)?)?;
         let volumes = self.controller.volumes.list();
         let seen = volumes.iter().filter(|volume| sight.sees(volume));
         let (ids, names): (HashSet<_>, HashSet<_>) =
@@ -313,7 +313,7 @@ impl Cluster for Services {
         let attachment = volume.attachments.iter().find(|a| a.node == publish.node);
         let gone = || Error::Aborted("it was detached meanwhile; ask again".to_owned());
         let attachment = attachment.ok_or_else(gone)?;
-        Ok(Response::new(self.controller.attachment_message(&volume, attachment)))
+        Ok(Response::new(self.controller.status.attachment(&volume, attachment)))
     }
 
     async fn unpublish_volume(
@@ -340,7 +340,7 @@ impl Cluster for Services {
         request: Request<ListPoolsRequest>,
     ) -> Result<Response<ListPoolsResponse>, Status> {
         self.look(&request)?;
-        Ok(Response::new(ListPoolsResponse { pools: self.controller.pool_messages() }))
+        Ok(Response::new(ListPoolsResponse { pools: self.controller.status.pools() }))
     }
 
     async fn scrub_pool(
@@ -348,7 +348,7 @@ impl Cluster for Services {
         request: Request<ScrubPoolRequest>,
     ) -> Result<Response<ScrubPoolResponse>, Status> {
         self.manage(&request)?;
-        let request = self.controller.request_scrub(&request.get_ref().pool).await?;
+        let request = self.controller.assignments.request_scrub(&request.get_ref().pool).await?;
         Ok(Response::new(ScrubPoolResponse { request }))
     }
 
@@ -357,7 +357,7 @@ impl Cluster for Services {
         request: Request<ListNodesRequest>,
     ) -> Result<Response<ListNodesResponse>, Status> {
         self.look(&request)?;
-        Ok(Response::new(ListNodesResponse { nodes: self.controller.node_messages() }))
+        Ok(Response::new(ListNodesResponse { nodes: self.controller.status.nodes() }))
     }
 
     async fn list_replicas(
@@ -372,7 +372,7 @@ impl Cluster for Services {
             None => self.controller.volumes.list(),
         };
         let seen = volumes.iter().filter(|volume| scope.sees(volume));
-        let replicas = seen.flat_map(|volume| self.controller.replicas_of(volume)).collect();
+        let replicas = seen.flat_map(|volume| self.controller.status.replicas(volume)).collect();
         Ok(Response::new(ListReplicasResponse { replicas }))
     }
 
@@ -487,7 +487,7 @@ impl Cluster for Services {
     ) -> Result<Response<RemovePoolResponse>, Status> {
         self.govern(&request)?;
         let RemovePoolRequest { pool, force } = request.get_ref();
-        self.controller.remove_pool(pool, *force).await?;
+        self.controller.removals.pool(pool, *force).await?;
         Ok(Response::new(RemovePoolResponse {}))
     }
 
@@ -497,7 +497,7 @@ impl Cluster for Services {
     ) -> Result<Response<RemoveNodeResponse>, Status> {
         self.govern(&request)?;
         let RemoveNodeRequest { node, force } = request.get_ref();
-        self.controller.remove_node(node, *force).await?;
+        self.controller.removals.node(node, *force).await?;
         Ok(Response::new(RemoveNodeResponse {}))
     }
 
@@ -574,6 +574,6 @@ impl Cluster for Services {
         let RecoverRecordsRequest { dry_run, without_pools, discard_left_over } =
             request.into_inner();
         let asked = RecoverRecords { dry_run, without_pools, discard_left_over };
-        Ok(Response::new(self.controller.recover_records(&asked).await?.into()))
+        Ok(Response::new(self.controller.salvage.recover(&asked).await?.into()))
     }
 }

@@ -1,23 +1,27 @@
 //! What agents report, taken in: hostile until checked, bounded, and never a command.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex};
 
 use quoin_api::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
 use quoin_identity::convert;
 use quoin_replication::recognition::PoolCounts;
-use quoin_types::{Epoch, Lsn, Position, VolumeId};
+use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::{Controller, about};
+use crate::reconcile::absence::Absence;
+use crate::reconcile::dying::DyingPools;
+use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::{
     DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
 };
 use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
-use crate::volume::devices;
+use crate::state::{State, about};
+use crate::volume::devices::{self, DeadDevices};
+use crate::volume::verification::Verifier;
 
 /// Replicas in one pool, and so in one report.
 const REPLICAS_MAX: usize = 16_384;
@@ -54,9 +58,32 @@ fn counts(pool: &PoolRecord) -> PoolCounts {
     PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
 }
 
-impl Controller {
+/// What is remembered of reports, and who acts on them.
+pub struct Reports {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+    verifier: Arc<Verifier>,
+    dying: Arc<DyingPools>,
+    absence: Arc<Absence>,
+    dead: DeadDevices,
+    /// Replicas that are in no record, announced once.
+    unexpected: Mutex<HashSet<ReplicaGuid>>,
+}
+
+impl Reports {
+    pub(crate) fn new(
+        state: Arc<State>,
+        lifecycle: Arc<Lifecycle>,
+        verifier: Arc<Verifier>,
+        dying: Arc<DyingPools>,
+        absence: Arc<Absence>,
+    ) -> Self {
+        let (dead, unexpected) = (DeadDevices::new(state.clone()), Mutex::default());
+        Self { state, lifecycle, verifier, dying, absence, dead, unexpected }
+    }
+
     /// Takes a pool's report in and does what follows from it.
-    pub async fn report_pool(&self, report: &PoolReport) -> Result<(), Error> {
+    pub async fn pool(&self, report: &PoolReport) -> Result<(), Error> {
         quoin_identity::check_name("pool", &report.pool)?;
         quoin_identity::check_name("node", &report.node)?;
         short("pool_id", &report.pool_id)?;
@@ -85,14 +112,14 @@ impl Controller {
             let here = volume.replicas.iter().map(|replica| &replica.pool);
             here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
         });
-        let (differing, back) = {
-            let mut observed = self.observed();
+        let back = self.absence.ends("pool", &report.pool);
+        let differing = {
+            let mut observed = self.state.observed();
             let was_online =
-                observed.heard_pool(&report.pool, self.settings.offline_after).is_some();
+                observed.heard_pool(&report.pool, self.state.settings.offline_after).is_some();
             if !report.leaving {
                 observed.reach.told(&report.pool, &report.address);
             }
-            let back = observed.absent.remove(&("pool", report.pool.clone()));
             // A pool that is busy opening says that it lives, and nothing of what it holds.
             if report.start_counter == 0
                 && report.capacity_bytes == 0
@@ -109,37 +136,33 @@ impl Controller {
                 was_online && before.error == seen.error && before.leaving == seen.leaving
             };
             let before = before.as_ref().filter(is_like_before);
-            (before.map(|before| seen.differing(before)), back)
+            before.map(|before| seen.differing(before))
         };
         if back && !report.leaving && report.error.is_empty() {
-            self.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
+            self.state.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
         }
         if let Some(wear) = report.wear {
-            self.judge_wear(&report.pool, wear).await?;
+            self.dying.judge(&report.pool, wear).await?;
         }
         // A heartbeat that says nothing new must cost nothing, and what is new of one volume nothing
         // for the others.
         let differing = match differing {
-            None => self.volumes.indexed(|index| index.of_pool(&report.pool)),
+            None => self.state.volumes.indexed(|index| index.of_pool(&report.pool)),
             Some(volumes) if volumes.is_empty() => return Ok(()),
             Some(volumes) => {
-                volumes.iter().filter_map(|id| self.volumes.get(&id.to_string())).collect()
+                volumes.iter().filter_map(|id| self.state.volumes.get(&id.to_string())).collect()
             }
         };
         {
-            if self.check_ruling().is_ok() {
-                self.strangers(&report.pool);
-                self.announce_old_records(&report.pool);
+            if self.state.check_ruling().is_ok() {
+                self.unexpected(&report.pool);
+                self.state.announce_old_records(&report.pool);
             }
-            self.announce(&Concerned::Status);
-            self.reconcile_those(&differing).await?;
+            self.state.announce(&Concerned::Status);
+            self.state.look_at(&differing);
+            self.lifecycle.reconcile_those(&differing).await?;
         }
         Ok(())
-    }
-
-    /// Whether an older state of its disk came back: it is used for nothing.
-    pub fn is_rolled_back(&self, pool: &str) -> bool {
-        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
     }
 
     async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
@@ -156,11 +179,11 @@ impl Controller {
             scrub_request: 0,
         };
         let about = Object::new("pool", &report.pool_id, &report.pool);
-        if self.pools.get(&report.pool).is_none()
-            && self.pools.create(record.clone()).await?.is_ok()
+        if self.state.pools.get(&report.pool).is_none()
+            && self.state.pools.create(record.clone()).await?.is_ok()
         {
             let message = format!("on node {}, data at {}", record.node, record.address);
-            self.events.record(Severity::Normal, about, "PoolAdded", message);
+            self.state.events.record(Severity::Normal, about, "PoolAdded", message);
             return Ok(());
         }
         let change = |pool: &mut PoolRecord| {
@@ -207,17 +230,16 @@ impl Controller {
             };
             Ok(news)
         };
-        if let Some((_, Some((reason, message)))) = self.pools.update(&report.pool, change).await? {
-            self.events.record(Severity::Error, about, reason, message);
+        if let Some((_, Some((reason, message)))) =
+            self.state.pools.update(&report.pool, change).await?
+        {
+            self.state.events.record(Severity::Error, about, reason, message);
         }
         Ok(())
     }
 
     /// Takes a node's report in; the answer names its devices whose volumes others have used since.
-    pub async fn report_node(
-        &self,
-        report: &NodeReport,
-    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+    pub async fn node(&self, report: &NodeReport) -> Result<Vec<api::ServedElsewhere>, Error> {
         quoin_identity::check_name("node", &report.node)?;
         short("address", &report.address)?;
         short("version", &report.version)?;
@@ -238,7 +260,7 @@ impl Controller {
             *node = NodeRecord { address, ..record.clone() };
             Ok(())
         };
-        self.nodes.update(&report.node, change).await?;
+        self.state.nodes.update(&report.node, change).await?;
         self.agent_events(&report.events, &about, |volume| {
             let used = volume.attachments.iter().any(|a| a.node == report.node);
             let holds = volume.owner.as_deref() == Some(report.node.as_str());
@@ -250,7 +272,7 @@ impl Controller {
 
     /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
     /// of the node stays beside that.
-    pub async fn report_target(
+    pub async fn target(
         &self,
         report: &api::TargetReport,
     ) -> Result<Vec<api::ServedElsewhere>, Error> {
@@ -272,7 +294,7 @@ impl Controller {
             node.version.clone_from(&record.version);
             Ok(())
         };
-        self.nodes.update(&report.node, change).await?;
+        self.state.nodes.update(&report.node, change).await?;
         let devices = report.knows_devices.then_some(&report.devices[..]);
         self.node_lives(about, false, devices)
     }
@@ -280,10 +302,10 @@ impl Controller {
     /// The node of a report, which is recorded with its first one.
     async fn node_reports(&self, record: &NodeRecord, why: &str) -> Result<Object, Error> {
         let about = Object::new("node", &record.name, &record.name);
-        if self.nodes.get(&record.name).is_none()
-            && self.nodes.create(record.clone()).await?.is_ok()
+        if self.state.nodes.get(&record.name).is_none()
+            && self.state.nodes.create(record.clone()).await?.is_ok()
         {
-            self.events.record(Severity::Normal, about.clone(), "NodeAdded", why);
+            self.state.events.record(Severity::Normal, about.clone(), "NodeAdded", why);
         }
         Ok(about)
     }
@@ -298,37 +320,41 @@ impl Controller {
     ) -> Result<Vec<api::ServedElsewhere>, Error> {
         let devices = devices.map(devices::seen).transpose()?;
         let node = about.name.clone();
-        let back = {
-            let mut observed = self.observed();
+        {
+            let mut observed = self.state.observed();
             observed.node_lives(&about.name);
             if let Some(seen) = observed.nodes.get_mut(&about.name) {
                 seen.leaving = leaving;
                 let told = devices.map(|all| DevicesSeen { told: seen.last, all });
                 seen.devices = told.or(seen.devices.take());
             }
-            observed.absent.remove(&("node", about.name.clone()))
-        };
-        if back && !leaving {
-            self.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
         }
-        Ok(self.announce_dead_devices(&node))
+        let back = self.absence.ends("node", &about.name);
+        if back || leaving {
+            self.state.look_at(&self.state.volumes_of_node(&about.name));
+        }
+        if back && !leaving {
+            self.state.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
+        }
+        Ok(self.dead.announce(&node))
     }
 
     /// Takes a target's report in; the answer is a fresh grant where the target may have one.
-    pub async fn report_volume(&self, report: &VolumeReport) -> Result<Vec<u8>, Error> {
+    pub async fn volume(&self, report: &VolumeReport) -> Result<Vec<u8>, Error> {
         let volume: VolumeId = id("volume_id", &report.volume_id)?;
         quoin_identity::check_name("node", &report.node)?;
         short("state", &report.state)?;
         short("waiting_for", &report.waiting_for)?;
         short("device", &report.device)?;
         short("device_message", &report.device_message)?;
-        self.check_ruling()?;
+        self.state.check_ruling()?;
         let record = self
+            .state
             .volumes
             .get(&volume.to_string())
             .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
         if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
-            self.fence_stale(volume, &report.node).await?;
+            self.state.fence_stale(volume, &report.node).await?;
         }
         // A fenced target's last words must not pass for the present state, nor those of one that
         // never asked for an epoch: what a fence used up is nobody's.
@@ -384,24 +410,29 @@ impl Controller {
             == (record.epoch, record.membership.version)
             && report.state == "serving";
         self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
+        let is_news;
         {
-            let mut observed = self.observed();
+            let mut observed = self.state.observed();
             if seen.is_whole() {
                 observed.openings.remove(&volume);
             }
-            observed.volumes.insert(volume, seen);
+            let before = observed.volumes.insert(volume, seen.clone());
+            is_news = before.is_none_or(|before| seen.differs(&before));
             if confirms {
                 observed.confirmed.insert(volume);
             }
             // A target that speaks proves its host alive, whatever became of the CSI process.
             observed.node_lives(&report.node);
         }
-        self.pools_are_served(connected(&record, report));
-        self.announce_health(&record);
-        if let Some(verification) = &report.verification {
-            self.verification_reported(&record, verification).await?;
+        self.state.pools_are_served(connected(&record, report));
+        if is_news {
+            self.state.look_at(std::slice::from_ref(&record));
         }
-        Ok(self.fresh_grant(&record, &report.node, report.epoch))
+        self.lifecycle.announce_health(&record);
+        if let Some(verification) = &report.verification {
+            self.verifier.reported(&record, verification).await?;
+        }
+        Ok(self.state.fresh_grant(&record, &report.node, report.epoch))
     }
 
     /// Takes events in that an agent tells. One about a volume that it has nothing to do with is
@@ -413,7 +444,7 @@ impl Controller {
         concerns: impl Fn(&VolumeRecord) -> bool,
     ) {
         for event in events.iter().take(EVENTS_MAX) {
-            let volume = self.volumes.get(&event.volume_id).filter(|volume| concerns(volume));
+            let volume = self.state.volumes.get(&event.volume_id).filter(|volume| concerns(volume));
             let object = match (&volume, event.replica_id.len()) {
                 (Some(volume), 0) => about(volume),
                 (Some(volume), 32) => Object::new("replica", &event.replica_id, &volume.spec.name),
@@ -434,26 +465,29 @@ impl Controller {
                 }
                 severity => severity,
             };
-            self.events.record(severity, object, &reason, message);
+            self.state.events.record(severity, object, &reason, message);
         }
     }
 
     /// Replicas that no record names are kept, and told of: a restored backup of the records
     /// must not cost anybody's data.
-    fn strangers(&self, pool: &str) {
+    fn unexpected(&self, pool: &str) {
         let mut news = Vec::new();
         {
-            let mut observed = self.observed();
+            let observed = self.state.observed();
             let Some(seen) = observed.pools.get(pool) else { return };
             let unknown: Vec<_> = seen
                 .replicas
                 .iter()
                 .filter(|(_, replica)| replica.state != ReplicaState::Gone)
-                .filter(|(_, replica)| self.volumes.get(&replica.volume.to_string()).is_none())
+                .filter(|(_, replica)| {
+                    self.state.volumes.get(&replica.volume.to_string()).is_none()
+                })
                 .map(|(guid, replica)| (*guid, replica.volume))
                 .collect();
+            let mut known = self.unexpected.lock().expect("no holder of this lock panics");
             for (guid, volume) in unknown {
-                if observed.strangers.len() < REPLICAS_MAX && observed.strangers.insert(guid) {
+                if known.len() < REPLICAS_MAX && known.insert(guid) {
                     news.push((guid, volume));
                 }
             }
@@ -464,8 +498,15 @@ impl Controller {
                  (`quoin controller recover --dry-run` says what it is)"
             );
             let about = Object::new("replica", guid, pool);
-            self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+            self.state.events.record(Severity::Warning, about, "ReplicaUnknown", message);
         }
+    }
+}
+
+impl State {
+    /// Whether an older state of its disk came back: it is used for nothing.
+    pub fn is_rolled_back(&self, pool: &str) -> bool {
+        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
     }
 }
 

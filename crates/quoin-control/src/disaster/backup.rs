@@ -18,8 +18,8 @@ use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::controller::Controller;
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
+use crate::state::State;
 use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
@@ -100,7 +100,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
     read(value).map_err(|why| refuse(format!("record {key}: {why}")))
 }
 
-impl Controller {
+impl State {
     /// Content of a backup file.
     pub async fn backup(&self, with_authority: bool) -> Result<Vec<u8>, Error> {
         self.events.flush().await?;

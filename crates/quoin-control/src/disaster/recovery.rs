@@ -25,12 +25,12 @@ use quoin_types::membership::open_quorum;
 use quoin_types::{Membership, ReplicaGuid, ReplicaId, Term};
 
 use crate::Error;
-use crate::controller::{Controller, about};
 use crate::state::events::Severity;
 use crate::state::observed::{ReplicaState, VolumeSeen};
 use crate::state::records::{
     Discarded, MembershipRecord, ReplicaRecord, VolumePhase, VolumeRecord,
 };
+use crate::state::{State, about};
 use crate::time::now_ms;
 use crate::volume::scale::{self, Scale};
 
@@ -49,7 +49,7 @@ pub struct Recovery {
     pub accept_loss_of: String,
 }
 
-impl Controller {
+impl State {
     /// Makes the replicas that are left the whole volume.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use std::time::Instant;
 use quoin_identity::{Member, Role};
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::records::MemberOfCluster;
@@ -59,7 +59,7 @@ fn name_of(role: Role, holder: &str) -> String {
     format!("{role}/{holder}")
 }
 
-impl Controller {
+impl State {
     /// Checks that the holder of a valid certificate is a member. Stores a key that the member's
     /// record does not contain yet.
     pub(crate) async fn admit(&self, member: &Member) -> Result<(), Error> {

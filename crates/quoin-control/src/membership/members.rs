@@ -13,7 +13,7 @@ use std::time::Duration;
 use quoin_identity::{Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request};
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
 use crate::time::now_ms;
@@ -26,7 +26,7 @@ const TOKEN_ID_DIGITS: usize = 12;
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;
 
-impl Controller {
+impl State {
     /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
     /// not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
     pub async fn create_join_token(

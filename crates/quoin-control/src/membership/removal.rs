@@ -5,10 +5,15 @@
 //! volume's membership would name a replica that is nowhere; what only waits for the pool in
 //! order to be deleted is taken to have gone with it.
 
+use std::sync::Arc;
+
 use quoin_identity::Role;
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::reconcile::absence::Absence;
+use crate::reconcile::dying::DyingPools;
+use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::State;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{MemberOfCluster, VolumePhase, VolumeRecord};
@@ -16,19 +21,37 @@ use crate::state::records::{MemberOfCluster, VolumePhase, VolumeRecord};
 /// Names of volumes in one message; the others are counted.
 const NAMES_MAX: usize = 5;
 
-impl Controller {
+/// Takes pools and nodes out of the cluster.
+pub struct Removals {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+    absence: Arc<Absence>,
+    dying: Arc<DyingPools>,
+}
+
+impl Removals {
+    pub(crate) fn new(
+        state: Arc<State>,
+        lifecycle: Arc<Lifecycle>,
+        absence: Arc<Absence>,
+        dying: Arc<DyingPools>,
+    ) -> Self {
+        Self { state, lifecycle, absence, dying }
+    }
+
     /// Removes a pool that is offline and that no volume needs; with `force` also one that may be
     /// online still.
-    pub async fn remove_pool(&self, name: &str, force: bool) -> Result<(), Error> {
-        self.check_ruling()?;
+    pub async fn pool(&self, name: &str, force: bool) -> Result<(), Error> {
+        self.state.check_ruling()?;
         // No volume is placed on it meanwhile.
-        let _one_at_a_time = self.creating.lock().await;
+        let _one_at_a_time = self.state.creating.lock().await;
         let shown: String = name.chars().take(160).collect();
-        let pool = self.pools.get(name).ok_or_else(|| Error::missing("pool", shown))?;
+        let pool = self.state.pools.get(name).ok_or_else(|| Error::missing("pool", shown))?;
         let online = {
-            let observed = self.observed();
-            observed.starting(self.settings.offline_after) && !observed.pools.contains_key(name)
-                || observed.heard_pool(name, self.settings.offline_after).is_some()
+            let observed = self.state.observed();
+            observed.starting(self.state.settings.offline_after)
+                && !observed.pools.contains_key(name)
+                || observed.heard_pool(name, self.state.settings.offline_after).is_some()
         };
         if online && !force {
             return Err(Error::Precondition(format!(
@@ -36,8 +59,8 @@ impl Controller {
                  removed with --wait, as soon as it is known to be offline, or at once with --force"
             )));
         }
-        let volumes = self.volumes.indexed(|index| index.of_pool(name));
-        let needed = |volume: &&std::sync::Arc<VolumeRecord>| {
+        let volumes = self.state.volumes_of_pool(name);
+        let needed = |volume: &&Arc<VolumeRecord>| {
             volume.phase != VolumePhase::Deleting && volume.replicas.iter().any(|r| r.pool == name)
         };
         let needed: Vec<_> = volumes.iter().filter(needed).map(|v| v.spec.name.clone()).collect();
@@ -48,7 +71,7 @@ impl Controller {
                 listed(&needed)
             )));
         }
-        self.expel(Role::Pool, name).await?;
+        self.state.expel(Role::Pool, name).await?;
         for volume in volumes {
             let gone = |volume: &mut VolumeRecord| {
                 volume.discarded.retain(|discarded| discarded.pool != name);
@@ -57,33 +80,38 @@ impl Controller {
                 }
                 Ok(())
             };
-            match self.update_volume(volume.id.0, gone).await {
+            match self.state.update_volume(volume.id.0, gone).await {
                 Err(Error::NotFound { .. }) => {}
                 outcome => drop(outcome?),
             }
         }
-        self.cordons.remove(&format!("pool/{name}"), |_| true).await?;
-        self.pools.remove(name, |_| true).await?;
+        self.state.cordons.remove(&format!("pool/{name}"), |_| true).await?;
+        self.state.pools.remove(name, |_| true).await?;
         {
-            let mut observed = self.observed();
+            let mut observed = self.state.observed();
             observed.pools.remove(name);
-            observed.absent.remove(&("pool", name.to_owned()));
             observed.reach.forget(name);
         }
+        self.absence.ends("pool", name);
+        self.dying.forget(name);
         let about = Object::new("pool", &pool.pool_id, name);
-        self.events.record(Severity::Normal, about, "PoolRemoved", "it is no member any more");
-        self.announce(&Concerned::Everybody);
-        self.reconcile().await
+        self.state.events.record(
+            Severity::Normal,
+            about,
+            "PoolRemoved",
+            "it is no member any more",
+        );
+        self.state.announce(&Concerned::Everybody);
+        self.lifecycle.reconcile_all().await
     }
 
     /// Removes a node that is offline and has no volume attached; `force` as of a pool.
-    pub async fn remove_node(&self, name: &str, force: bool) -> Result<(), Error> {
-        self.check_ruling()?;
+    pub async fn node(&self, name: &str, force: bool) -> Result<(), Error> {
+        self.state.check_ruling()?;
         let shown: String = name.chars().take(160).collect();
-        self.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
-        let attached: Vec<_> = self
-            .volumes
-            .list()
+        self.state.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
+        let used = self.state.volumes_of_node(name);
+        let attached: Vec<_> = used
             .iter()
             .filter(|volume| volume.attachments.iter().any(|a| a.node == name))
             .map(|volume| volume.spec.name.clone())
@@ -95,9 +123,10 @@ impl Controller {
             )));
         }
         let online = {
-            let observed = self.observed();
-            observed.starting(self.settings.offline_after) && !observed.nodes.contains_key(name)
-                || observed.node_online(name, self.settings.offline_after)
+            let observed = self.state.observed();
+            observed.starting(self.state.settings.offline_after)
+                && !observed.nodes.contains_key(name)
+                || observed.node_online(name, self.state.settings.offline_after)
         };
         if online && !force {
             return Err(Error::Precondition(format!(
@@ -106,21 +135,25 @@ impl Controller {
                  offline, or at once with --force"
             )));
         }
-        self.expel(Role::Node, name).await?;
-        self.fence_node(name, true).await?;
-        self.cordons.remove(&format!("node/{name}"), |_| true).await?;
-        self.nodes.remove(name, |_| true).await?;
-        {
-            let mut observed = self.observed();
-            observed.nodes.remove(name);
-            observed.absent.remove(&("node", name.to_owned()));
-        }
+        self.state.expel(Role::Node, name).await?;
+        self.state.fence_node(name, true).await?;
+        self.state.cordons.remove(&format!("node/{name}"), |_| true).await?;
+        self.state.nodes.remove(name, |_| true).await?;
+        self.state.observed().nodes.remove(name);
+        self.absence.ends("node", name);
         let about = Object::new("node", name, name);
-        self.events.record(Severity::Normal, about, "NodeRemoved", "it is no member any more");
-        self.announce(&Concerned::Everybody);
+        self.state.events.record(
+            Severity::Normal,
+            about,
+            "NodeRemoved",
+            "it is no member any more",
+        );
+        self.state.announce(&Concerned::Everybody);
         Ok(())
     }
+}
 
+impl State {
     /// Lets a node manage volumes, or no more; it counts from its next call on.
     pub async fn set_node(&self, name: &str, manages_volumes: bool) -> Result<(), Error> {
         let set = |record: &mut MemberOfCluster| {

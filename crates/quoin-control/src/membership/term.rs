@@ -19,7 +19,6 @@ use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::controller::{Controller, random_id};
 use crate::run::{RECORDS_FILE, is_initialised};
 use crate::state::changes::{Changes, Concerned};
 use crate::state::events::{Object, Severity};
@@ -27,6 +26,7 @@ use crate::state::records::{Record, RecoveryRecord, Text, decode, encode};
 use crate::state::store::{Embedded, Store, StoreError, Swap};
 use crate::state::table::Table;
 use crate::state::term_records::{SupersededRecord, TermRecord};
+use crate::state::{State, random_id};
 use crate::time::now_ms;
 
 /// The controller's term by its records, and the terms that it heard of.
@@ -71,7 +71,7 @@ impl OwnTerm {
 }
 
 /// While it lives a recovery is under way.
-pub(crate) struct Recovering<'a>(&'a Controller);
+pub(crate) struct Recovering<'a>(&'a State);
 
 impl Drop for Recovering<'_> {
     fn drop(&mut self) {
@@ -80,7 +80,7 @@ impl Drop for Recovering<'_> {
     }
 }
 
-impl Controller {
+impl State {
     /// In which this controller rules, or did.
     pub fn term(&self) -> Term {
         self.term.now()

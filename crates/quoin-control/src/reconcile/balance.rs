@@ -15,6 +15,7 @@
 //! at least moved bytes × half of the policy's distance. So moves end, however often this runs.
 
 use std::cmp::Reverse;
+use std::collections::HashSet;
 
 use quoin_types::{ReplicaGuid, VolumeId};
 
@@ -121,15 +122,28 @@ fn by_share(pools: &[Candidate]) -> Vec<&Candidate> {
     usable
 }
 
+/// Pools that are fuller than another one by more than the policy's distance.
+pub(crate) fn givers(pools: &[Candidate], at: RebalanceAt) -> HashSet<String> {
+    let (usable, apart) = (by_share(pools), apart(at));
+    let (Some(emptiest), Some(apart)) = (usable.first(), apart) else { return HashSet::new() };
+    let gives = |pool: &&&Candidate| is_apart(pool, emptiest, apart);
+    usable.iter().filter(gives).map(|pool| pool.name.clone()).collect()
+}
+
+/// The policy's distance, in millionths.
+fn apart(at: RebalanceAt) -> Option<i128> {
+    at.percent().map(|percent| i128::from(percent) * WHOLE / 100)
+}
+
+fn is_apart(from: &Candidate, to: &Candidate, apart: i128) -> bool {
+    Filling::of(from).share() - Filling::of(to).share() > apart
+}
+
 /// Chooses the next move.
 pub(crate) fn choose(pools: &[Candidate], movables: &[Movable], at: RebalanceAt) -> Verdict {
-    let Some(apart) = at.percent().map(|percent| i128::from(percent) * WHOLE / 100) else {
-        return Verdict::Even;
-    };
+    let Some(apart) = apart(at) else { return Verdict::Even };
     let usable = by_share(pools);
-    let is_apart = |from: &Candidate, to: &Candidate| {
-        Filling::of(from).share() - Filling::of(to).share() > apart
-    };
+    let is_apart = |from: &Candidate, to: &Candidate| is_apart(from, to, apart);
     let (Some(emptiest), Some(fullest)) = (usable.first(), usable.last()) else {
         return Verdict::Even;
     };

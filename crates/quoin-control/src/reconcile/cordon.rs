@@ -12,8 +12,9 @@ use std::sync::Arc;
 use quoin_api::control as api;
 
 use crate::Error;
-use crate::controller::Controller;
-use crate::reconcile::heal::{in_sync, rebuildable, without};
+use crate::reconcile::dying::DyingPools;
+use crate::reconcile::heal::{Healer, in_sync, rebuildable, without};
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{
     Cause, CordonRecord, PoolRecord, ReplicaRecord, VolumePhase, VolumeRecord,
@@ -70,22 +71,33 @@ impl From<&CordonRecord> for Scope {
     }
 }
 
-impl Controller {
+/// Cordons and drains, as users ask for them.
+pub struct Cordons {
+    state: Arc<State>,
+    healer: Arc<Healer>,
+    dying: Arc<DyingPools>,
+}
+
+impl Cordons {
+    pub(crate) fn new(state: Arc<State>, healer: Arc<Healer>, dying: Arc<DyingPools>) -> Self {
+        Self { state, healer, dying }
+    }
+
     /// Cordons, drains, or uncordons; with `dry_run` only returns the result that this would have.
     ///
     /// # Errors
     /// Some volumes do not allow the drain; the error has the reason for each.
-    pub async fn set_cordon(
+    pub async fn set(
         &self,
         scope: &Scope,
         action: Cordoning,
         dry_run: bool,
     ) -> Result<api::CordonStatus, Error> {
-        let object = self.object(scope)?;
-        let pools = self.pools_of(scope);
-        let before = self.cordons.get(&scope.key());
+        let object = self.state.object(scope)?;
+        let pools = self.state.pools_of(scope);
+        let before = self.state.cordons.get(&scope.key());
         if action == Cordoning::Drain && before.as_ref().is_none_or(|cordon| !cordon.drain) {
-            let _one_at_a_time = self.creating.lock().await;
+            let _one_at_a_time = self.state.creating.lock().await;
             let planned = self.plan(&pools);
             if dry_run {
                 return Ok(self.message(scope, "", &pools, planned));
@@ -93,18 +105,18 @@ impl Controller {
             refuse(scope, &planned)?;
         }
         if dry_run {
-            return self.cordon_status(scope);
+            return self.status(scope);
         }
         let drain = action == Cordoning::Drain;
         let told = |reason: &str, message: &str| {
-            self.events.record(Severity::Normal, object.clone(), reason, message);
+            self.state.events.record(Severity::Normal, object.clone(), reason, message);
         };
         match (action, before) {
             (Cordoning::Uncordon, None) => {}
             (Cordoning::Uncordon, Some(_)) => {
-                self.cordons.remove(&scope.key(), |_| true).await?;
+                self.state.cordons.remove(&scope.key(), |_| true).await?;
                 if let Scope::Pool(pool) = scope {
-                    self.forgive_wear(pool);
+                    self.dying.forgive(pool);
                 }
                 told("Uncordoned", "it takes new replicas again");
             }
@@ -119,12 +131,12 @@ impl Controller {
                     since_ms: now_ms(),
                     dying: before.map(|before| before.dying.clone()).unwrap_or_default(),
                 };
-                if exists || self.cordons.create(record.clone()).await?.is_err() {
+                if exists || self.state.cordons.create(record.clone()).await?.is_err() {
                     let replace = |found: &mut CordonRecord| {
                         *found = record.clone();
                         Ok(())
                     };
-                    self.cordons.update(&scope.key(), replace).await?;
+                    self.state.cordons.update(&scope.key(), replace).await?;
                 }
                 match drain {
                     true => told("DrainBegun", "its replicas are made elsewhere"),
@@ -133,18 +145,18 @@ impl Controller {
             }
         }
         // Heals now instead of at the next check, a second later.
-        self.heal().await?;
-        self.cordon_status(scope)
+        self.healer.heal(&self.state.volumes_of_pools(&pools)).await?;
+        self.status(scope)
     }
 
     /// Status of a cordon: the replicas still there, where they go and what they wait for.
-    pub fn cordon_status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
-        self.object(scope)?;
-        let pools = self.pools_of(scope);
-        let state = self.standing(std::slice::from_ref(scope), || pools.clone());
+    pub fn status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
+        self.state.object(scope)?;
+        let pools = self.state.pools_of(scope);
+        let state = self.state.standing(std::slice::from_ref(scope), || pools.clone());
         let mut replicas = Vec::new();
-        for volume in self.volumes.list() {
-            let status = self.status(&volume);
+        for volume in self.state.volumes_of_pools(&pools) {
+            let status = self.state.status(&volume);
             for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
                 replicas.push(self.drained(&volume, &status, replica, &pools, state));
             }
@@ -165,12 +177,14 @@ impl Controller {
         });
         let mut pools: Vec<_> = pools.iter().cloned().collect();
         pools.sort();
-        let uses = |volume: &&Arc<VolumeRecord>| match scope {
-            Scope::Pool(_) => false,
-            Scope::Node(node) => volume.attachments.iter().any(|a| a.node == *node),
+        let volumes = match scope {
+            Scope::Pool(_) => Vec::new(),
+            Scope::Node(node) => self.state.volumes_of_node(node),
         };
-        let attached =
-            self.volumes.list().iter().filter(uses).map(|v| v.spec.name.clone()).collect();
+        let uses = |volume: &&Arc<VolumeRecord>| {
+            volume.attachments.iter().any(|a| a.node == scope.holder())
+        };
+        let attached = volumes.iter().filter(uses).map(|v| v.spec.name.clone()).collect();
         let replicas = replicas.into_iter().map(|(_, replica)| replica).collect();
         api::CordonStatus { state: state.to_owned(), pools, replicas, attached }
     }
@@ -187,7 +201,7 @@ impl Controller {
         let spare = in_sync(volume, status) as i16 - i16::from(volume.membership.cf);
         let next = volume.replicas.iter().find(|r| r.id == replica.id && r.guid != replica.guid);
         let next = next.filter(|_| volume.is_followed(replica));
-        let stuck = self.why_stuck(replica.guid.0).filter(|_| next.is_none());
+        let stuck = self.healer.why_stuck(replica.guid.0).filter(|_| next.is_none());
         let (standing, message) = match (next, stuck) {
             (Some(_), _) => ("moving", status.waiting_for.clone()),
             (None, Some(why)) if state == "draining" => ("stuck", why),
@@ -195,7 +209,7 @@ impl Controller {
             _ if volume.phase != VolumePhase::Ready => ("waits", status.waiting_for.clone()),
             _ => ("waits", String::new()),
         };
-        let observed = self.observed();
+        let observed = self.state.observed();
         let held = observed.pools.get(&replica.pool).and_then(|p| p.replicas.get(&replica.guid.0));
         let seen = observed.volumes.get(&volume.id.0);
         let progress = next.and_then(|next| seen?.replicas.get(&next.guid.0));
@@ -218,14 +232,14 @@ impl Controller {
     /// Destination of each replica in these pools, or the reason why it has none. Room that one
     /// replica takes is not available for the next.
     fn plan(&self, pools: &HashSet<String>) -> Vec<(i16, api::DrainedReplica)> {
-        let mut candidates = self.candidates();
+        let mut candidates = self.state.candidates();
         for candidate in candidates.iter_mut().filter(|c| pools.contains(&c.name)) {
             candidate.unusable = "it is to be drained".to_owned();
         }
         let mut planned = Vec::new();
-        for volume in self.volumes.list() {
+        for volume in self.state.volumes_of_pools(pools) {
             let mut trial = VolumeRecord::clone(&volume);
-            let status = self.status(&volume);
+            let status = self.state.status(&volume);
             for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
                 let (spare, mut message) = self.drained(&volume, &status, replica, pools, "");
                 let goes_anyway = replica.leaving || volume.phase == VolumePhase::Deleting;
@@ -246,7 +260,9 @@ impl Controller {
         }
         planned
     }
+}
 
+impl State {
     fn object(&self, scope: &Scope) -> Result<Object, Error> {
         let shown: String = scope.holder().chars().take(160).collect();
         match scope {
@@ -273,10 +289,7 @@ impl Controller {
     }
 
     fn is_empty(&self, pools: &HashSet<String>) -> bool {
-        self.volumes.list().iter().all(|volume| {
-            volume.replicas.iter().all(|r| !pools.contains(&r.pool))
-                && volume.discarded.iter().all(|d| !pools.contains(&d.pool))
-        })
+        self.volumes.index(|index| pools.iter().all(|pool| index.of_pool(pool).is_none()))
     }
 
     /// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.

@@ -9,15 +9,16 @@
 //! of the pools would be dying, their disks are not the cause (hosts that stood still look the same
 //! way): an event is recorded and nothing is emptied, since no pool could take the replicas.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control as api;
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::CordonRecord;
 use crate::time::now_ms;
@@ -158,34 +159,49 @@ impl Wear {
     }
 }
 
-impl Controller {
+/// Pools' disks: what they did lately, and what follows from it.
+pub struct DyingPools {
+    state: Arc<State>,
+    wear: Mutex<HashMap<String, Wear>>,
+}
+
+impl DyingPools {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state, wear: Mutex::default() }
+    }
+
+    fn wear(&self) -> MutexGuard<'_, HashMap<String, Wear>> {
+        self.wear.lock().expect("no holder of this lock panics")
+    }
+
     /// Checks a pool's report, and applies the policy if the pool is dying.
-    pub(crate) async fn judge_wear(&self, pool: &str, wear: api::PoolWear) -> Result<(), Error> {
-        let policy = self.settings.dying_pools;
-        let limits = &self.settings.dying_limits;
+    pub(crate) async fn judge(&self, pool: &str, wear: api::PoolWear) -> Result<(), Error> {
+        let policy = self.state.settings.dying_pools;
+        let limits = &self.state.settings.dying_limits;
         let why = {
-            let mut observed = self.observed();
-            let seen = observed.wear.entry(pool.to_owned()).or_default();
-            seen.saw(Instant::now(), wear, limits)
+            let mut all = self.wear();
+            all.entry(pool.to_owned()).or_default().saw(Instant::now(), wear, limits)
         };
         let (Some(why), false) = (why, policy == DyingPolicy::Off) else { return Ok(()) };
-        if self.check_ruling().is_err() || self.why_dying(pool).is_some() {
+        if self.state.check_ruling().is_err() || self.state.why_dying(pool).is_some() {
             return Ok(());
         }
-        let pools = self.pools.list();
-        let others =
-            pools.iter().filter(|p| p.name != pool && self.why_dying(&p.name).is_some()).count();
-        let id = self.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
+        let pools = self.state.pools.list();
+        let others = pools
+            .iter()
+            .filter(|p| p.name != pool && self.state.why_dying(&p.name).is_some())
+            .count();
+        let id = self.state.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
         let about = Object::new("pool", id, pool);
         if pools.len() > 1 && (others + 1) * 2 > pools.len() {
             let told = |seen: &mut Wear| std::mem::replace(&mut seen.told, true);
-            if !self.observed().wear.get_mut(pool).is_some_and(told) {
+            if !self.wear().get_mut(pool).is_some_and(told) {
                 let message = format!(
                     "{why}, and so it is with {others} others of {} pools: what they share fails, not \
                      their disks, and nothing is done; `quoin pool drain` empties one",
                     pools.len()
                 );
-                self.events.record(Severity::Error, about, "PoolsFailTogether", message);
+                self.state.events.record(Severity::Error, about, "PoolsFailTogether", message);
             }
             return Ok(());
         }
@@ -199,37 +215,45 @@ impl Controller {
             since_ms: now_ms(),
             dying: why.clone(),
         };
-        if self.cordons.create(record).await?.is_err() {
+        if self.state.cordons.create(record).await?.is_err() {
             let mark = |cordon: &mut CordonRecord| {
                 cordon.dying.clone_from(&why);
                 cordon.told &= cordon.drain;
                 cordon.drain |= drain;
                 Ok(())
             };
-            self.cordons.update(&name, mark).await?;
+            self.state.cordons.update(&name, mark).await?;
         }
+        self.state.look_at(&self.state.volumes_of_pool(pool));
         let then = match policy {
             DyingPolicy::Drain => "its replicas are made elsewhere",
             _ => "it takes no new replicas; `quoin pool drain` moves those it has",
         };
         let message = format!("{why}: {then}, until `quoin pool uncordon`");
-        self.events.record(Severity::Error, about, "PoolDying", message);
+        self.state.events.record(Severity::Error, about, "PoolDying", message);
         Ok(())
     }
 
-    /// Reason why a pool is called dying, if it is.
-    pub(crate) fn why_dying(&self, pool: &str) -> Option<String> {
-        let cordon = self.cordons.get(&CordonRecord::name_of("pool", pool))?;
-        Some(cordon.dying.clone()).filter(|why| !why.is_empty())
-    }
-
     /// Discards the reports of a pool so far, since an operator uncordoned it.
-    pub(crate) fn forgive_wear(&self, pool: &str) {
-        if let Some(wear) = self.observed().wear.get_mut(pool)
+    pub(crate) fn forgive(&self, pool: &str) {
+        if let Some(wear) = self.wear().get_mut(pool)
             && let Some((_, last)) = wear.samples.back().copied()
         {
             *wear = Wear { samples: [(Instant::now(), last)].into(), told: false };
         }
+    }
+
+    /// The pool is no member any more.
+    pub(crate) fn forget(&self, pool: &str) {
+        self.wear().remove(pool);
+    }
+}
+
+impl State {
+    /// Reason why a pool is called dying, if it is.
+    pub(crate) fn why_dying(&self, pool: &str) -> Option<String> {
+        let cordon = self.cordons.get(&CordonRecord::name_of("pool", pool))?;
+        Some(cordon.dying.clone()).filter(|why| !why.is_empty())
     }
 }
 

@@ -1,37 +1,45 @@
 //! Self-healing makes replicas elsewhere without a request: replicas that are gone for longer than
 //! the volume's `replaceAfter`, and replicas on pools that are being drained.
 //!
-//! The needs are checked anew every second, the most endangered volume first: the volume that
-//! could lose the fewest further replicas. Each volume has one change at a time, and each pool a
+//! A volume is looked at when something of it changes, and every second while it is not at rest. What
+//! its look finds is a need. Once a second the needs have their turn, the most endangered volume first:
+//! the volume that could lose the fewest further replicas. Each volume has one change at a time, and each pool a
 //! few rebuilds at a time, placed by the rules of new replicas. Self-healing removes no replica:
 //! the old one counts until the target has rebuilt the new one and swapped it in, so no last good
 //! copy is ever given up. An event reports where too few replicas are left to rebuild from.
+//!
+//! A newcomer whose pool goes away before it counts is made elsewhere sooner, unless a user named its
+//! pool: nothing that counts is there.
 //!
 //! The controller counts the time from when it first missed the replica. A restart counts anew,
 //! which can only lengthen the wait. A replica that its target reaches is present, also if the
 //! pool's reports are missing.
 
 use std::cmp::Reverse;
-use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use quoin_types::membership::open_quorum;
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::Controller;
-use crate::reconcile::rebalance::Balancing;
+use crate::reconcile::rebalance::Balancer;
+use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, VOLUMES_MAX};
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{Cause, ReplicaRecord, VolumePhase, VolumeRecord};
-use crate::status::{ReplicaStatus, Standing, VolumeStatus};
+use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::placement::Candidate;
 use crate::volume::policy::ReplaceAfter;
 use crate::volume::scale::relocate;
 
-/// Most replicas begun in one check; the next check is a second later.
+/// Most replicas begun in one turn; the next turn is a second later.
 const BEGUN_MAX: usize = 16;
+/// A newcomer that does not count yet is made elsewhere where its pool is away for so long.
+const NEWCOMER_GONE_AFTER: Duration = Duration::from_secs(30);
 
 /// Counts of self-healing, for the metrics.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -44,98 +52,217 @@ pub struct Healing {
     pub stuck: u64,
 }
 
-/// State kept between two checks.
+/// Reconciler that makes replicas elsewhere.
+pub struct Healer {
+    state: Arc<State>,
+    balancer: Arc<Balancer>,
+    queue: Arc<Queue<Step>>,
+    memory: Mutex<Memory>,
+}
+
+/// What the healer works on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(crate) enum Step {
+    Volume(VolumeId),
+    /// The needs that were found have their turn.
+    Turn,
+}
+
+/// Kept between two looks.
 #[derive(Debug, Default)]
-pub(crate) struct Looks {
-    /// Time since which a replica is missed.
-    gone: HashMap<ReplicaGuid, Instant>,
-    /// Reason why a replica that should be elsewhere cannot be made there.
-    pub stuck: HashMap<ReplicaGuid, String>,
-    pub healing: Healing,
-    /// Time since which an unused volume lags, and time since which its target is awaited.
-    pub lagging: HashMap<VolumeId, Instant>,
-    pub opening: HashMap<VolumeId, Instant>,
-    pub balancing: Balancing,
+struct Memory {
+    counts: Healing,
+    /// Since when replicas are missed.
+    gone: HashMap<VolumeId, HashMap<ReplicaGuid, Instant>>,
+    /// Replicas that should be elsewhere, by the last look at their volume.
+    needs: BTreeMap<VolumeId, Vec<Need>>,
+    /// Reasons of the replicas that cannot be made elsewhere, as they were told.
+    stuck: HashMap<ReplicaGuid, String>,
+}
+
+impl Memory {
+    fn forget(&mut self, volume: VolumeId) {
+        self.gone.remove(&volume);
+        self.needed(volume, Vec::new());
+    }
+
+    /// It was begun.
+    fn met(&mut self, met: &Need) {
+        let needs = self.needs.remove(&met.volume).into_iter().flatten();
+        let left: Vec<_> = needs.filter(|need| need.guid != met.guid).collect();
+        if !left.is_empty() {
+            self.needs.insert(met.volume, left);
+        }
+        self.stuck.remove(&met.guid);
+    }
+
+    fn needed(&mut self, volume: VolumeId, needs: Vec<Need>) {
+        let before = match needs.is_empty() {
+            true => self.needs.remove(&volume),
+            false => self.needs.insert(volume, needs),
+        };
+        for need in before.into_iter().flatten() {
+            let now = self.needs.get(&volume).into_iter().flatten();
+            if now.into_iter().all(|now| now.guid != need.guid) {
+                self.stuck.remove(&need.guid);
+            }
+        }
+    }
 }
 
 /// Replica that should be elsewhere.
-struct Need<'a> {
-    volume: &'a Arc<VolumeRecord>,
-    status: &'a VolumeStatus,
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    volume: VolumeId,
     guid: ReplicaGuid,
     cause: Cause,
     /// Number of known replicas that the volume can still lose before its writes wait.
     spare: i16,
     gone: Duration,
+    /// It is no replica that counts, and is made elsewhere before the volume's time is over.
+    newcomer: bool,
 }
 
-impl Controller {
-    /// Policy of a volume: its own, or the cluster's.
-    pub fn replace_after(&self, volume: &VolumeRecord) -> ReplaceAfter {
-        volume.spec.options.replace_after.unwrap_or(self.settings.replace_after)
+#[async_trait]
+impl Reconciler for Healer {
+    type Key = Step;
+    const NAME: &'static str = "heal";
+
+    fn queue(&self) -> &Queue<Step> {
+        &self.queue
     }
 
-    pub fn healing(&self) -> Healing {
-        self.observed().looks.healing
+    async fn reconcile(&self, step: &Step, now: Instant) -> Result<Next, Error> {
+        match (step, self.state.check_ruling()) {
+            (Step::Volume(volume), Ok(())) => self.look(*volume, &self.state.draining(), now).await,
+            (Step::Volume(_), Err(_)) => Ok(Next::Rest),
+            (Step::Turn, ruling) => {
+                if ruling.is_ok() {
+                    self.turn().await?;
+                }
+                Ok(Next::After(LOOK_EVERY))
+            }
+        }
+    }
+}
+
+impl Healer {
+    pub(crate) fn new(state: Arc<State>, balancer: Arc<Balancer>) -> Self {
+        let queue = Arc::new(Queue::new(VOLUMES_MAX));
+        let filled = queue.clone();
+        state.queue_volumes(move |id| filled.add(Step::Volume(id), SETTLES_WITHIN));
+        queue.add(Step::Turn, LOOK_EVERY);
+        Self { state, balancer, queue, memory: Mutex::default() }
     }
 
-    /// Checks every volume once; safe to call at any time.
-    pub async fn heal(&self) -> Result<(), Error> {
-        self.heal_at(Instant::now()).await
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().expect("no holder of this lock panics")
     }
 
-    /// Runs [`Self::heal`] as of the caller's time.
-    pub async fn heal_at(&self, now: Instant) -> Result<(), Error> {
-        self.heal_those(&self.standings(), now).await
+    pub fn counts(&self) -> Healing {
+        self.memory().counts
     }
 
-    pub(crate) async fn heal_those(&self, ready: &[Standing], now: Instant) -> Result<(), Error> {
-        if self.check_ruling().is_err() {
+    /// Whether replicas should be elsewhere and wait for it.
+    pub(crate) fn is_busy(&self) -> bool {
+        let memory = self.memory();
+        memory.needs.values().map(Vec::len).sum::<usize>() > memory.stuck.len()
+    }
+
+    /// Looks at every volume, and at the balance of the pools, as of this time.
+    pub async fn look_at_all(&self, now: Instant) -> Result<(), Error> {
+        if self.state.check_ruling().is_err() {
             return Ok(());
         }
-        let mut needs = Vec::new();
-        let mut seen = HashSet::new();
-        let draining = self.draining();
-        for Standing { volume, status } in ready {
-            seen.extend(volume.replicas.iter().map(|replica| replica.guid.0));
-            let missed = self.miss(volume, status, now);
-            let needed = self.needs(volume, status, &missed, &draining);
-            let urgent = needed.iter().map(|need| need.guid).collect();
-            if self.give_up(volume, status, &draining).await?
-                || self.release(volume, &missed).await?
-                || self.give_up_move(volume, &missed, &urgent, now).await?
-            {
-                continue;
-            }
-            needs.extend(needed);
+        let volumes = self.state.volumes.list();
+        self.look_at(&volumes, now).await?;
+        let begun = self.turn().await?;
+        self.balancer.look(begun > 0 || self.is_busy(), now).await
+    }
+
+    /// Looks at these volumes now instead of after a pause, and begins what is due.
+    pub(crate) async fn heal(&self, volumes: &[Arc<VolumeRecord>]) -> Result<(), Error> {
+        if self.state.check_ruling().is_ok() {
+            self.look_at(volumes, Instant::now()).await?;
+            self.turn().await?;
         }
-        needs.sort_by_key(|need| (need.spare, Reverse(need.gone), need.volume.id));
-        let wanted: HashSet<_> = needs.iter().map(|need| need.guid).collect();
-        {
-            let looks = &mut self.observed().looks;
-            looks.gone.retain(|guid, _| seen.contains(guid));
-            looks.stuck.retain(|guid, _| wanted.contains(guid));
-            looks.balancing.forget(&seen);
+        Ok(())
+    }
+
+    async fn look_at(&self, volumes: &[Arc<VolumeRecord>], now: Instant) -> Result<(), Error> {
+        let draining = self.state.draining();
+        for volume in volumes {
+            self.look(volume.id.0, &draining, now).await?;
         }
-        let begun = self.begin_first(&needs).await?;
-        let waits = {
-            let Looks { stuck, healing, .. } = &mut self.observed().looks;
-            let waiting = needs.len().saturating_sub(begun).saturating_sub(stuck.len());
-            healing.begun += begun as u64;
-            healing.waiting = waiting as u64;
-            healing.stuck = stuck.len() as u64;
-            waiting > 0 || begun > 0
+        Ok(())
+    }
+
+    /// Finds what one volume needs, and drops newcomers that it needs no more.
+    async fn look(
+        &self,
+        id: VolumeId,
+        draining: &HashSet<String>,
+        now: Instant,
+    ) -> Result<Next, Error> {
+        let volume = self.state.volumes.get(&id.to_string());
+        let Some(volume) = volume.filter(|volume| volume.phase == VolumePhase::Ready) else {
+            self.memory().forget(id);
+            self.balancer.forget(id);
+            return Ok(Next::Rest);
         };
-        self.tell_drained().await?;
-        self.rebalance(ready, waits, now).await
+        let status = self.state.status(&volume);
+        let missed = self.miss(&volume, &status, now);
+        let needed = self.needs(&volume, &status, &missed, draining);
+        let urgent = needed.iter().map(|need| need.guid).collect();
+        if self.give_up(&volume, &status, draining).await?
+            || self.release(&volume, &missed).await?
+            || self.balancer.give_up_move(&volume, &missed, &urgent, now).await?
+        {
+            self.memory().needed(id, Vec::new());
+            return Ok(Next::After(LOOK_EVERY));
+        }
+        let is_changing = volume.replicas.iter().any(|r| !volume.is_known(r) || r.leaving);
+        let next = match (is_changing || !needed.is_empty(), self.overdue_in(&volume, &missed)) {
+            (true, _) => Next::After(LOOK_EVERY),
+            (false, Some(left)) => Next::After(left.max(LOOK_EVERY)),
+            (false, None) => Next::Rest,
+        };
+        self.memory().needed(id, needed);
+        Ok(next)
+    }
+
+    /// Time until the first missed replica of a volume is overdue.
+    fn overdue_in(
+        &self,
+        volume: &VolumeRecord,
+        missed: &HashMap<ReplicaGuid, Duration>,
+    ) -> Option<Duration> {
+        let ReplaceAfter::After(after) = self.state.replace_after(volume) else { return None };
+        missed.values().map(|gone| after.saturating_sub(*gone)).min()
+    }
+
+    /// Begins the replicas whose turn it is. Returns their number.
+    async fn turn(&self) -> Result<usize, Error> {
+        let mut needs: Vec<Need> = self.memory().needs.values().flatten().copied().collect();
+        needs.sort_by_key(|need| (need.spare, Reverse(need.gone), need.volume));
+        let begun = self.begin_first(&needs).await?;
+        {
+            let memory = &mut *self.memory();
+            let (waiting, stuck) = (needs.len().saturating_sub(begun), memory.stuck.len());
+            memory.counts.begun += begun as u64;
+            memory.counts.waiting = waiting.saturating_sub(stuck) as u64;
+            memory.counts.stuck = stuck as u64;
+        }
+        self.state.tell_drained().await?;
+        Ok(begun)
     }
 
     /// Begins the replicas whose turn it is, in this order. Returns their number.
-    async fn begin_first(&self, needs: &[Need<'_>]) -> Result<usize, Error> {
+    async fn begin_first(&self, needs: &[Need]) -> Result<usize, Error> {
         if needs.is_empty() {
             return Ok(0);
         }
-        let _one_at_a_time = self.creating.lock().await;
+        let _one_at_a_time = self.state.creating.lock().await;
         let mut room = self.room();
         let mut begun = 0;
         for need in needs {
@@ -144,6 +271,7 @@ impl Controller {
             }
             if self.begin(need, &room).await? {
                 begun += 1;
+                self.memory().met(need);
                 room = self.room();
             }
         }
@@ -152,7 +280,16 @@ impl Controller {
 
     /// Current room of the pools; it has to be read anew after each beginning.
     fn room(&self) -> Room {
-        Room { candidates: self.candidates(), busy: self.busy() }
+        let (most, candidates) = (self.state.settings.heals_per_pool, self.state.candidates());
+        let mut free = candidates.clone();
+        self.state.volumes.index(|index| {
+            for candidate in &mut free {
+                if index.rebuilds().to(&candidate.name) >= most {
+                    candidate.unusable = format!("{most} replicas are being rebuilt there");
+                }
+            }
+        });
+        Room { candidates, free }
     }
 
     /// Missed replicas, and the time for which each is missed.
@@ -162,74 +299,71 @@ impl Controller {
         status: &VolumeStatus,
         now: Instant,
     ) -> HashMap<ReplicaGuid, Duration> {
-        let gone = &mut self.observed().looks.gone;
-        let mut missed = HashMap::new();
-        for (replica, status) in volume.replicas.iter().zip(&status.replicas) {
-            if !status.gone {
-                gone.remove(&replica.guid.0);
-                continue;
-            }
-            let since = *gone.entry(replica.guid.0).or_insert(now);
-            missed.insert(replica.guid.0, now.duration_since(since));
+        let mut memory = self.memory();
+        let before = memory.gone.remove(&volume.id.0).unwrap_or_default();
+        let pairs = volume.replicas.iter().zip(&status.replicas);
+        let gone = pairs.filter(|(_, status)| status.gone).map(|(replica, _)| replica.guid.0);
+        let gone: HashMap<_, _> =
+            gone.map(|guid| (guid, before.get(&guid).copied().unwrap_or(now))).collect();
+        let missed = gone.iter().map(|(guid, since)| (*guid, now.duration_since(*since))).collect();
+        if !gone.is_empty() {
+            memory.gone.insert(volume.id.0, gone);
         }
         missed
     }
 
-    fn needs<'a>(
+    fn needs(
         &self,
-        volume: &'a Arc<VolumeRecord>,
-        status: &'a VolumeStatus,
+        volume: &VolumeRecord,
+        status: &VolumeStatus,
         missed: &HashMap<ReplicaGuid, Duration>,
         draining: &HashSet<String>,
-    ) -> Vec<Need<'a>> {
-        let after = self.replace_after(volume);
+    ) -> Vec<Need> {
+        let after = self.state.replace_after(volume);
         let spare = in_sync(volume, status) as i16 - i16::from(volume.membership.cf);
         let mut needs = Vec::new();
         for replica in volume.replicas.iter().filter(|r| !r.leaving && !volume.is_followed(r)) {
             let gone = missed.get(&replica.guid.0).copied().unwrap_or_default();
             let overdue = matches!(after, ReplaceAfter::After(after) if gone >= after);
-            let cause = match (overdue, draining.contains(&replica.pool)) {
-                (true, _) => Cause::Healing,
-                (_, true) => Cause::Drain,
+            let newcomer =
+                !overdue && is_free_to_go(volume, replica) && gone >= NEWCOMER_GONE_AFTER;
+            let cause = match (overdue, newcomer, draining.contains(&replica.pool)) {
+                (true, ..) => Cause::Healing,
+                (_, true, _) => replica.cause,
+                (_, _, true) => Cause::Drain,
                 _ => continue,
             };
             let guid = replica.guid.0;
-            needs.push(Need { volume, status, guid, cause, spare, gone });
+            needs.push(Need { volume: volume.id.0, guid, cause, spare, gone, newcomer });
         }
         needs
     }
 
     /// Begins to make a replica elsewhere, if its turn has come and it is possible.
-    async fn begin(&self, need: &Need<'_>, room: &Room) -> Result<bool, Error> {
-        let Need { volume, status, .. } = need;
+    async fn begin(&self, need: &Need, room: &Room) -> Result<bool, Error> {
+        let state = &self.state;
+        let Some(volume) = state.volumes.get(&need.volume.to_string()) else { return Ok(false) };
         let Some(replica) = volume.replicas.iter().find(|r| r.guid.0 == need.guid) else {
             return Ok(false);
         };
-        if is_changing_beside(volume, need.guid) {
+        if is_changing_beside(&volume, need.guid) {
             return Ok(false);
         }
-        if let Err(why) = rebuildable(volume, status) {
-            self.stuck(need, &why);
+        if let Err(why) = rebuildable(&volume, &state.status(&volume)) {
+            self.stuck(&volume, need, &why);
             return Ok(false);
         }
-        let Room { candidates, busy } = room;
-        let mut trial = VolumeRecord::clone(volume);
-        if let Err(refusal) = relocate(&mut trial, need.guid, "", candidates, need.cause) {
-            self.stuck(need, &refusal.to_string());
+        let mut trial = VolumeRecord::clone(&volume);
+        if let Err(refusal) = relocate(&mut trial, need.guid, "", &room.candidates, need.cause) {
+            self.stuck(&volume, need, &refusal.to_string());
             return Ok(false);
         }
-        let most = self.settings.heals_per_pool;
+        let most = state.settings.heals_per_pool;
         // Draining a pool is limited to as many rebuilds at a time as filling one.
-        if need.cause == Cause::Drain && busy.from.get(&replica.pool).is_some_and(|n| *n >= most) {
+        let from = state.volumes.index(|index| index.rebuilds().from(&replica.pool));
+        if need.cause == Cause::Drain && from >= most {
             return Ok(false);
         }
-        let idle = |candidate: &mut Candidate| {
-            if busy.to.get(&candidate.name).is_some_and(|n| *n >= most) {
-                candidate.unusable = format!("{most} replicas are being rebuilt there");
-            }
-        };
-        let mut free = candidates.clone();
-        free.iter_mut().for_each(idle);
         let gone = need.gone;
         let change = |volume: &mut VolumeRecord| {
             // If the volume changed since this check, the next check decides.
@@ -239,18 +373,21 @@ impl Controller {
             {
                 return Ok(None);
             }
-            match relocate(volume, need.guid, "", &free, need.cause) {
+            match relocate(volume, need.guid, "", &room.free, need.cause) {
                 Err(Error::Exhausted(_)) => Ok(None),
                 other => other.map(Some),
             }
         };
-        let begun = match self.update_volume(volume.id.0, change).await {
+        let begun = match state.update_volume(need.volume, change).await {
             Err(Error::NotFound { .. }) => return Ok(false),
             other => other?.1,
         };
         let Some((old, pool)) = begun else { return Ok(false) };
-        self.observed().looks.stuck.remove(&need.guid);
         let (reason, why) = match need.cause {
+            _ if need.newcomer => (
+                "ReplicaHeals",
+                format!("gone from pool {} for {} s before it counted", old.pool, gone.as_secs()),
+            ),
             Cause::Drain => ("ReplicaDrained", format!("pool {} is being drained", old.pool)),
             _ => (
                 "ReplicaHeals",
@@ -258,32 +395,32 @@ impl Controller {
                     "gone from pool {} for {} s, replaceAfter is {}",
                     old.pool,
                     gone.as_secs(),
-                    self.replace_after(volume)
+                    state.replace_after(&volume)
                 ),
             ),
         };
         let message = format!("{why}: it is made anew on pool {pool}");
         let object = Object::new("replica", old.id.0, &volume.spec.name);
-        self.events.record(Severity::Normal, object, reason, message);
+        state.events.record(Severity::Normal, object, reason, message);
         Ok(true)
     }
 
     /// Records why a replica stays where it should not be, with one event for each reason.
-    fn stuck(&self, need: &Need<'_>, why: &str) {
-        let told = self.observed().looks.stuck.insert(need.guid, why.to_owned());
+    fn stuck(&self, volume: &VolumeRecord, need: &Need, why: &str) {
+        let told = self.memory().stuck.insert(need.guid, why.to_owned());
         if told.is_some_and(|told| told == why) {
             return;
         }
-        let Some(replica) = need.volume.replicas.iter().find(|r| r.guid.0 == need.guid) else {
+        let Some(replica) = volume.replicas.iter().find(|r| r.guid.0 == need.guid) else {
             return;
         };
         let what = match need.cause {
             Cause::Drain => format!("pool {} is being drained", replica.pool),
             _ => format!("gone from pool {}", replica.pool),
         };
-        let object = Object::new("replica", replica.id.0, &need.volume.spec.name);
+        let object = Object::new("replica", replica.id.0, &volume.spec.name);
         let message = format!("{what}, and it cannot be made anew: {why}");
-        self.events.record(Severity::Warning, object, "HealWaits", message);
+        self.state.events.record(Severity::Warning, object, "HealWaits", message);
     }
 
     /// Drops a newcomer whose old replica came back before the rebuild was done: the old replica
@@ -321,15 +458,15 @@ impl Controller {
             let surplus = (0..volume.replicas.len()).find(|at| is_surplus(volume, *at));
             Ok(surplus.map(|at| volume.discard(at)))
         };
-        let (volume, gone) = match self.update_volume(volume.id.0, change).await {
+        let (volume, gone) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(true),
             other => other?,
         };
         if let Some(gone) = gone {
-            self.observed().looks.healing.given_up += 1;
+            self.memory().counts.given_up += 1;
             let object = Object::new("replica", gone.id.0, &volume.spec.name);
             let message = format!("it is back; the one begun on pool {} is dropped", gone.pool);
-            self.events.record(Severity::Normal, object, "HealGivenUp", message);
+            self.state.events.record(Severity::Normal, object, "HealGivenUp", message);
         }
         Ok(true)
     }
@@ -345,8 +482,8 @@ impl Controller {
         if volume.replicas.iter().all(|replica| volume.is_known(replica)) {
             return Ok(false);
         }
-        let silent = self.silent(volume);
-        let ReplaceAfter::After(after) = self.replace_after(volume) else { return Ok(false) };
+        let silent = self.state.silent(volume);
+        let ReplaceAfter::After(after) = self.state.replace_after(volume) else { return Ok(false) };
         let overdue = |volume: &VolumeRecord, replica: &ReplicaRecord| {
             let guid = replica.guid.0;
             !volume.is_known(replica)
@@ -356,7 +493,7 @@ impl Controller {
         if !volume.replicas.iter().any(|replica| overdue(volume, replica)) {
             return Ok(false);
         }
-        let candidates = self.candidates();
+        let candidates = self.state.candidates();
         let change = |volume: &mut VolumeRecord| {
             let mut released = Vec::new();
             while let Some(at) = volume.replicas.iter().position(|r| overdue(volume, r)) {
@@ -372,7 +509,7 @@ impl Controller {
             }
             Ok(released)
         };
-        let (volume, released) = match self.update_volume(volume.id.0, change).await {
+        let (volume, released) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(true),
             other => other?,
         };
@@ -385,45 +522,28 @@ impl Controller {
             let pool = gone.pool;
             let message =
                 format!("gone from pool {pool}, and the volume waits for it: {elsewhere}");
-            self.events.record(Severity::Warning, object, "NewcomerDropped", message);
+            self.state.events.record(Severity::Warning, object, "NewcomerDropped", message);
         }
         Ok(true)
     }
 
-    /// Rebuilds under way that no user requested.
-    fn busy(&self) -> Busy {
-        let mut busy = Busy::default();
-        for volume in self.volumes.list() {
-            let own = |r: &&ReplicaRecord| r.cause != Cause::Asked && !volume.is_known(r);
-            for newcomer in volume.replicas.iter().filter(own) {
-                *busy.to.entry(newcomer.pool.clone()).or_default() += 1;
-                let old =
-                    volume.replicas.iter().find(|r| r.id == newcomer.id && volume.is_known(r));
-                if let Some(old) = old {
-                    *busy.from.entry(old.pool.clone()).or_default() += 1;
-                }
-            }
-        }
-        busy
-    }
-
     /// Reason why a replica that should be elsewhere stays where it is.
     pub(crate) fn why_stuck(&self, guid: ReplicaGuid) -> Option<String> {
-        self.observed().looks.stuck.get(&guid).cloned()
+        self.memory().stuck.get(&guid).cloned()
     }
 }
 
-/// Pools where a replica may be made, and the rebuilds under way there.
+/// Pools where a replica may be made.
 struct Room {
     candidates: Vec<Candidate>,
-    busy: Busy,
+    /// The same, without those that take enough rebuilds already.
+    free: Vec<Candidate>,
 }
 
-/// Rebuilds by the pool that takes the new replica, and by the pool of the old one.
-#[derive(Default)]
-struct Busy {
-    to: HashMap<String, u32>,
-    from: HashMap<String, u32>,
+/// Whether a replica counts nowhere yet, and no user named its pool. A move that evens out pools is
+/// given up instead.
+fn is_free_to_go(volume: &VolumeRecord, replica: &ReplicaRecord) -> bool {
+    !volume.is_known(replica) && !replica.placed && replica.cause != Cause::Balance
 }
 
 /// Number of known replicas that are in sync.

@@ -1,35 +1,81 @@
-//! Making the records follow what is observed: idempotent steps, run after every report and
-//! at least once a second. Each reads the present state and moves one volume one step on.
+//! Steps of a volume's record: idempotent, run after every report and for whatever changed. Each reads
+//! the present state and moves one volume one step on.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
-use quoin_types::ReplicaGuid;
+use async_trait::async_trait;
+use quoin_types::{ReplicaGuid, VolumeId};
+use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::{Controller, about, random_id};
+use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::ReplicaState;
 use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
+use crate::state::{State, about, random_id};
 use crate::status::{ReplicaStatus, VolumeStatus};
+use crate::volume::verification::Verifier;
 
 /// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
 type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
 type News = (Severity, Object, &'static str, String);
 
-impl Controller {
-    /// Moves everything on by what is known now. Safe to call at any time, by anyone.
-    pub async fn reconcile(&self) -> Result<(), Error> {
-        if self.check_ruling().is_err() {
-            return Ok(());
+/// Reconciler of each volume's record with what its pools answer. It also announces turns of
+/// health, and takes back grants that nobody may use.
+pub struct Lifecycle {
+    state: Arc<State>,
+    verifier: Arc<Verifier>,
+    queue: Arc<Queue<VolumeId>>,
+    /// Last announced health of each volume.
+    health: Mutex<HashMap<VolumeId, &'static str>>,
+}
+
+/// Reports bring on what follows from them; this is for what they and errors left over.
+const PAUSE: Duration = Duration::from_secs(5);
+
+#[async_trait]
+impl Reconciler for Lifecycle {
+    type Key = VolumeId;
+    const NAME: &'static str = "reconcile";
+
+    fn queue(&self) -> &Queue<VolumeId> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, volume: &VolumeId, _: Instant) -> Result<Next, Error> {
+        let Some(volume) = self.state.volumes.get(&volume.to_string()) else {
+            self.health().remove(volume);
+            return Ok(Next::Rest);
+        };
+        if self.state.check_ruling().is_ok() {
+            self.reconcile_volume(&volume).await?;
+            self.state.fence_left_over(&volume).await?;
         }
-        self.reconcile_those(&self.volumes.list()).await
+        Ok(Next::Rest)
+    }
+}
+
+impl Lifecycle {
+    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
+        let queue = queue_of_volumes(&state, PAUSE);
+        Self { state, verifier, queue, health: Mutex::default() }
+    }
+
+    fn health(&self) -> MutexGuard<'_, HashMap<VolumeId, &'static str>> {
+        self.health.lock().expect("no holder of this lock panics")
+    }
+
+    /// Moves everything on by what is known now. Safe to call at any time, by anyone.
+    pub async fn reconcile_all(&self) -> Result<(), Error> {
+        self.reconcile_those(&self.state.volumes.list()).await
     }
 
     /// The same of some volumes.
     pub(crate) async fn reconcile_those(&self, volumes: &[Arc<VolumeRecord>]) -> Result<(), Error> {
-        if self.check_ruling().is_err() {
+        if self.state.check_ruling().is_err() {
             return Ok(());
         }
         for volume in volumes {
@@ -39,17 +85,18 @@ impl Controller {
     }
 
     async fn reconcile_volume(&self, volume: &Arc<VolumeRecord>) -> Result<(), Error> {
+        let state = &self.state;
         let answers = self.answers(volume);
         let mut trial = VolumeRecord::clone(volume);
         let mut news = Vec::new();
         step(&mut trial, &answers, &mut news);
         if trial.phase == VolumePhase::Deleting {
-            self.free_name(volume).await?;
+            state.free_name(volume).await?;
             if trial.replicas.is_empty() && trial.discarded.is_empty() {
                 let deleting = |v: &VolumeRecord| v.phase == VolumePhase::Deleting;
-                self.volumes.remove(&volume.id.0.to_string(), deleting).await?;
+                state.volumes.remove(&volume.id.0.to_string(), deleting).await?;
                 self.forget(volume);
-                self.forget_verification(volume.id.0).await?;
+                self.verifier.forget(volume.id.0).await?;
                 return Ok(());
             }
         }
@@ -61,12 +108,12 @@ impl Controller {
                 step(volume, &answers, &mut news);
                 Ok(())
             };
-            let (current, ()) = match self.update_volume(volume.id.0, change).await {
+            let (current, ()) = match state.update_volume(volume.id.0, change).await {
                 Err(Error::NotFound { .. }) => return Ok(()),
                 updated => updated?,
             };
             for (severity, object, reason, message) in news {
-                self.events.record(severity, object, reason, message);
+                state.events.record(severity, object, reason, message);
             }
             current
         };
@@ -77,7 +124,7 @@ impl Controller {
     /// Only what pools say that are alive, reached or not: they say it by themselves. Silence is no
     /// answer.
     fn answers(&self, volume: &VolumeRecord) -> Answers {
-        let observed = self.observed();
+        let observed = self.state.observed();
         let held = volume.replicas.iter().map(|r| &r.pool);
         let mut pools: Vec<_> = held.chain(volume.discarded.iter().map(|d| &d.pool)).collect();
         pools.sort();
@@ -88,7 +135,7 @@ impl Controller {
         let wanted: HashSet<_> = wanted.chain(membership.known.iter().map(|m| m.guid)).collect();
         let mut answers = Answers::new();
         for pool in pools {
-            let Some(seen) = observed.heard_pool(pool, self.settings.offline_after) else {
+            let Some(seen) = observed.heard_pool(pool, self.state.settings.offline_after) else {
                 continue;
             };
             for guid in &wanted {
@@ -102,23 +149,24 @@ impl Controller {
     }
 
     fn forget(&self, volume: &VolumeRecord) {
-        let mut observed = self.observed();
+        let mut observed = self.state.observed();
         observed.volumes.remove(&volume.id.0);
         observed.confirmed.remove(&volume.id.0);
-        observed.health.remove(&volume.id.0);
         observed.openings.remove(&volume.id.0);
+        drop(observed);
+        self.health().remove(&volume.id.0);
     }
 
     /// An event when a volume's health turns.
     pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
-        let status = self.shown_status(volume);
+        let status = self.state.shown_status(volume);
         let now = status.health;
         // Who was taken in since the target's last report is not in that: the next one tells.
         let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
         if matches!(now, "Unknown" | "Opening") || (now == "Degraded" && is_passing()) {
             return;
         }
-        let before = self.observed().health.insert(volume.id.0, now);
+        let before = self.health().insert(volume.id.0, now);
         if before == Some(now) || (before.is_none() && now == "Online") {
             return;
         }
@@ -132,21 +180,21 @@ impl Controller {
             "Degraded" => "VolumeDegraded",
             _ => "VolumeFaulted",
         };
-        let waiting = self.waiting_for(volume);
+        let waiting = self.state.waiting_for(volume);
         let message = if waiting.is_empty() {
             "all replicas are in sync".to_owned()
         } else {
             format!("waiting for {waiting}")
         };
-        self.events.record(severity, about(volume), reason, message);
-        self.announce(&Concerned::Status);
+        self.state.events.record(severity, about(volume), reason, message);
+        self.state.announce(&Concerned::Status);
     }
 
     /// Whether all that keeps a volume from being whole are replicas that its target has not spoken
     /// of yet, its last report being older than the membership that has them.
     fn is_not_yet_told(&self, volume: &VolumeRecord, status: &VolumeStatus) -> bool {
-        let observed = self.observed();
-        let Some(seen) = self.serving(&observed, volume) else { return false };
+        let observed = self.state.observed();
+        let Some(seen) = self.state.serving(&observed, volume) else { return false };
         let mut lacking = volume
             .replicas
             .iter()
@@ -157,43 +205,6 @@ impl Controller {
             && seen.membership_version < volume.membership.version
             && lacking.peek().is_some()
             && lacking.all(|(replica, _)| !seen.replicas.contains_key(&replica.guid.0))
-    }
-
-    /// Says who has not reported for too long, once each time.
-    pub fn announce_absent(&self) {
-        let after = self.settings.offline_after;
-        let mut absent = Vec::new();
-        {
-            let mut observed = self.observed();
-            if observed.starting(after) {
-                return;
-            }
-            for pool in self.pools.list() {
-                if observed.heard_pool(&pool.name, after).is_none()
-                    && observed.absent.insert(("pool", pool.name.clone()))
-                {
-                    absent.push((Object::new("pool", &pool.pool_id, &pool.name), "PoolOffline"));
-                }
-            }
-            for node in self.nodes.list() {
-                if !observed.node_online(&node.name, after)
-                    && observed.absent.insert(("node", node.name.clone()))
-                {
-                    absent.push((Object::new("node", &node.name, &node.name), "NodeOffline"));
-                }
-            }
-        }
-        let some = !absent.is_empty();
-        for (object, reason) in absent {
-            let message = format!("no report for {} ms", after.as_millis());
-            self.events.record(Severity::Warning, object, reason, message);
-        }
-        if some {
-            self.announce(&Concerned::Status);
-            for volume in self.volumes.list() {
-                self.announce_health(&volume);
-            }
-        }
     }
 }
 

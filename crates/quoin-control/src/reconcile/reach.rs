@@ -15,7 +15,8 @@ use quoin_identity::{Expected, Role};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use crate::controller::Controller;
+use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 
 /// One that is reached is looked at again after this, and one that is not after a shorter time.
@@ -82,17 +83,17 @@ impl Reach {
         self.pools.remove(pool);
     }
 
-    /// A target has a connection to it.
-    pub(crate) fn served(&mut self, pool: &str) {
-        if let Some(known) = self.pools.get_mut(pool) {
-            known.failures = 0;
-            if known.reached == Some(true) {
-                known.due = Instant::now() + AGAIN;
-            } else {
-                // The dial that is due tells of the turn.
-                known.reached = Some(true);
-            }
+    /// A target has a connection to it. Returns whether that is news.
+    pub(crate) fn served(&mut self, pool: &str) -> bool {
+        let Some(known) = self.pools.get_mut(pool) else { return false };
+        known.failures = 0;
+        if known.reached == Some(true) {
+            known.due = Instant::now() + AGAIN;
+            return false;
         }
+        // The dial that is due tells of the turn.
+        known.reached = Some(true);
+        true
     }
 
     /// Why the pool is of no use; `None`: it is reached, or nothing is known yet. `starting`: the
@@ -169,11 +170,21 @@ fn is_of_a_host(address: &str) -> bool {
     !host.is_empty() && !is_loopback && host != "localhost"
 }
 
-impl Controller {
+/// Dials the pools, each from time to time.
+pub(crate) struct Dialler {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+}
+
+impl Dialler {
+    pub fn new(state: Arc<State>, lifecycle: Arc<Lifecycle>) -> Self {
+        Self { state, lifecycle }
+    }
+
     /// Dials the pools from now on, until `shutdown`.
     pub(crate) async fn keep_dialling(self: Arc<Self>, mut shutdown: watch::Receiver<bool>) {
         let news = {
-            let mut observed = self.observed();
+            let mut observed = self.state.observed();
             observed.reach.dials = true;
             observed.reach.news.clone()
         };
@@ -184,8 +195,8 @@ impl Controller {
             while dials.len() < DIALS_MAX
                 && let Some((pool, address)) = waiting.pop()
             {
-                let controller = self.clone();
-                dials.spawn(async move { controller.dial(&pool, &address).await });
+                let dialler = self.clone();
+                dials.spawn(async move { dialler.dial(&pool, &address).await });
             }
             tokio::select! {
                 () = tokio::time::sleep(LOOK) => {}
@@ -197,9 +208,9 @@ impl Controller {
     }
 
     fn pools_to_dial(&self) -> Vec<(String, String)> {
-        let mut observed = self.observed();
+        let mut observed = self.state.observed();
         let mut reach = std::mem::take(&mut observed.reach);
-        let after = self.settings.offline_after;
+        let after = self.state.settings.offline_after;
         let due = reach.due(Instant::now(), |pool| observed.heard_pool(pool, after).is_some());
         observed.reach = reach;
         due
@@ -211,45 +222,62 @@ impl Controller {
             None if address.is_empty() => Err("it told no address".to_owned()),
             None => {
                 let expected = Expected::Named(Role::Pool, pool.to_owned());
-                self.identity.reaches(address, expected, DIAL_MAX).await
+                self.state.identity.reaches(address, expected, DIAL_MAX).await
             }
         };
-        let turn = self.observed().reach.dialled(pool, address, outcome, Instant::now());
-        let known = self.pools.get(pool);
+        let (turn, is_news) = {
+            let reach = &mut self.state.observed().reach;
+            let before = reach.why_not(pool, false).is_none();
+            let turn = reach.dialled(pool, address, outcome, Instant::now());
+            (turn, before != reach.why_not(pool, false).is_none())
+        };
+        let known = self.state.pools.get(pool);
         let about = Object::new("pool", known.map_or(String::new(), |p| p.pool_id.clone()), pool);
         match turn {
             Some(Turn::Reached) => {
                 let message = format!("at {address}");
-                self.events.record(Severity::Normal, about, "PoolReached", message);
+                self.state.events.record(Severity::Normal, about, "PoolReached", message);
             }
             Some(Turn::Unreachable(why)) => {
-                self.events.record(Severity::Warning, about, "PoolUnreachable", why);
+                self.state.events.record(Severity::Warning, about, "PoolUnreachable", why);
             }
             None => {}
         }
         // The first time is no event, and lets the pool count.
-        self.announce(&Concerned::Status);
-        if let Err(error) = self.reconcile().await {
+        self.state.announce(&Concerned::Status);
+        if !is_news {
+            return;
+        }
+        let volumes = self.state.volumes_of_pool(pool);
+        self.state.look_at(&volumes);
+        if let Err(error) = self.lifecycle.reconcile_those(&volumes).await {
             tracing::error!(%error, pool, "not done after a pool was dialled");
         }
     }
 
     /// Whether some member is on another host than the pool.
     fn has_hosts_beside(&self, pool: &str) -> bool {
-        let Some(own) = self.pools.get(pool).map(|pool| pool.node.clone()) else { return false };
-        let pools = self.pools.list();
-        let nodes = self.nodes.list();
+        let Some(own) = self.state.pools.get(pool).map(|pool| pool.node.clone()) else {
+            return false;
+        };
+        let pools = self.state.pools.list();
+        let nodes = self.state.nodes.list();
         let of_pools = pools.iter().map(|pool| (pool.node.as_str(), pool.address.as_str()));
         let of_nodes = nodes.iter().map(|node| (node.name.as_str(), node.address.as_str()));
         of_pools.chain(of_nodes).any(|(node, address)| node != own && is_of_a_host(address))
     }
+}
 
+impl State {
     /// Pools to which a target says that it is connected.
     pub(crate) fn pools_are_served<'a>(&self, pools: impl Iterator<Item = &'a str>) {
         let pools: HashSet<&str> = pools.collect();
-        let mut observed = self.observed();
-        for pool in pools {
-            observed.reach.served(pool);
+        let turned: Vec<_> = {
+            let mut observed = self.observed();
+            pools.into_iter().filter(|pool| observed.reach.served(pool)).collect()
+        };
+        for pool in turned {
+            self.look_at(&self.volumes_of_pool(pool));
         }
     }
 }

@@ -14,18 +14,21 @@
 //! pool again for a while, so that one pool which nobody reaches does not keep all others uneven.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::Controller;
-use crate::reconcile::balance::{Movable, Move, Verdict, choose, spread};
+use crate::reconcile::balance::{Movable, Move, Verdict, choose, givers, spread};
+use crate::reconcile::heal::Healer;
+use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler};
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{Cause, Discarded, ReplicaRecord, VolumePhase, VolumeRecord};
-use crate::status::Standing;
+use crate::status::VolumeStatus;
 use crate::volume::placement::Candidate;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
 use crate::volume::scale::relocate;
@@ -35,7 +38,7 @@ const MOVES_MAX: usize = 1;
 /// After the last move, or a start: several reports of every pool.
 const REST: Duration = Duration::from_secs(10);
 /// Between two looks that find nothing to do.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_secs(2);
 /// A new replica that nobody reaches for so long is not waited for; the old one is there.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(30);
 
@@ -55,18 +58,54 @@ pub struct Balance {
     pub spread: u64,
 }
 
-/// What is remembered between two looks.
+/// Evens out how full pools are.
+pub struct Balancer {
+    state: Arc<State>,
+    memory: Mutex<Memory>,
+}
+
+/// Kept between two looks.
 #[derive(Debug, Default)]
-pub(crate) struct Balancing {
-    pub balance: Balance,
+struct Memory {
+    balance: Balance,
     /// Nothing is begun before.
     not_before: Option<Instant>,
     /// The fullest pool, and why nothing moves from it.
     blocked: Option<(String, String)>,
-    /// The replicas on their way.
-    reached: HashMap<ReplicaGuid, Reached>,
+    /// The replicas on their way: a volume has one at most.
+    reached: HashMap<VolumeId, (ReplicaGuid, Reached)>,
     /// Moves that were given up, until when they are not begun again.
     barred: HashMap<(VolumeId, String), Instant>,
+}
+
+/// Looks at the balance of the pools again and again.
+pub(crate) struct Evening {
+    balancer: Arc<Balancer>,
+    healer: Arc<Healer>,
+    queue: Queue<()>,
+}
+
+impl Evening {
+    pub fn new(balancer: Arc<Balancer>, healer: Arc<Healer>) -> Self {
+        let queue = Queue::new(1);
+        queue.add((), LOOK_EVERY);
+        Self { balancer, healer, queue }
+    }
+}
+
+#[async_trait]
+impl Reconciler for Evening {
+    type Key = ();
+    const NAME: &'static str = "rebalance";
+
+    fn queue(&self) -> &Queue<()> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, (): &(), now: Instant) -> Result<Next, Error> {
+        self.balancer.look(self.healer.is_busy(), now).await?;
+        Ok(Next::After(LOOK_EVERY))
+    }
 }
 
 /// How far a replica on its way has come.
@@ -78,15 +117,21 @@ struct Reached {
     since: Instant,
 }
 
-impl Balancing {
-    /// Keeps what is of these replicas.
-    pub(crate) fn forget(&mut self, here: &HashSet<ReplicaGuid>) {
-        self.reached.retain(|guid, _| here.contains(guid));
-    }
-
+impl Memory {
     /// Why this replica will not arrive, if so.
-    fn hopeless(&mut self, guid: ReplicaGuid, at: (u64, u64), now: Instant) -> Option<String> {
-        let seen = self.reached.entry(guid).or_insert(Reached { begun: now, at, since: now });
+    fn hopeless(
+        &mut self,
+        volume: VolumeId,
+        guid: ReplicaGuid,
+        at: (u64, u64),
+        now: Instant,
+    ) -> Option<String> {
+        let new = (guid, Reached { begun: now, at, since: now });
+        let known = self.reached.entry(volume).or_insert(new);
+        if known.0 != guid {
+            *known = new;
+        }
+        let seen = &mut known.1;
         if seen.at != at {
             (seen.at, seen.since) = (at, now);
         }
@@ -101,43 +146,61 @@ impl Balancing {
     }
 }
 
-impl Controller {
-    pub fn balance(&self) -> Balance {
-        self.observed().looks.balancing.balance
+impl Balancer {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state, memory: Mutex::default() }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().expect("no holder of this lock panics")
+    }
+
+    /// Forgets how far a replica of the volume is.
+    pub(crate) fn forget(&self, volume: VolumeId) {
+        self.memory().reached.remove(&volume);
+    }
+
+    pub fn counts(&self) -> Balance {
+        self.memory().balance
     }
 
     /// Begins one move where the pools are too uneven. `healing`: something more urgent waits.
-    pub(crate) async fn rebalance(
-        &self,
-        ready: &[Standing],
-        healing: bool,
-        now: Instant,
-    ) -> Result<(), Error> {
-        let at = self.settings.rebalance_at;
+    pub(crate) async fn look(&self, healing: bool, now: Instant) -> Result<(), Error> {
+        let state = &self.state;
+        if state.check_ruling().is_err() {
+            return Ok(());
+        }
+        let at = state.settings.rebalance_at;
         let busy = healing || self.is_making_elsewhere() || self.is_deleting();
         {
-            let mut observed = self.observed();
+            let mut memory = self.memory();
             if busy {
-                observed.looks.balancing.not_before = Some(now + REST);
+                memory.not_before = Some(now + REST);
                 return Ok(());
             }
-            let not_before = observed.looks.balancing.not_before.get_or_insert(now + REST);
+            let not_before = memory.not_before.get_or_insert(now + REST);
             if now < *not_before {
                 return Ok(());
             }
-            *not_before = now + LOOK_EVERY;
+            *not_before = now + PAUSE;
         }
-        let _one_at_a_time = self.creating.lock().await;
-        let candidates = self.candidates();
-        let movables = self.movables(ready, now);
-        let verdict = choose(&candidates, &movables, at);
+        let _one_at_a_time = state.creating.lock().await;
+        let candidates = state.candidates();
+        // The volumes are looked at only where the pools are uneven.
+        let verdict = match choose(&candidates, &[], at) {
+            Verdict::Even => Verdict::Even,
+            _ => {
+                let standings = self.standings(givers(&candidates, at));
+                choose(&candidates, &self.movables(&standings, now), at)
+            }
+        };
         let apart = spread(&candidates);
-        self.observed().looks.balancing.balance.spread = apart;
+        self.memory().balance.spread = apart;
         match verdict {
-            Verdict::Even => self.observed().looks.balancing.blocked = None,
+            Verdict::Even => self.memory().blocked = None,
             Verdict::Blocked { fullest, emptiest } => self.blocked(fullest, &emptiest),
             Verdict::Moves(chosen) => {
-                self.observed().looks.balancing.blocked = None;
+                self.memory().blocked = None;
                 self.begin_move(&chosen, &candidates).await?;
             }
         }
@@ -147,24 +210,18 @@ impl Controller {
     /// Whether replicas are on their way without anybody having asked: as many as may be, or more
     /// urgent ones.
     fn is_making_elsewhere(&self) -> bool {
-        let mut balancing = 0;
-        for volume in self.volumes.list() {
-            for replica in volume.replicas.iter().filter(|r| !volume.is_known(r)) {
-                match replica.cause {
-                    Cause::Asked => {}
-                    Cause::Balance => balancing += 1,
-                    Cause::Healing | Cause::Drain => return true,
-                }
-            }
-        }
-        balancing >= MOVES_MAX
+        self.state.volumes.index(|index| {
+            let rebuilds = index.rebuilds();
+            rebuilds.urgent() > 0 || rebuilds.balancing() as usize >= MOVES_MAX
+        })
     }
 
     /// Whether what pools say they use is to become less.
     fn is_deleting(&self) -> bool {
-        let observed = self.observed();
-        let after = self.settings.offline_after;
-        self.volumes.list().iter().any(|volume| {
+        let shrinking = self.state.volumes.indexed(|index| Some(index.shrinking()));
+        let observed = self.state.observed();
+        let after = self.state.settings.offline_after;
+        shrinking.iter().any(|volume| {
             let there = |d: &Discarded| observed.online_pool(&d.pool, after).is_some();
             let held = |r: &ReplicaRecord| observed.online_pool(&r.pool, after).is_some();
             volume.discarded.iter().any(there)
@@ -172,14 +229,25 @@ impl Controller {
         })
     }
 
+    /// How the volumes stand that have a replica in one of these pools, as far as they are ready.
+    fn standings(&self, pools: HashSet<String>) -> Vec<Standing> {
+        let volumes = self.state.volumes_of_pools(&pools).into_iter();
+        let ready = volumes.filter(|volume| volume.phase == VolumePhase::Ready);
+        let standing =
+            |volume: Arc<VolumeRecord>| Standing { status: self.state.status(&volume), volume };
+        ready.map(standing).collect()
+    }
+
     /// Replicas that may move: of volumes that are whole and at rest.
     fn movables<'a>(&self, ready: &'a [Standing], now: Instant) -> Vec<Movable<'a>> {
         let hosts: BTreeMap<String, String> =
-            self.pools.list().iter().map(|p| (p.name.clone(), p.node.clone())).collect();
-        let mut observed = self.observed();
-        observed.looks.balancing.barred.retain(|_, until| *until > now);
-        let observed = observed;
-        let barred = &observed.looks.balancing.barred;
+            self.state.pools.list().iter().map(|p| (p.name.clone(), p.node.clone())).collect();
+        let barred = {
+            let barred = &mut self.memory().barred;
+            barred.retain(|_, until| *until > now);
+            barred.keys().cloned().collect::<Vec<_>>()
+        };
+        let observed = self.state.observed();
         let used = |replica: &ReplicaRecord| {
             let pool = observed.pools.get(&replica.pool)?;
             Some(pool.replicas.get(&replica.guid.0)?.used_bytes)
@@ -195,7 +263,7 @@ impl Controller {
             for (replica, frees_bytes) in both.filter(|(replica, _)| !replica.placed) {
                 let host = hosts.get(&replica.pool);
                 let users = volume.attachments.iter().map(|a| &a.node);
-                let barred = barred.keys().filter(|(id, _)| *id == volume.id.0);
+                let barred = barred.iter().filter(|(id, _)| *id == volume.id.0);
                 movables.push(Movable {
                     volume,
                     guid: replica.guid.0,
@@ -212,7 +280,7 @@ impl Controller {
 
     /// Whether a volume is whole, nothing of it is being changed, and its policy lets it move.
     fn is_still(&self, Standing { volume, status }: &Standing) -> bool {
-        self.replace_after(volume) != ReplaceAfter::Never
+        self.state.replace_after(volume) != ReplaceAfter::Never
             && status.health == "Online"
             && status.replicas.iter().all(|r| r.known && r.phase == "InSync" && r.bad_blocks == 0)
             && is_unchanging(volume)
@@ -228,20 +296,20 @@ impl Controller {
                 other => other.map(Some),
             }
         };
-        let (volume, begun) = match self.update_volume(chosen.volume, change).await {
+        let (volume, begun) = match self.state.update_volume(chosen.volume, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
             other => other?,
         };
         let Some((old, _)) = begun else { return Ok(()) };
-        self.observed().looks.balancing.balance.begun += 1;
+        self.memory().balance.begun += 1;
         let Move { from, to, from_percent, to_percent, .. } = chosen;
         let message = format!(
             "pool {from} is {from_percent}% full and pool {to} {to_percent}%, pools may be {} apart: \
              it moves to pool {to}",
-            self.settings.rebalance_at
+            self.state.settings.rebalance_at
         );
         let object = Object::new("replica", old.id.0, &volume.spec.name);
-        self.events.record(Severity::Normal, object, "ReplicaRebalances", message);
+        self.state.events.record(Severity::Normal, object, "ReplicaRebalances", message);
         Ok(())
     }
 
@@ -250,17 +318,18 @@ impl Controller {
         let why = format!(
             "fuller than pool {emptiest} by more than {}, and no replica can be moved that would \
              even them out",
-            self.settings.rebalance_at
+            self.state.settings.rebalance_at
         );
         // Which pool is the emptiest may change with every look.
         let now = Some((fullest.clone(), why.clone()));
-        let before = std::mem::replace(&mut self.observed().looks.balancing.blocked, now);
+        let before = std::mem::replace(&mut self.memory().blocked, now);
         if before.is_some_and(|(pool, _)| pool == fullest) {
             return;
         }
-        let id = self.pools.get(&fullest).map(|pool| pool.pool_id.clone()).unwrap_or_default();
+        let id =
+            self.state.pools.get(&fullest).map(|pool| pool.pool_id.clone()).unwrap_or_default();
         let object = Object::new("pool", id, &fullest);
-        self.events.record(Severity::Normal, object, "RebalanceWaits", why);
+        self.state.events.record(Severity::Normal, object, "RebalanceWaits", why);
     }
 
     /// Drops moves that must not be in the way, or that lead nowhere any more; whether there was
@@ -277,6 +346,7 @@ impl Controller {
             replica.cause == Cause::Balance && !volume.is_known(replica)
         };
         let Some(newcomer) = volume.replicas.iter().find(|r| moves(volume, r)) else {
+            self.forget(volume.id.0);
             return Ok(false);
         };
         let known = |guid: &ReplicaGuid| {
@@ -284,11 +354,12 @@ impl Controller {
             found.is_some_and(|r| volume.is_known(r) && r.id != newcomer.id)
         };
         let hopeless = {
-            let mut observed = self.observed();
+            let observed = self.state.observed();
             let seen = observed.volumes.get(&volume.id.0);
             let seen = seen.and_then(|seen| seen.replicas.get(&newcomer.guid.0));
             let reached = seen.map_or((0, 0), |seen| (seen.applied_lsn, seen.rebuilt_bytes));
-            observed.looks.balancing.hopeless(newcomer.guid.0, reached, now)
+            drop(observed);
+            self.memory().hopeless(volume.id.0, newcomer.guid.0, reached, now)
         };
         let gone = missed.get(&newcomer.guid.0).is_some_and(|gone| *gone >= GIVEN_UP_AFTER);
         let (why, bars) = if gone {
@@ -305,29 +376,29 @@ impl Controller {
             let at = volume.replicas.iter().position(|r| r.guid == guid && moves(volume, r));
             Ok(at.map(|at| volume.discard(at)))
         };
-        let (volume, gone) = match self.update_volume(volume.id.0, change).await {
+        let (volume, gone) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(true),
             other => other?,
         };
         if let Some(gone) = gone {
             {
-                let balancing = &mut self.observed().looks.balancing;
-                balancing.balance.given_up += 1;
+                let mut memory = self.memory();
+                memory.balance.given_up += 1;
                 if bars {
-                    balancing.barred.insert((volume.id.0, gone.pool.clone()), now + BARRED_FOR);
+                    memory.barred.insert((volume.id.0, gone.pool.clone()), now + BARRED_FOR);
                 }
             }
             let object = Object::new("replica", gone.id.0, &volume.spec.name);
             let message = format!("it stays where it is and does not go to {}: {why}", gone.pool);
-            self.events.record(Severity::Normal, object, "RebalanceGivenUp", message);
+            self.state.events.record(Severity::Normal, object, "RebalanceGivenUp", message);
         }
         Ok(true)
     }
 
     /// What evening out does about each pool, in words, by name.
-    pub(crate) fn balancing_words(&self) -> BTreeMap<String, String> {
+    pub(crate) fn words(&self) -> BTreeMap<String, String> {
         let mut words = BTreeMap::new();
-        for volume in self.volumes.list() {
+        for volume in self.state.volumes.indexed(|index| Some(index.growing())) {
             let name = &volume.spec.name;
             for new in volume.replicas.iter().filter(|r| r.cause == Cause::Balance) {
                 let old = volume.replicas.iter().find(|r| r.id == new.id && volume.is_known(r));
@@ -342,13 +413,19 @@ impl Controller {
                 );
             }
         }
-        if let Some((pool, why)) = self.observed().looks.balancing.blocked.clone()
-            && self.settings.rebalance_at != RebalanceAt::Never
+        if let Some((pool, why)) = self.memory().blocked.clone()
+            && self.state.settings.rebalance_at != RebalanceAt::Never
         {
             words.entry(pool).or_insert(why);
         }
         words
     }
+}
+
+/// A volume, and how it stands.
+struct Standing {
+    volume: Arc<VolumeRecord>,
+    status: VolumeStatus,
 }
 
 fn is_unchanging(volume: &VolumeRecord) -> bool {

@@ -5,12 +5,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{GoesBy, Scrub, Verification};
+use quoin_api::control::{GoesBy, Scrub};
 use quoin_types::{Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
-use crate::reconcile::dying::Wear;
-use crate::reconcile::heal::Looks;
 use crate::reconcile::reach::Reach;
 use crate::volume::devices::DeviceSeen;
 
@@ -126,6 +124,23 @@ pub struct DeviceMade {
 }
 
 impl VolumeSeen {
+    /// Whether more than progress differs from what it said `before`.
+    pub fn differs(&self, before: &Self) -> bool {
+        let states = |seen: &Self| {
+            let states = seen.replicas.iter().map(|(guid, r)| (*guid, r.state.clone()));
+            states.collect::<HashMap<_, _>>()
+        };
+        (&self.node, self.epoch, &self.state, &self.silent, self.membership_version)
+            != (
+                &before.node,
+                before.epoch,
+                &before.state,
+                &before.silent,
+                before.membership_version,
+            )
+            || states(self) != states(before)
+    }
+
     /// Whether the target serves with every replica that it goes by.
     pub fn is_whole(&self) -> bool {
         let mut all = self.replicas.values();
@@ -141,27 +156,13 @@ pub struct Observed {
     pub pools: BTreeMap<String, PoolSeen>,
     pub nodes: BTreeMap<String, NodeSeen>,
     pub volumes: HashMap<VolumeId, VolumeSeen>,
-    /// Last announced health of each volume.
-    pub health: HashMap<VolumeId, &'static str>,
-    /// Whose absence was announced: ("pool" or "node", name).
-    pub absent: HashSet<(&'static str, String)>,
-    /// Replicas that are in no record, announced once.
-    pub strangers: HashSet<ReplicaGuid>,
     /// Volumes that were served under the membership and the epoch of their record since this
     /// controller started, which an old copy of the record would not be.
     pub confirmed: HashSet<VolumeId>,
     /// Volumes whose records were found to be an old copy, announced once.
     pub behind: HashSet<VolumeId>,
-    /// What pools' disks did lately.
-    pub wear: HashMap<String, Wear>,
-    /// How far verifications are.
-    pub verifying: HashMap<VolumeId, Verification>,
-    /// What self-healing remembers.
-    pub looks: Looks,
     /// Which pools are reached where they say they are.
     pub reach: Reach,
-    /// Devices whose volume another node used since, told once: node, volume and its use.
-    pub dead_devices: HashSet<(String, VolumeId, u64)>,
     /// When targets began to open volumes.
     pub openings: HashMap<VolumeId, Instant>,
 }
@@ -173,16 +174,9 @@ impl Observed {
             pools: BTreeMap::new(),
             nodes: BTreeMap::new(),
             volumes: HashMap::new(),
-            health: HashMap::new(),
-            absent: HashSet::new(),
-            strangers: HashSet::new(),
             confirmed: HashSet::new(),
             behind: HashSet::new(),
-            wear: HashMap::new(),
-            verifying: HashMap::new(),
-            looks: Looks::default(),
             reach: Reach::default(),
-            dead_devices: HashSet::new(),
             openings: HashMap::new(),
         }
     }

@@ -16,7 +16,7 @@ use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::state::changes::Concerned;
+use crate::state::changes::{Concerned, Nodes};
 pub use crate::state::member_records::{MemberOfCluster, TokenRecord};
 use crate::state::table::Index;
 use crate::state::volume_index::VolumeIndex;
@@ -60,6 +60,14 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     /// Pools and nodes whose assignments depend on this record.
     fn concerned(&self) -> Concerned {
         Concerned::Everybody
+    }
+    /// Pools and nodes whose assignments a change of this record may alter.
+    fn concerned_by(before: Option<&Self>, after: Option<&Self>) -> Concerned {
+        Concerned::by(before.map(Self::concerned), after.map(Self::concerned))
+    }
+    /// The volume of which this record says something, where it is a single one.
+    fn volume(&self) -> Option<VolumeId> {
+        None
     }
     /// The key of the one with this name.
     fn key_of(name: &str) -> String {
@@ -451,9 +459,21 @@ impl Record for VolumeRecord {
         self.id.0.to_string()
     }
     fn concerned(&self) -> Concerned {
-        // A node may have a device of a volume that is served elsewhere by now.
-        let nodes = self.owner.is_some() || !self.attachments.is_empty();
+        let nodes = self.owner.iter().chain(self.attachments.iter().map(|a| &a.node));
+        let nodes = Nodes::These(nodes.cloned().collect());
         Concerned::Some { pools: self.pools().cloned().collect(), nodes }
+    }
+    fn concerned_by(before: Option<&Self>, after: Option<&Self>) -> Concerned {
+        let concerned = Concerned::by(before.map(Self::concerned), after.map(Self::concerned));
+        let uses = |volume: Option<&Self>| volume.map(|v| (v.epoch, v.used.clone()));
+        // Any node may have a device of a volume that is served elsewhere by now.
+        match uses(before) == uses(after) || before.is_none() {
+            true => concerned,
+            false => concerned.and(Concerned::all_nodes()),
+        }
+    }
+    fn volume(&self) -> Option<VolumeId> {
+        Some(self.id.0)
     }
 }
 
@@ -508,7 +528,7 @@ impl Record for PoolRecord {
     }
     fn concerned(&self) -> Concerned {
         // Nodes are told its address.
-        Concerned::Some { pools: [self.name.clone()].into(), nodes: true }
+        Concerned::Some { pools: [self.name.clone()].into(), nodes: Nodes::All }
     }
 }
 

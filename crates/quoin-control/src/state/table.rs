@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, RwLock};
 
 use crate::Error;
-use crate::state::changes::{Changes, Concerned};
+use crate::state::changes::Changes;
 use crate::state::records::{Record, decode, encode};
 use crate::state::store::{Entry, Store, StoreError, Swap};
 
@@ -218,9 +218,9 @@ impl<R: Record> Table<R> {
             _ => true,
         };
         if is_news {
-            let concerned = |record: &Arc<R>| record.concerned();
-            let [before, after] = [&before, &record].map(|record| record.as_ref().map(concerned));
-            self.changes.wake(&Concerned::by(before, after));
+            let (before, after) = (before.as_deref(), record.as_deref());
+            let volume = after.or(before).and_then(Record::volume);
+            self.changes.wake(&R::concerned_by(before, after), volume);
         }
     }
 

@@ -143,7 +143,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
         (Family::<OfVolume, Gauge>::default(), Family::<OfVolume, Seconds>::default());
     let (mut rebuilt, mut total) = (0u64, 0u64);
     for volume in controller.volumes.list() {
-        for replica in controller.replicas_of(&volume) {
+        for replica in controller.status.replicas(&volume) {
             if replica.phase == "Rebuilding" {
                 rebuilt += replica.rebuilt_bytes;
                 total += replica.rebuild_total_bytes;
@@ -175,7 +175,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
 }
 
 fn healing(controller: &Controller, registry: &mut Registry) {
-    let healing = controller.healing();
+    let healing = controller.healer.counts();
     let counter = |value: u64| {
         let counter = Counter::<u64>::default();
         counter.inc_by(value);
@@ -194,7 +194,7 @@ fn healing(controller: &Controller, registry: &mut Registry) {
     registry.register("heals_waiting", help, gauge(healing.waiting));
     let help = "Replicas that should be elsewhere and cannot be made there";
     registry.register("heals_stuck", help, gauge(healing.stuck));
-    let balance = controller.balance();
+    let balance = controller.balancer.counts();
     let help = "Replicas begun elsewhere to even out how full pools are since the start";
     registry.register("rebalances", help, counter(balance.begun));
     let help = "Of them, those that were dropped on the way";
@@ -209,7 +209,7 @@ fn pools(controller: &Controller, registry: &mut Registry) {
     let family = Family::<Named, Gauge>::default;
     let (up, capacity, used, free, replicas) = (family(), family(), family(), family(), family());
     let cordoned = family();
-    for pool in controller.pool_messages() {
+    for pool in controller.status.pools() {
         let label = Named { name: pool.name };
         let set = |family: &Family<Named, Gauge>, value: u64| {
             family.get_or_create(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
@@ -231,7 +231,7 @@ fn pools(controller: &Controller, registry: &mut Registry) {
 
 fn nodes(controller: &Controller, registry: &mut Registry) {
     let (up, attached) = (Family::<Named, Gauge>::default(), Family::<Named, Gauge>::default());
-    for node in controller.node_messages() {
+    for node in controller.status.nodes() {
         let label = Named { name: node.name };
         up.get_or_create(&label).set(i64::from(node.state == "Online"));
         attached.get_or_create(&label).set(node.attached.into());

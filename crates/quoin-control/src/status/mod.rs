@@ -12,13 +12,15 @@ use quoin_types::{Epoch, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::api::assignments;
-use crate::controller::Controller;
+use crate::reconcile::rebalance::Balancer;
+use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
 use crate::state::records::{
     AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase,
     VolumeRecord,
 };
 use crate::time::timestamp;
+use crate::volume::verification::Verifier;
 use quoin_api::volume::Spread;
 
 /// A target that has not opened a volume after so long has met with something.
@@ -44,20 +46,7 @@ pub(crate) struct VolumeStatus {
     pub replicas: Vec<ReplicaStatus>,
 }
 
-/// A volume that is ready, and how it stands.
-pub(crate) struct Standing {
-    pub volume: Arc<VolumeRecord>,
-    pub status: VolumeStatus,
-}
-
-impl Controller {
-    /// How all volumes that are ready stand; looked at once for all that follows from it.
-    pub(crate) fn standings(&self) -> Vec<Standing> {
-        let volumes = self.volumes.list().into_iter();
-        let ready = volumes.filter(|volume| volume.phase == VolumePhase::Ready);
-        ready.map(|volume| Standing { status: self.status(&volume), volume }).collect()
-    }
-
+impl State {
     pub(crate) fn waiting_for(&self, volume: &VolumeRecord) -> String {
         self.status(volume).waiting_for
     }
@@ -248,136 +237,6 @@ impl Controller {
         }
     }
 
-    pub fn volume_message(&self, volume: &VolumeRecord) -> api::Volume {
-        let status = self.shown_status(volume);
-        let revision = self.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
-        let phase = match volume.phase {
-            VolumePhase::Pending => "Pending",
-            VolumePhase::Ready => "Ready",
-            VolumePhase::Deleting => "Deleting",
-        };
-        api::Volume {
-            id: volume.id.0.to_string(),
-            spec: Some(assignments::spec(volume)),
-            size_bytes: volume.size_bytes,
-            phase: phase.to_owned(),
-            health: status.health.to_owned(),
-            r#use: if volume.attachments.is_empty() { "detached" } else { "attached" }.to_owned(),
-            waiting_for: status.waiting_for,
-            epoch: volume.epoch,
-            membership: Some(assignments::membership(volume)),
-            attachments: volume
-                .attachments
-                .iter()
-                .map(|attachment| self.attachment_message(volume, attachment))
-                .collect(),
-            replicas: self.replica_messages(volume, &status.replicas),
-            created_at: Some(timestamp(volume.created_ms)),
-            contract: match volume.may_have_lost_ms {
-                0 => self.contract(volume),
-                _ => format!(
-                    "{}; it was recovered by hand, and what only the replicas held that were given \
-                     up then is lost",
-                    self.contract(volume)
-                ),
-            },
-            resource_version: revision,
-            changing: volume.changing(),
-            desired_consistency_factor: volume.consistency_factor.into(),
-            replace_after: self.replace_after(volume).to_string(),
-            verification: self.verification_message(volume),
-            devices: self.devices_of(volume),
-        }
-    }
-
-    pub fn attachment_message(
-        &self,
-        volume: &VolumeRecord,
-        attachment: &AttachmentRecord,
-    ) -> api::Attachment {
-        let observed = self.observed();
-        let serving = self.serving(&observed, volume);
-        let online = observed.node_online(&attachment.node, self.settings.offline_after);
-        let (phase, message) = match serving {
-            Some(seen) if seen.state == "serving" => ("Attached", String::new()),
-            Some(seen) => ("Attaching", seen.waiting_for.clone()),
-            None if online => ("Attaching", "the node's target opens it".to_owned()),
-            None => ("Attaching", format!("node {} is offline", attachment.node)),
-        };
-        let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
-        let device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
-        let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
-        api::Attachment {
-            volume_id: volume.id.0.to_string(),
-            node: attachment.node.clone(),
-            read_only: attachment.read_only,
-            phase: phase.to_owned(),
-            message,
-            publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
-            usage: attachment.usage.clone(),
-            nbd_uri: serving
-                .filter(|seen| seen.node == attachment.node)
-                .map(|seen| seen.nbd_uri.clone())
-                .unwrap_or_default(),
-            device: device.path,
-            device_message: device.message,
-            device_refused: device.refused,
-        }
-    }
-
-    pub fn replicas_of(&self, volume: &VolumeRecord) -> Vec<api::Replica> {
-        let status = self.shown_status(volume);
-        self.replica_messages(volume, &status.replicas)
-    }
-
-    fn replica_messages(
-        &self,
-        volume: &VolumeRecord,
-        status: &[ReplicaStatus],
-    ) -> Vec<api::Replica> {
-        let observed = self.observed();
-        let serving = self.serving(&observed, volume);
-        let message = |(replica, status): (&ReplicaRecord, &ReplicaStatus)| {
-            let pool = observed.pools.get(&replica.pool);
-            let held = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
-            let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
-            api::Replica {
-                replica_id: replica.id.0.to_string(),
-                guid: replica.guid.0.to_string(),
-                volume_id: volume.id.0.to_string(),
-                volume_name: volume.spec.name.clone(),
-                pool: replica.pool.clone(),
-                node: self.pools.get(&replica.pool).map_or(String::new(), |p| p.node.clone()),
-                phase: status.phase.to_owned(),
-                quorum: held.map_or(status.known, |held| held.quorum),
-                position_epoch: held.map_or(0, |held| held.position.epoch.0),
-                position_lsn: progress
-                    .map(|progress| progress.applied_lsn)
-                    .or(held.map(|held| held.position.lsn.0))
-                    .unwrap_or(0),
-                rebuilt_bytes: progress.map_or(0, |progress| progress.rebuilt_bytes),
-                rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
-                write_us: progress.map_or(0, |progress| progress.write_us),
-                slow: progress.is_some_and(|progress| progress.slow),
-                message: status.message.clone(),
-                used_bytes: held.map_or(0, |held| held.used_bytes),
-                bad_blocks: status.bad_blocks,
-                known: status.known,
-                leaving: replica.leaving || volume.is_followed(replica),
-                repaired: held.map_or(0, |held| held.repaired),
-                cause: match replica.cause {
-                    _ if status.known => "",
-                    Cause::Asked => "",
-                    Cause::Healing => "healing",
-                    Cause::Drain => "drain",
-                    Cause::Balance => "balance",
-                }
-                .to_owned(),
-            }
-        };
-        volume.replicas.iter().zip(status).map(message).collect()
-    }
-
     /// What the volume survives, in words: by where its replicas are, not by what was hoped.
     pub(crate) fn contract(&self, volume: &VolumeRecord) -> String {
         let (rf, cf) = (volume.membership.rf, volume.membership.cf);
@@ -408,22 +267,166 @@ impl Controller {
             plural(hosts.len() as u8, "host")
         )
     }
+}
 
-    pub fn pool_messages(&self) -> Vec<api::Pool> {
+/// Messages about volumes, pools and nodes, as people see them.
+pub struct Status {
+    state: Arc<State>,
+    verifier: Arc<Verifier>,
+    balancer: Arc<Balancer>,
+}
+
+impl Status {
+    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>, balancer: Arc<Balancer>) -> Self {
+        Self { state, verifier, balancer }
+    }
+
+    pub fn volume(&self, volume: &VolumeRecord) -> api::Volume {
+        let status = self.state.shown_status(volume);
+        let revision = self.state.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
+        let phase = match volume.phase {
+            VolumePhase::Pending => "Pending",
+            VolumePhase::Ready => "Ready",
+            VolumePhase::Deleting => "Deleting",
+        };
+        api::Volume {
+            id: volume.id.0.to_string(),
+            spec: Some(assignments::spec(volume)),
+            size_bytes: volume.size_bytes,
+            phase: phase.to_owned(),
+            health: status.health.to_owned(),
+            r#use: if volume.attachments.is_empty() { "detached" } else { "attached" }.to_owned(),
+            waiting_for: status.waiting_for,
+            epoch: volume.epoch,
+            membership: Some(assignments::membership(volume)),
+            attachments: volume
+                .attachments
+                .iter()
+                .map(|attachment| self.attachment(volume, attachment))
+                .collect(),
+            replicas: self.replica_messages(volume, &status.replicas),
+            created_at: Some(timestamp(volume.created_ms)),
+            contract: match volume.may_have_lost_ms {
+                0 => self.state.contract(volume),
+                _ => format!(
+                    "{}; it was recovered by hand, and what only the replicas held that were given \
+                     up then is lost",
+                    self.state.contract(volume)
+                ),
+            },
+            resource_version: revision,
+            changing: volume.changing(),
+            desired_consistency_factor: volume.consistency_factor.into(),
+            replace_after: self.state.replace_after(volume).to_string(),
+            verification: self.verifier.message(volume),
+            devices: self.state.devices_of(volume),
+        }
+    }
+
+    pub fn attachment(
+        &self,
+        volume: &VolumeRecord,
+        attachment: &AttachmentRecord,
+    ) -> api::Attachment {
+        let observed = self.state.observed();
+        let serving = self.state.serving(&observed, volume);
+        let online = observed.node_online(&attachment.node, self.state.settings.offline_after);
+        let (phase, message) = match serving {
+            Some(seen) if seen.state == "serving" => ("Attached", String::new()),
+            Some(seen) => ("Attaching", seen.waiting_for.clone()),
+            None if online => ("Attaching", "the node's target opens it".to_owned()),
+            None => ("Attaching", format!("node {} is offline", attachment.node)),
+        };
+        let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
+        let device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
+        let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
+        api::Attachment {
+            volume_id: volume.id.0.to_string(),
+            node: attachment.node.clone(),
+            read_only: attachment.read_only,
+            phase: phase.to_owned(),
+            message,
+            publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
+            usage: attachment.usage.clone(),
+            nbd_uri: serving
+                .filter(|seen| seen.node == attachment.node)
+                .map(|seen| seen.nbd_uri.clone())
+                .unwrap_or_default(),
+            device: device.path,
+            device_message: device.message,
+            device_refused: device.refused,
+        }
+    }
+
+    pub fn replicas(&self, volume: &VolumeRecord) -> Vec<api::Replica> {
+        let status = self.state.shown_status(volume);
+        self.replica_messages(volume, &status.replicas)
+    }
+
+    fn replica_messages(
+        &self,
+        volume: &VolumeRecord,
+        status: &[ReplicaStatus],
+    ) -> Vec<api::Replica> {
+        let observed = self.state.observed();
+        let serving = self.state.serving(&observed, volume);
+        let message = |(replica, status): (&ReplicaRecord, &ReplicaStatus)| {
+            let pool = observed.pools.get(&replica.pool);
+            let held = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
+            let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
+            api::Replica {
+                replica_id: replica.id.0.to_string(),
+                guid: replica.guid.0.to_string(),
+                volume_id: volume.id.0.to_string(),
+                volume_name: volume.spec.name.clone(),
+                pool: replica.pool.clone(),
+                node: self.state.pools.get(&replica.pool).map_or(String::new(), |p| p.node.clone()),
+                phase: status.phase.to_owned(),
+                quorum: held.map_or(status.known, |held| held.quorum),
+                position_epoch: held.map_or(0, |held| held.position.epoch.0),
+                position_lsn: progress
+                    .map(|progress| progress.applied_lsn)
+                    .or(held.map(|held| held.position.lsn.0))
+                    .unwrap_or(0),
+                rebuilt_bytes: progress.map_or(0, |progress| progress.rebuilt_bytes),
+                rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
+                write_us: progress.map_or(0, |progress| progress.write_us),
+                slow: progress.is_some_and(|progress| progress.slow),
+                message: status.message.clone(),
+                used_bytes: held.map_or(0, |held| held.used_bytes),
+                bad_blocks: status.bad_blocks,
+                known: status.known,
+                leaving: replica.leaving || volume.is_followed(replica),
+                repaired: held.map_or(0, |held| held.repaired),
+                cause: match replica.cause {
+                    _ if status.known => "",
+                    Cause::Asked => "",
+                    Cause::Healing => "healing",
+                    Cause::Drain => "drain",
+                    Cause::Balance => "balance",
+                }
+                .to_owned(),
+            }
+        };
+        volume.replicas.iter().zip(status).map(message).collect()
+    }
+
+    pub fn pools(&self) -> Vec<api::Pool> {
         let mut replicas = std::collections::HashMap::<String, u32>::new();
-        for volume in self.volumes.list() {
+        for volume in self.state.volumes.list() {
             for replica in &volume.replicas {
                 *replicas.entry(replica.pool.clone()).or_default() += 1;
             }
         }
-        let balancing = self.balancing_words();
-        let observed = self.observed();
+        let balancing = self.balancer.words();
+        let observed = self.state.observed();
         let message = |pool: &PoolRecord| {
             let seen = observed.pools.get(&pool.name);
-            let online = observed.online_pool(&pool.name, self.settings.offline_after).is_some();
-            let unreachable = observed.unreachable(&pool.name, self.settings.offline_after);
+            let online =
+                observed.online_pool(&pool.name, self.state.settings.offline_after).is_some();
+            let unreachable = observed.unreachable(&pool.name, self.state.settings.offline_after);
             let (capacity, used) = seen.map_or((0, 0), |s| (s.capacity_bytes, s.used_bytes));
-            let dying = self.why_dying(&pool.name).unwrap_or_default();
+            let dying = self.state.why_dying(&pool.name).unwrap_or_default();
             let (state, message) = match seen {
                 _ if pool.rolled_back => {
                     ("Failed", "an older state of its disk came back; wipe it to rebuild")
@@ -459,24 +462,24 @@ impl Controller {
                 dying: dying.clone(),
                 topology: pool.topology.clone().into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
-                cordon: self.cordon_of_pool(pool).to_owned(),
+                cordon: self.state.cordon_of_pool(pool).to_owned(),
             }
         };
-        self.pools.list().iter().map(|pool| message(pool)).collect()
+        self.state.pools.list().iter().map(|pool| message(pool)).collect()
     }
 
-    pub fn node_messages(&self) -> Vec<api::Node> {
+    pub fn nodes(&self) -> Vec<api::Node> {
         let mut attached = std::collections::HashMap::<String, u32>::new();
-        for volume in self.volumes.list() {
+        for volume in self.state.volumes.list() {
             for attachment in &volume.attachments {
                 *attached.entry(attachment.node.clone()).or_default() += 1;
             }
         }
-        let observed = self.observed();
+        let observed = self.state.observed();
         let message = |node: &NodeRecord| api::Node {
             name: node.name.clone(),
             address: node.address.clone(),
-            state: match observed.node_online(&node.name, self.settings.offline_after) {
+            state: match observed.node_online(&node.name, self.state.settings.offline_after) {
                 true => "Online".to_owned(),
                 false => "Offline".to_owned(),
             },
@@ -484,10 +487,10 @@ impl Controller {
             topology: node.topology.clone().into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
-            cordon: self.cordon_of_node(&node.name).to_owned(),
-            manages_volumes: self.manages_volumes(&node.name),
+            cordon: self.state.cordon_of_node(&node.name).to_owned(),
+            manages_volumes: self.state.manages_volumes(&node.name),
         };
-        self.nodes.list().iter().map(|node| message(node)).collect()
+        self.state.nodes.list().iter().map(|node| message(node)).collect()
     }
 }
 

@@ -6,10 +6,10 @@ use quoin_api::control as api;
 use quoin_types::membership::open_quorum;
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::records::{ReplicaPhase, VolumePhase, VolumeRecord};
 
-impl Controller {
+impl State {
     /// Only what the target told under the record's epoch is its own; the records alone are shown
     /// by the volume.
     pub fn target_config(&self, volume: &Arc<VolumeRecord>) -> Result<api::TargetConfig, Error> {

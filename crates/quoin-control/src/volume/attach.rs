@@ -12,9 +12,9 @@ use quoin_types::Term;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::controller::{Controller, about};
 use crate::state::events::Severity;
 use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::state::{State, about};
 
 /// Attachment in a volume's record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ pub struct Publish {
     pub device: bool,
 }
 
-impl Controller {
+impl State {
     pub async fn publish_volume(
         &self,
         reference: Option<&VolumeRef>,

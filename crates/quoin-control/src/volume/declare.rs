@@ -13,9 +13,9 @@ use quoin_api::volume::{OPTIONS, VolumeOptions};
 use quoin_types::ReplicaId;
 
 use crate::api::reports;
-use crate::controller::{Controller, about};
 use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
+use crate::state::{State, about};
 use crate::volume::placement::Candidate;
 use crate::volume::scale::{self, Scale};
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
@@ -32,7 +32,7 @@ struct Place {
 /// Change that was made: reason of its event, and message for the user.
 type Said = (&'static str, String);
 
-impl Controller {
+impl State {
     /// Applies a document; with `dry_run` only returns the changes. The volume is `None` where a
     /// dry run would create it.
     pub async fn apply_volume(

@@ -7,6 +7,9 @@
 //! volume, over any number of attachments and openings. A device is made for one use and fails
 //! after it.
 
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+
 use quoin_api::control::{self as api, ServedElsewhere, VolumeRef};
 use quoin_types::VolumeId;
 use serde::{Deserialize, Serialize};
@@ -14,11 +17,11 @@ use tokio::time::Instant;
 
 use crate::Error;
 use crate::api::reports::{id, short};
-use crate::controller::{Controller, about};
 use crate::state::changes::Concerned;
 use crate::state::events::Severity;
 use crate::state::observed::NodeSeen;
 use crate::state::records::VolumeRecord;
+use crate::state::{State, about};
 
 /// Most devices in one report.
 const DEVICES_MAX: usize = 4096;
@@ -93,7 +96,58 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
     devices.iter().map(seen).collect()
 }
 
-impl Controller {
+/// Devices whose volume another node has used since, each told once.
+pub(crate) struct DeadDevices {
+    state: Arc<State>,
+    /// Node, volume and its use.
+    known: Mutex<HashSet<(String, VolumeId, u64)>>,
+}
+
+impl DeadDevices {
+    pub fn new(state: Arc<State>) -> Self {
+        Self { state, known: Mutex::default() }
+    }
+
+    /// Returns [`State::served_elsewhere`], and records one event for each device.
+    pub(crate) fn announce(&self, node: &str) -> Vec<ServedElsewhere> {
+        let served = self.state.served_elsewhere(node);
+        let mut news = Vec::new();
+        let changed = {
+            let now: Vec<_> = served
+                .iter()
+                .filter_map(|served| {
+                    let volume = served.volume_id.parse().ok()?;
+                    Some((node.to_owned(), volume, served.since_epoch))
+                })
+                .collect();
+            let mut known = self.known.lock().expect("no holder of this lock panics");
+            let before = known.len();
+            known.retain(|dead| dead.0 != node || now.contains(dead));
+            let are_gone = known.len() != before;
+            for (dead, served) in now.into_iter().zip(&served) {
+                if known.insert(dead) {
+                    news.push(served);
+                }
+            }
+            are_gone || !news.is_empty()
+        };
+        for ServedElsewhere { volume_id, node: by, since_epoch, .. } in news {
+            let Some(volume) = self.state.volumes.get(volume_id) else { continue };
+            let message = format!(
+                "served by {by} since epoch {since_epoch}: mounts of an earlier use on node {node} \
+                 are dead and fail their IO; end their users and unmount them, or run `quoin volume \
+                 detach --force` there"
+            );
+            self.state.events.record(Severity::Warning, about(&volume), "MountsDead", message);
+        }
+        if changed {
+            self.state.announce(&Concerned::all_nodes());
+        }
+        served
+    }
+}
+
+impl State {
     /// Devices of a node that belong to an earlier use of their volume.
     pub(crate) fn served_elsewhere(&self, node: &str) -> Vec<ServedElsewhere> {
         // Records that do not rule may not know which node had a volume last.
@@ -113,45 +167,6 @@ impl Controller {
             })
         };
         devices.iter().filter_map(over).collect()
-    }
-
-    /// Returns [`Self::served_elsewhere`], and records one event for each device.
-    pub(crate) fn announce_dead_devices(&self, node: &str) -> Vec<ServedElsewhere> {
-        let served = self.served_elsewhere(node);
-        let mut news = Vec::new();
-        let changed = {
-            let mut observed = self.observed();
-            let now: Vec<_> = served
-                .iter()
-                .filter_map(|served| {
-                    let volume = served.volume_id.parse().ok()?;
-                    Some((node.to_owned(), volume, served.since_epoch))
-                })
-                .collect();
-            let known = &mut observed.dead_devices;
-            let before = known.len();
-            known.retain(|dead| dead.0 != node || now.contains(dead));
-            let are_gone = known.len() != before;
-            for (dead, served) in now.into_iter().zip(&served) {
-                if known.insert(dead) {
-                    news.push(served);
-                }
-            }
-            are_gone || !news.is_empty()
-        };
-        for ServedElsewhere { volume_id, node: by, since_epoch, .. } in news {
-            let Some(volume) = self.volumes.get(volume_id) else { continue };
-            let message = format!(
-                "served by {by} since epoch {since_epoch}: mounts of an earlier use on node {node} \
-                 are dead and fail their IO; end their users and unmount them, or run `quoin volume \
-                 detach --force` there"
-            );
-            self.events.record(Severity::Warning, about(&volume), "MountsDead", message);
-        }
-        if changed {
-            self.announce(&Concerned::Some { pools: Default::default(), nodes: true });
-        }
-        served
     }
 
     /// Devices that nodes report of a volume.

@@ -5,7 +5,7 @@ use quoin_types::membership::RETIRED_MAX;
 use quoin_types::{EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{
     Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord,
@@ -35,7 +35,7 @@ pub struct MembershipSwap {
     pub known: Vec<Member>,
 }
 
-impl Controller {
+impl State {
     /// Sets epoch := max(record, `at_least`) + 1, only while `node` owns the volume. Returns
     /// `Ok(Err(why))` where the node does not own it (any more): that target must stop.
     pub async fn acquire_epoch(

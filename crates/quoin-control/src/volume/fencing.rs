@@ -3,7 +3,7 @@
 use quoin_types::{Epoch, Term, VolumeId};
 
 use crate::Error;
-use crate::controller::Controller;
+use crate::state::State;
 use crate::state::records::{Text, VolumePhase, VolumeRecord};
 
 impl VolumeRecord {
@@ -48,7 +48,7 @@ impl VolumeRecord {
     }
 }
 
-impl Controller {
+impl State {
     /// Takes back all grants of a node at once: its sessions are cut. `leaves`: the node also loses
     /// the volumes that were only lent to it.
     pub(crate) async fn fence_node(&self, node: &str, leaves: bool) -> Result<(), Error> {
@@ -57,7 +57,9 @@ impl Controller {
             let owns = volume.owner.as_deref() == Some(node);
             owns || volume.holder == node
         };
-        for volume in self.volumes.list().iter().filter(|volume| concerned(volume)) {
+        let owned = self.volumes_of_node(node);
+        let held = self.volumes.indexed(|index| index.of_holder(node));
+        for volume in owned.iter().chain(&held).filter(|volume| concerned(volume)) {
             let fence = |volume: &mut VolumeRecord| {
                 let owns = volume.owner.as_deref() == Some(node);
                 if leaves && owns && volume.attachments.is_empty() {
@@ -74,26 +76,23 @@ impl Controller {
         Ok(())
     }
 
-    /// Takes back the grants of volumes that have no owner: volumes detached by a version that left
-    /// the grants, and volumes of recovered records.
-    pub(crate) async fn fence_left_over(&self) -> Result<(), Error> {
-        if self.check_ruling().is_err() {
-            return Ok(());
-        }
-        let term = self.term();
+    /// Takes back the grant of a volume that has no owner: one that was detached by a version that
+    /// left the grant, or one of recovered records.
+    pub(crate) async fn fence_left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
         let left_over = |volume: &VolumeRecord| {
             volume.phase == VolumePhase::Ready && volume.owner.is_none() && volume.is_granted()
         };
-        for volume in self.volumes.list().iter().filter(|volume| left_over(volume)) {
-            let fence = |volume: &mut VolumeRecord| {
-                if left_over(volume) {
-                    volume.fence(false, term)?;
-                }
-                Ok(())
-            };
-            self.change_if_there(volume.id.0, fence).await?;
+        if !left_over(volume) {
+            return Ok(());
         }
-        Ok(())
+        let term = self.term();
+        let fence = |volume: &mut VolumeRecord| {
+            if left_over(volume) {
+                volume.fence(false, term)?;
+            }
+            Ok(())
+        };
+        self.change_if_there(volume.id.0, fence).await
     }
 
     /// Cuts a target that still uses an epoch that was taken back. The target has missed that its

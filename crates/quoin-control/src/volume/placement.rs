@@ -7,7 +7,8 @@
 //! of the sizes of the replicas on it) may exceed what it has. A pool takes a new replica of
 //! `size` while its *used* bytes plus `size` stay within 80 % of its capacity: the new volume
 //! alone could be filled today. Among those that take it, the one with the most left after all
-//! promises (capacity less the larger of promised and used) comes first, then by name.
+//! promises (capacity less the larger of promised and used) comes first, then by name. Pools whose
+//! report is due come after all others: they may have gone away a moment ago.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -39,6 +40,8 @@ pub struct Candidate {
     /// Why not one byte more can be written into it, as where the disk below it is full; empty:
     /// some can.
     pub full: String,
+    /// A report of it is due: it may have gone away a moment ago.
+    pub silent: bool,
 }
 
 impl Candidate {
@@ -85,7 +88,7 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
             None => usable.push(pool),
         }
     }
-    usable.sort_by_key(|pool| (-pool.left_bytes(), pool.name.clone()));
+    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
     let wanted = usize::from(spec.replicas);
     let mut hosts = BTreeSet::new();
     let (first_of_host, others): (Vec<_>, Vec<_>) =
@@ -182,7 +185,7 @@ pub fn place_beside(
     let wanted = |pool: &&Candidate| named.is_empty() || named.contains(&pool.name);
     let mut usable: Vec<&Candidate> =
         pools.iter().filter(wanted).filter(|pool| objection(pool).is_none()).collect();
-    usable.sort_by_key(|pool| (-pool.left_bytes(), pool.name.clone()));
+    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
     let mut seen = hosts.clone();
     let (fresh, others): (Vec<_>, Vec<_>) =
         usable.into_iter().partition(|pool| seen.insert(pool.host.as_str()));
@@ -312,6 +315,7 @@ mod tests {
             promised_bytes: 0,
             unusable: String::new(),
             full: String::new(),
+            silent: false,
         }
     }
 
@@ -372,6 +376,20 @@ mod tests {
         promised.promised_bytes = 9 * GIB;
         let pools = [promised, pool("b", "h2", GIB), pool("c", "h3", 0)];
         assert_eq!(place(&spec(2, Spread::Host), GIB, &pools).unwrap(), ["c", "b"]);
+    }
+
+    #[test]
+    fn a_pool_that_fell_silent_is_the_last_choice_and_still_one() {
+        let silent = Candidate { silent: true, ..pool("a", "h1", 0) };
+        let pools = [silent, pool("b", "h2", GIB), pool("c", "h3", 2 * GIB)];
+        assert_eq!(place(&spec(2, Spread::Host), GIB, &pools).unwrap(), ["b", "c"]);
+        assert_eq!(place(&spec(3, Spread::Host), GIB, &pools).unwrap(), ["b", "c", "a"]);
+        let spec = spec(2, Spread::Host);
+        let beside = |taken: &[&str]| {
+            let taken = Taken { pools: taken, hosts_of: taken };
+            place_beside(&spec, GIB, &pools, &taken, 1, &[]).unwrap()
+        };
+        assert_eq!((beside(&["b"]), beside(&["b", "c"])), (vec!["c".into()], vec!["a".into()]));
     }
 
     #[test]

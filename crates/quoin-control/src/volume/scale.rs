@@ -12,9 +12,9 @@ use quoin_types::membership::default_cf;
 use quoin_types::{ReplicaGuid, ReplicaId};
 
 use crate::Error;
-use crate::controller::{Controller, about, random_id};
 use crate::state::events::Severity;
 use crate::state::records::{Cause, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
+use crate::state::{State, about, random_id};
 use crate::volume::placement;
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
 
@@ -132,7 +132,7 @@ fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause, placed: bool) -> Re
     ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, placed, cause }
 }
 
-impl Controller {
+impl State {
     /// Raises DRF, and with it makes replicas; sets the consistency factor. RF follows as they
     /// are rebuilt.
     pub async fn scale_volume(
@@ -203,7 +203,7 @@ impl Controller {
     }
 }
 
-impl Controller {
+impl State {
     /// Ids of the known replicas that have everything.
     pub(crate) fn in_sync_ids(&self, volume: &VolumeRecord) -> Vec<ReplicaId> {
         let status = self.status(volume);

@@ -6,17 +6,18 @@
 //! record, and the order is over. A target that is replaced begins anew. A volume that is
 //! attached nowhere is opened for it as for other work ([`crate::reconcile::tending`]).
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control::{self as api, VolumeRef};
 use quoin_types::{ReplicaId, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::controller::{Controller, about};
 use crate::state::changes::Concerned;
 use crate::state::events::Severity;
 use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
+use crate::state::{State, about};
 use crate::text;
 use crate::time::{now_ms, timestamp};
 
@@ -97,7 +98,10 @@ impl Record for VerifyRecord {
         self.volume.0.to_string()
     }
     fn concerned(&self) -> Concerned {
-        Concerned::Some { pools: Default::default(), nodes: true }
+        Concerned::all_nodes()
+    }
+    fn volume(&self) -> Option<VolumeId> {
+        Some(self.volume.0)
     }
 }
 
@@ -241,18 +245,33 @@ impl VerifyRecord {
     }
 }
 
-impl Controller {
+/// Verifications that are wanted, and how far their targets are.
+pub struct Verifier {
+    state: Arc<State>,
+    /// As the targets tell it.
+    running: Mutex<HashMap<VolumeId, api::Verification>>,
+}
+
+impl Verifier {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state, running: Mutex::default() }
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<VolumeId, api::Verification>> {
+        self.running.lock().expect("no holder of this lock panics")
+    }
+
     /// Has all replicas of a volume compared, or what is under way ended. Asked for again, the
     /// same is the one under way.
     ///
     /// # Errors
     /// While another kind is under way, and for a volume that is not ready.
-    pub async fn verify_volume(
+    pub async fn verify(
         &self,
         reference: Option<&VolumeRef>,
         what: Verifying,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = self.volume(reference)?;
+        let volume = self.state.volume(reference)?;
         let name = volume.id.0.to_string();
         let (repair, from) = match what {
             Verifying::Verify => (false, None),
@@ -265,7 +284,7 @@ impl Controller {
                     }
                     Ok(())
                 };
-                self.verifications.update(&name, stop).await?;
+                self.state.verifications.update(&name, stop).await?;
                 return Ok(volume);
             }
         };
@@ -279,8 +298,8 @@ impl Controller {
             return Err(Error::missing("replica", from.to_string()));
         }
         let fresh = VerifyRecord::wanted(volume.id.0, 1, repair, from);
-        if self.verifications.get(&name).is_none()
-            && self.verifications.create(fresh.clone()).await?.is_ok()
+        if self.state.verifications.get(&name).is_none()
+            && self.state.verifications.create(fresh.clone()).await?.is_ok()
         {
             return Ok(volume);
         }
@@ -299,35 +318,36 @@ impl Controller {
             *record = VerifyRecord { request: record.request + 1, ..fresh.clone() };
             Ok(())
         };
-        self.verifications.update(&name, again).await?;
+        self.state.verifications.update(&name, again).await?;
         Ok(volume)
     }
 
-    fn open_verification(&self, volume: VolumeId) -> Option<Arc<VerifyRecord>> {
-        let record = self.verifications.get(&volume.to_string());
+    fn open(&self, volume: VolumeId) -> Option<Arc<VerifyRecord>> {
+        let record = self.state.verifications.get(&volume.to_string());
         record.filter(|record| record.state == VerifyState::Open)
     }
 
     /// What a target could do for the volume about it, in words.
-    pub(crate) fn verify_work(&self, volume: &VolumeRecord) -> Option<String> {
-        let record = self.open_verification(volume.id.0)?;
+    pub(crate) fn work(&self, volume: &VolumeRecord) -> Option<String> {
+        let record = self.open(volume.id.0)?;
         let what = if record.repair { "repaired" } else { "verified" };
         Some(format!("its replicas are {what}"))
     }
 
-    pub(crate) fn verify_order(&self, volume: VolumeId) -> Option<api::VerifyOrder> {
-        let record = self.open_verification(volume)?;
+    pub(crate) fn order(&self, volume: VolumeId) -> Option<api::VerifyOrder> {
+        let record = self.open(volume)?;
         let from_replica_id = record.from.map(|from| from.0.to_string()).unwrap_or_default();
         Some(api::VerifyOrder { request: record.request, repair: record.repair, from_replica_id })
     }
 
     /// The one under way, as far as its target has told, or the last one.
-    pub(crate) fn verification_message(&self, volume: &VolumeRecord) -> Option<api::Verification> {
-        let mut record = VerifyRecord::clone(&*self.verifications.get(&volume.id.0.to_string())?);
+    pub(crate) fn message(&self, volume: &VolumeRecord) -> Option<api::Verification> {
+        let mut record =
+            VerifyRecord::clone(&*self.state.verifications.get(&volume.id.0.to_string())?);
         if record.state != VerifyState::Open {
             return Some(record.message());
         }
-        let told = self.observed().verifying.get(&volume.id.0).cloned();
+        let told = self.running().get(&volume.id.0).cloned();
         if let Some(told) = told.filter(|told| told.request == record.request) {
             record.take(&told);
             return Some(api::Verification { state: "running".to_owned(), ..record.message() });
@@ -342,14 +362,14 @@ impl Controller {
     }
 
     /// Takes in what the target of the volume tells.
-    pub(crate) async fn verification_reported(
+    pub(crate) async fn reported(
         &self,
         volume: &VolumeRecord,
         report: &api::Verification,
     ) -> Result<(), Error> {
-        let open = self.open_verification(volume.id.0);
+        let open = self.open(volume.id.0);
         let Some(open) = open.filter(|record| record.request == report.request) else {
-            self.observed().verifying.remove(&volume.id.0);
+            self.running().remove(&volume.id.0);
             return Ok(());
         };
         let mut told = report.clone();
@@ -369,7 +389,7 @@ impl Controller {
             "ended" => VerifyState::Ended,
             "failed" => VerifyState::Failed,
             _ => {
-                self.observed().verifying.insert(volume.id.0, told);
+                self.running().insert(volume.id.0, told);
                 return Ok(());
             }
         };
@@ -382,21 +402,21 @@ impl Controller {
             record.ended_ms = now_ms();
             Ok(true)
         };
-        let updated = self.verifications.update(&volume.id.0.to_string(), end).await?;
-        self.observed().verifying.remove(&volume.id.0);
+        let updated = self.state.verifications.update(&volume.id.0.to_string(), end).await?;
+        self.running().remove(&volume.id.0);
         if let Some((record, true)) = updated {
             let (severity, message) = record.news();
             let reason = if record.repair { "VolumeRepaired" } else { "VolumeVerified" };
-            self.events.record(severity, about(volume), reason, message);
+            self.state.events.record(severity, about(volume), reason, message);
         }
         Ok(())
     }
 
     /// The volume is gone.
-    pub(crate) async fn forget_verification(&self, volume: VolumeId) -> Result<(), Error> {
-        self.observed().verifying.remove(&volume);
-        if self.verifications.get(&volume.to_string()).is_some() {
-            self.verifications.remove(&volume.to_string(), |_| true).await?;
+    pub(crate) async fn forget(&self, volume: VolumeId) -> Result<(), Error> {
+        self.running().remove(&volume);
+        if self.state.verifications.get(&volume.to_string()).is_some() {
+            self.state.verifications.remove(&volume.to_string(), |_| true).await?;
         }
         Ok(())
     }

@@ -6,17 +6,17 @@ use quoin_api::control::{VolumeRef, VolumeSpec};
 use quoin_api::volume::OPTIONS;
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
-use crate::controller::{Controller, about, random_id};
 use crate::state::events::Severity;
 use crate::state::records::{
     Cause, MemberRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
     VolumePhase, VolumeRecord,
 };
+use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
 use crate::{Error, text};
 
-impl Controller {
+impl State {
     /// Creates a volume, or finds the one that was created by the same request before. Its
     /// replicas are being made when this returns: see the phase.
     pub async fn create_volume(
@@ -308,6 +308,7 @@ impl Controller {
                 used_bytes: seen.map_or(0, |seen| seen.used_bytes),
                 promised_bytes: self.volumes.index(|index| index.promised_bytes(&pool.name)),
                 unusable,
+                silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
             }
         };
         self.pools.list().iter().map(candidate).collect()

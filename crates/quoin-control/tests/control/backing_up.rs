@@ -47,8 +47,8 @@ async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     let options = quoin_control::Options::new(&state);
     let restored = quoin_control::open(&options).await.unwrap();
     assert_eq!(restored.recovery_reason(), "they come from a backup");
-    assert!(restored.pool_assignment("p1").replicas.is_empty(), "nothing is ordered");
-    let assigned = restored.node_assignment("n1");
+    assert!(restored.assignments.of_pool("p1").replicas.is_empty(), "nothing is ordered");
+    let assigned = restored.assignments.of_node("n1");
     assert!(assigned.targets.is_empty() && !assigned.complete, "what is served is served on");
     let asked = crate::cluster::by_name("db");
     let refused = restored.delete_volume(asked.as_ref()).await.unwrap_err();

@@ -13,7 +13,7 @@ use crate::cluster::{Cluster, GIB, by_name, spec};
 const RESTED: Duration = Duration::from_secs(11);
 
 async fn cordon(cluster: &Cluster, pool: &str, action: Cordoning) {
-    cluster.controller.set_cordon(&Scope::Pool(pool.into()), action, false).await.unwrap();
+    cluster.controller.cordons.set(&Scope::Pool(pool.into()), action, false).await.unwrap();
 }
 
 /// Three pools of 100 GiB, and these volumes of one replica in the first: 15 GiB in each.
@@ -41,9 +41,9 @@ fn four() -> Vec<VolumeSpec> {
 
 /// Looks now and once more after a rest.
 async fn looks(cluster: &mut Cluster, now: &mut Instant) {
-    cluster.controller.heal_at(*now).await.unwrap();
+    cluster.controller.healer.look_at_all(*now).await.unwrap();
     *now += RESTED;
-    cluster.controller.heal_at(*now).await.unwrap();
+    cluster.controller.healer.look_at_all(*now).await.unwrap();
     cluster.settle().await.unwrap();
 }
 
@@ -82,7 +82,7 @@ const NAMES: [&str; 4] = ["v0", "v1", "v2", "v3"];
 async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_even() {
     let mut cluster = uneven(&four()).await;
     let mut now = Instant::now();
-    cluster.controller.heal_at(now).await.unwrap();
+    cluster.controller.healer.look_at_all(now).await.unwrap();
     assert!(moving(&cluster, &NAMES).is_empty(), "not before pools had time to speak");
     for (count, percent, to) in [(1, "60%", "p2"), (2, "45%", "p3")] {
         looks(&mut cluster, &mut now).await;
@@ -93,7 +93,7 @@ async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_eve
         assert_eq!(cluster.shown(&volume.spec.name).changing, "1 replica moving");
         let said = told(&cluster, "ReplicaRebalances");
         assert!(said.len() == count && said[count - 1].contains(percent), "{said:?}");
-        let shown = cluster.controller.pool_messages();
+        let shown = cluster.controller.status.pools();
         assert!(shown[0].message.contains("rebalancing"), "{}", shown[0].message);
         let (volume, new) = (volume.clone(), new.clone());
         carry_out(&mut cluster, &volume, &new).await;
@@ -103,9 +103,9 @@ async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_eve
         looks(&mut cluster, &mut now).await;
         assert!(moving(&cluster, &NAMES).is_empty(), "they are even enough");
     }
-    assert_eq!(cluster.controller.balance().begun, 2);
-    assert!((149_000..=151_000).contains(&cluster.controller.balance().spread));
-    assert!(cluster.controller.pool_messages().iter().all(|pool| pool.message.is_empty()));
+    assert_eq!(cluster.controller.balancer.counts().begun, 2);
+    assert!((149_000..=151_000).contains(&cluster.controller.balancer.counts().spread));
+    assert!(cluster.controller.status.pools().iter().all(|pool| pool.message.is_empty()));
 }
 
 #[tokio::test]
@@ -141,7 +141,7 @@ async fn what_must_be_made_elsewhere_comes_first_and_a_move_gives_way_to_it() {
     assert!(moving(&cluster, &NAMES).is_empty());
     let said = told(&cluster, "RebalanceGivenUp");
     assert!(said.len() == 1 && said[0].contains("p2 is away"), "{said:?}");
-    assert_eq!(cluster.controller.balance().given_up, 1);
+    assert_eq!(cluster.controller.balancer.counts().given_up, 1);
     let volume = cluster.volume(&name);
     assert!(volume.discarded.iter().any(|gone| gone.guid == new.guid));
 }
@@ -157,7 +157,7 @@ async fn a_volume_whose_policy_is_off_stays_and_what_cannot_be_evened_out_is_sai
     assert!(moving(&cluster, &NAMES).is_empty());
     let said = told(&cluster, "RebalanceWaits");
     assert!(said.len() == 1 && said[0].contains("fuller than pool p2"), "{said:?}");
-    assert!(cluster.controller.pool_messages()[0].message.contains("fuller than pool p2"));
+    assert!(cluster.controller.status.pools()[0].message.contains("fuller than pool p2"));
 }
 
 #[tokio::test]

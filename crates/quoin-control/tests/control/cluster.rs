@@ -224,7 +224,7 @@ impl SimPool {
     }
 
     pub fn obey(&mut self, controller: &Controller) {
-        let assignment = controller.pool_assignment(&self.name);
+        let assignment = controller.assignments.of_pool(&self.name);
         assert!(!assignment.complete, "deletions are named one by one");
         self.told.clear();
         for told in assignment.replicas {
@@ -341,7 +341,7 @@ impl Cluster {
         let pool = self.pools.iter_mut().find(|p| p.name == pool).unwrap();
         pool.online = false;
         let last_words = PoolReport { leaving: true, ..pool.report() };
-        self.controller.report_pool(&last_words).await.unwrap();
+        self.controller.reports.pool(&last_words).await.unwrap();
     }
 
     pub async fn with(store: Arc<Memory>, pools: Vec<SimPool>) -> Self {
@@ -363,15 +363,15 @@ impl Cluster {
     pub async fn settle(&mut self) -> Result<(), Error> {
         for node in ["n1", "n2"] {
             let report = NodeReport { node: node.into(), ..NodeReport::default() };
-            self.controller.report_node(&report).await?;
+            self.controller.reports.node(&report).await?;
         }
         for _ in 0..6 {
             for pool in self.pools.iter_mut().filter(|pool| pool.online) {
                 pool.obey(&self.controller);
-                self.controller.report_pool(&pool.report()).await?;
+                self.controller.reports.pool(&pool.report()).await?;
             }
         }
-        self.controller.reconcile().await
+        self.controller.lifecycle.reconcile_all().await
     }
 
     pub async fn create(&mut self, name: &str) -> Arc<VolumeRecord> {
@@ -385,7 +385,7 @@ impl Cluster {
     }
 
     pub fn shown(&self, name: &str) -> quoin_api::control::Volume {
-        self.controller.volume_message(&self.volume(name))
+        self.controller.status.volume(&self.volume(name))
     }
 
     pub async fn attach(&self, name: &str, node: &str) -> Result<Arc<VolumeRecord>, Error> {
@@ -447,7 +447,7 @@ impl Cluster {
     ) -> Vec<u8> {
         let mut report = self.report_of(name, state);
         more(&mut report);
-        self.controller.report_volume(&report).await.unwrap()
+        self.controller.reports.volume(&report).await.unwrap()
     }
 
     pub fn report_of(&self, name: &str, state: &str) -> VolumeReport {

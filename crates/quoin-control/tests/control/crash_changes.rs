@@ -116,7 +116,7 @@ impl Run {
             }
             Story::DrainNode => {
                 let scope = Scope::Node(self.host());
-                controller.set_cordon(&scope, Cordoning::Drain, false).await?;
+                controller.cordons.set(&scope, Cordoning::Drain, false).await?;
             }
         }
         Ok(())
@@ -165,7 +165,7 @@ impl Run {
             assert!(granted.epoch > self.epoch, "an epoch was granted twice");
             self.epoch = granted.epoch;
         }
-        let told = self.cluster.controller.node_assignment("n1").targets;
+        let told = self.cluster.controller.assignments.of_node("n1").targets;
         let Some(told) = told.into_iter().next() else { return Ok(()) };
         let member = |r: &quoin_api::control::ReplicaAddress| Member {
             id: r.replica_id.parse().unwrap(),
@@ -206,13 +206,13 @@ impl Run {
     async fn go_on(&mut self) -> Result<(), Error> {
         self.cluster.settle().await?;
         let now = Instant::now();
-        self.cluster.controller.tend_unused_at(now).await?;
-        self.cluster.controller.tend_unused_at(now + LEASES_OVER_AFTER * 2).await?;
+        self.cluster.controller.tender.look_at_all(now).await?;
+        self.cluster.controller.tender.look_at_all(now + LEASES_OVER_AFTER * 2).await?;
         self.check();
         self.target().await?;
         self.check();
         self.cluster.settle().await?;
-        self.cluster.controller.heal().await?;
+        self.cluster.controller.healer.look_at_all(tokio::time::Instant::now()).await?;
         self.check();
         Ok(())
     }
@@ -247,7 +247,7 @@ impl Run {
         let drained = || match self.story {
             Story::DrainNode => {
                 let scope = Scope::Node(self.host());
-                self.cluster.controller.cordon_status(&scope).unwrap().state == "drained"
+                self.cluster.controller.cordons.status(&scope).unwrap().state == "drained"
             }
             _ => true,
         };

@@ -27,7 +27,7 @@ async fn reports(
 ) -> Vec<ServedElsewhere> {
     let report =
         NodeReport { node: node.into(), devices, knows_devices: true, ..NodeReport::default() };
-    cluster.controller.report_node(&report).await.unwrap()
+    cluster.controller.reports.node(&report).await.unwrap()
 }
 
 async fn detach(cluster: &Cluster, node: &str) {
@@ -43,7 +43,7 @@ async fn opened() -> Cluster {
 }
 
 fn told_since(cluster: &Cluster, node: &str) -> u64 {
-    cluster.controller.node_assignment(node).targets[0].used_since_epoch
+    cluster.controller.assignments.of_node(node).targets[0].used_since_epoch
 }
 
 #[tokio::test]
@@ -68,7 +68,7 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
     let served = reports(&cluster, "n1", vec![mounted.clone()]).await;
     assert_eq!((served[0].node.as_str(), served[0].name.as_str()), ("n2", "db"));
     assert!(served[0].since_epoch > first && served[0].since_epoch <= epoch.0);
-    assert_eq!(cluster.controller.node_assignment("n1").served_elsewhere, served);
+    assert_eq!(cluster.controller.assignments.of_node("n1").served_elsewhere, served);
     let shown = cluster.shown("db").devices.remove(0);
     assert!(shown.node == "n1" && shown.dead.contains("served by n2 since epoch"), "{shown:?}");
     // Each time it is reported it is answered, and told to people once.
@@ -102,12 +102,12 @@ async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_
     detach(&cluster, "n1").await;
     for n in 1..=4 {
         let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
-        cluster.controller.report_node(&report).await.unwrap();
+        cluster.controller.reports.node(&report).await.unwrap();
     }
     let scale = quoin_control::Scale { replicas: 4, ..Default::default() };
     cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let lent = cluster.volume("db").owner.clone().unwrap();
     assert_ne!(lent, "n1");
     let epoch = cluster.open_volume(id, &lent, 10).await;
@@ -131,17 +131,17 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
         knows_devices: true,
         ..TargetReport::default()
     };
-    assert!(cluster.controller.report_target(&report).await.unwrap().is_empty());
+    assert!(cluster.controller.reports.target(&report).await.unwrap().is_empty());
     let refused = cluster.controller.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
     // A sign of life that tells nothing of devices, as CSI's without an attach process, takes none.
     let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
-    cluster.controller.report_node(&csi).await.unwrap();
+    cluster.controller.reports.node(&csi).await.unwrap();
     assert!(cluster.controller.check_unused(by_name("db").as_ref(), "n1").is_err());
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
     cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
-    let served = cluster.controller.report_target(&report).await.unwrap();
+    let served = cluster.controller.reports.target(&report).await.unwrap();
     assert_eq!((served.len(), served[0].node.as_str()), (1, "n2"));
 }
 
@@ -167,7 +167,7 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
 
     // One that has left says nothing of what it has open.
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&last_words).await.unwrap();
+    cluster.controller.reports.node(&last_words).await.unwrap();
     let (code, said) = refused("").unwrap_err();
     assert_eq!(code, Code::FailedPrecondition);
     assert!(said.contains("node n1 has not reported") && said.contains("--force"), "{said}");
@@ -208,7 +208,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     let serving = cluster.report_of("db", "serving");
     cluster.restart().await;
     // Its target speaks first, and proves that the node is there.
-    cluster.controller.report_volume(&serving).await.unwrap();
+    cluster.controller.reports.volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
         let refused = cluster.controller.check_unused(db.as_ref(), "").unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
@@ -228,7 +228,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
     let hangs = NodeReport { node: "n1".into(), ..NodeReport::default() };
     loop {
-        cluster.controller.report_node(&hangs).await.unwrap();
+        cluster.controller.reports.node(&hangs).await.unwrap();
         match cluster.controller.check_unused(db.as_ref(), "") {
             Err(error) if error.to_string().contains("node n1 has not said for") => break,
             _ => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -251,7 +251,7 @@ async fn hostile_reports_of_devices_are_refused_by_field() {
     for devices in [vec![long], vec![mounts], vec![volume], vec![good; 4097]] {
         let node = "n1".into();
         let report = NodeReport { node, devices, knows_devices: true, ..NodeReport::default() };
-        let error = cluster.controller.report_node(&report).await.unwrap_err();
+        let error = cluster.controller.reports.node(&report).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
     }
 }
@@ -274,10 +274,10 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     report.replicas.iter_mut().filter(|replica| replica.guid == first).for_each(|replica| {
         (replica.position_epoch, replica.position_lsn) = (epoch, 3);
     });
-    cluster.controller.report_pool(&report).await.unwrap();
+    cluster.controller.reports.pool(&report).await.unwrap();
     let shown = cluster.shown("db");
     assert_eq!((shown.health.as_str(), shown.replicas[1].phase.as_str()), ("Opening", "InSync"));
-    cluster.controller.report_pool(&pool.report()).await.unwrap();
+    cluster.controller.reports.pool(&pool.report()).await.unwrap();
     let replicas = all("disconnected").into_iter().map(|(guid, state)| ReplicaProgress {
         guid: guid.into(),
         state: state.into(),

@@ -12,7 +12,7 @@ use crate::server::Server;
 /// What every pool is told of the volume's epochs; the same for all of them.
 fn told(cluster: &Cluster) -> (u64, bool) {
     let told = |pool: &crate::cluster::SimPool| {
-        let assignment = cluster.controller.pool_assignment(&pool.name);
+        let assignment = cluster.controller.assignments.of_pool(&pool.name);
         let fences = assignment.replicas.iter().map(|r| (r.fence_epoch, r.fence_at_once));
         fences.collect::<Vec<_>>()
     };
@@ -91,7 +91,7 @@ async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence(
     cluster.attach("db", "n2").await.unwrap();
     let claim = cluster.report_of("db", "serving");
     assert_eq!((claim.node.as_str(), claim.epoch), ("n2", fence));
-    assert!(cluster.controller.report_volume(&claim).await.unwrap().is_empty());
+    assert!(cluster.controller.reports.volume(&claim).await.unwrap().is_empty());
     assert_ne!(cluster.shown("db").health, "Online", "nor is what it says believed");
 
     // It is cut off above that epoch all the same, whoever signed what for it before.
@@ -104,7 +104,7 @@ async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence(
     let id = cluster.volume("db").id.0;
     cluster.open_volume(id, "n2", 10).await;
     let serving = cluster.report_of("db", "serving");
-    let grant = cluster.controller.report_volume(&serving).await.unwrap();
+    let grant = cluster.controller.reports.volume(&serving).await.unwrap();
     let grant = cluster.controller.identity().verify_grant(&grant).unwrap();
     assert_eq!((grant.epoch.0, grant.incarnation), (serving.epoch, Incarnation(10)));
 }
@@ -115,8 +115,8 @@ async fn a_node_that_is_removed_is_cut_off_from_all_that_it_ever_opened_last() {
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
     let (fence, _) = told(&cluster);
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&last_words).await.unwrap();
-    cluster.controller.remove_node("n1", false).await.unwrap();
+    cluster.controller.reports.node(&last_words).await.unwrap();
+    cluster.controller.removals.node("n1", false).await.unwrap();
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
 }
@@ -126,21 +126,21 @@ async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_w
     let (cluster, epoch) = opened().await;
     let old = cluster.report_of("db", "serving");
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
-    cluster.controller.report_volume(&old).await.unwrap();
+    cluster.controller.reports.volume(&old).await.unwrap();
     let (fence, at_once) = told(&cluster);
     assert!(!at_once, "it has lost the volume, and may be closing it");
     cluster.attach("db", "n1").await.unwrap();
-    assert!(cluster.controller.report_volume(&old).await.unwrap().is_empty());
+    assert!(cluster.controller.reports.volume(&old).await.unwrap().is_empty());
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
-    cluster.controller.report_volume(&old).await.unwrap();
+    cluster.controller.reports.volume(&old).await.unwrap();
     assert_eq!(told(&cluster), (cut, true), "once is enough");
     let id = cluster.volume("db").id.0;
     assert!(cluster.open_volume(id, "n1", 9).await > epoch);
     let now = cluster.report_of("db", "serving");
-    assert!(!cluster.controller.report_volume(&now).await.unwrap().is_empty());
+    assert!(!cluster.controller.reports.volume(&now).await.unwrap().is_empty());
     // What came late of before it changes nothing.
-    cluster.controller.report_volume(&old).await.unwrap();
+    cluster.controller.reports.volume(&old).await.unwrap();
     assert_eq!(cluster.volume("db").epoch, now.epoch);
 }
 
@@ -196,7 +196,7 @@ async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
     });
     while !created.is_finished() {
         for n in 1..=3 {
-            let told = server.controller.pool_assignment(&format!("p{n}")).replicas;
+            let told = server.controller.assignments.of_pool(&format!("p{n}")).replicas;
             let made = told.into_iter().map(|told| ReplicaReport {
                 replica_id: told.replica_id,
                 guid: told.guid,
@@ -230,7 +230,7 @@ async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
     let home = server.home("second");
     let second =
         quoin_identity::join(&server.address, &token, Role::Node, "n1", &home).await.unwrap();
-    let told = server.controller.pool_assignment("p1").replicas.remove(0);
+    let told = server.controller.assignments.of_pool("p1").replicas.remove(0);
     assert!(told.fence_epoch > granted.epoch && told.fence_at_once);
     // The volume is still attached to the node of that name, which is another one now.
     let mut agent = AgentClient::new(second.channel(&server.address).unwrap());

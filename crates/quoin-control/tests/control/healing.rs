@@ -19,8 +19,8 @@ async fn returns(cluster: &mut Cluster, pool: &str) {
 /// Looks now, and again after so long.
 async fn looks(cluster: &mut Cluster, later: Duration) {
     let now = Instant::now();
-    cluster.controller.heal_at(now).await.unwrap();
-    cluster.controller.heal_at(now + later).await.unwrap();
+    cluster.controller.healer.look_at_all(now).await.unwrap();
+    cluster.controller.healer.look_at_all(now + later).await.unwrap();
     cluster.settle().await.unwrap();
 }
 
@@ -94,6 +94,37 @@ async fn off_is_a_policy_and_a_volume_may_have_another_one_than_its_cluster() {
 }
 
 #[tokio::test]
+async fn a_newcomer_whose_pool_goes_away_is_made_elsewhere_unless_a_person_named_the_pool() {
+    let mut cluster = Cluster::new().await;
+    for name in ["free", "named"] {
+        let asked = VolumeSpec { replace_after: "off".into(), ..spec(name) };
+        cluster.controller.create_volume(&asked, 0).await.unwrap();
+    }
+    cluster.settle().await.unwrap();
+    cluster.pools.extend(pools(4..=4));
+    cluster.settle().await.unwrap();
+    for (name, to) in [("free", ""), ("named", "p4")] {
+        let replica = cluster.volume(name).replicas[0].id.0;
+        let asked = Move::of(replica).to(to);
+        cluster.controller.move_replica(by_name(name).as_ref(), &asked).await.unwrap();
+        assert_eq!(newcomers(&cluster.volume(name)), ["p4"]);
+    }
+    cluster.settle().await.unwrap();
+    cluster.pools.extend(pools(5..=5));
+    cluster.settle().await.unwrap();
+    cluster.goes("p4").await;
+    looks(&mut cluster, Duration::from_secs(29)).await;
+    assert_eq!(newcomers(&cluster.volume("free")), ["p4"], "it may come back by itself");
+    looks(&mut cluster, Duration::from_secs(31)).await;
+    assert_eq!(newcomers(&cluster.volume("free")), ["p5"]);
+    let said = told(&cluster, "ReplicaHeals");
+    assert!(said.len() == 1 && said[0].contains("before it counted"), "{said:?}");
+    looks(&mut cluster, LONG).await;
+    assert_eq!(newcomers(&cluster.volume("named")), ["p4"]);
+    assert_eq!(newcomers(&cluster.volume("free")), ["p5"], "that one is there");
+}
+
+#[tokio::test]
 async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() {
     let mut cluster = Cluster::of(5).await;
     cluster.create("db").await;
@@ -114,7 +145,7 @@ async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() 
     assert!(said.iter().any(|m| m.contains("last good copy") && m.contains(&alone)), "{said:?}");
     assert!(said.iter().any(|m| m.contains("2 are needed")), "{said:?}");
     assert!(said.len() <= 6, "each reason is told once: {said:?}");
-    assert!(cluster.controller.healing().stuck >= 3);
+    assert!(cluster.controller.healer.counts().stuck >= 3);
     // With a majority there again, the third is replaced.
     returns(&mut cluster, &pools[0]).await;
     looks(&mut cluster, LONG).await;
@@ -156,11 +187,8 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     for pool in ["p2", "p3", "p4", "p5"] {
         cluster
             .controller
-            .set_cordon(
-                &quoin_control::Scope::Pool(pool.into()),
-                quoin_control::Cordoning::Cordon,
-                false,
-            )
+            .cordons
+            .set(&quoin_control::Scope::Pool(pool.into()), quoin_control::Cordoning::Cordon, false)
             .await
             .unwrap();
     }
@@ -192,7 +220,7 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     looks(&mut cluster, LONG).await;
     let begun = names.map(|name| newcomers(&cluster.volume(name)).len());
     assert_eq!(begun, [0, 0, 1, 1], "those that can lose the least, and two at a time");
-    assert_eq!(cluster.controller.healing().waiting, 2);
+    assert_eq!(cluster.controller.healer.counts().waiting, 2);
     looks(&mut cluster, LONG).await;
     assert_eq!(names.map(|name| newcomers(&cluster.volume(name)).len()), begun);
 }

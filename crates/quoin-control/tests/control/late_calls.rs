@@ -145,12 +145,12 @@ async fn a_report_counts_for_the_owner_at_the_records_epoch_and_gets_a_grant_the
         let Scene { cluster, report, .. } = scene(since).await;
         let shown = |cluster: &Cluster| {
             let volume = cluster.controller.get_volume(by_name("db").as_ref()).ok()?;
-            Some(cluster.controller.volume_message(&volume).waiting_for)
+            Some(cluster.controller.status.volume(&volume).waiting_for)
         };
         let before = shown(&cluster);
         for _ in 0..2 {
             let late = VolumeReport { waiting_for: "late words".into(), ..report.clone() };
-            let grant = cluster.controller.report_volume(&late).await;
+            let grant = cluster.controller.reports.volume(&late).await;
             let current = since == Since::Nothing;
             assert_eq!(grant.is_ok_and(|grant| !grant.is_empty()), current, "{since:?}");
             let heard = shown(&cluster).is_some_and(|text| text.contains("late words"));

@@ -140,7 +140,7 @@ async fn an_attached_volume_is_not_deleted_and_a_deleted_one_goes_when_every_poo
     cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     let left = cluster.controller.get_volume(by_id.as_ref()).unwrap();
-    let shown = cluster.controller.volume_message(&left);
+    let shown = cluster.controller.status.volume(&left);
     assert_eq!(shown.phase, "Deleting");
     assert_eq!(shown.waiting_for, "pool p2 to remove its replica");
     // Meanwhile the name is free, and deleting again is no error.
@@ -171,7 +171,7 @@ async fn a_volume_grows_and_never_shrinks() {
     assert_eq!(resize(1 << 63, 0).await.unwrap_err().code(), Code::OutOfRange);
     // Pools have 100 GiB, of which 80 may be used.
     assert_eq!(resize(500 * GIB, 0).await.unwrap_err().code(), Code::OutOfRange);
-    let told = cluster.controller.pool_assignment("p1").replicas[0].size_bytes;
+    let told = cluster.controller.assignments.of_pool("p1").replicas[0].size_bytes;
     assert_eq!(told, 2 * GIB);
 }
 
@@ -188,15 +188,15 @@ async fn one_node_at_a_time_has_a_volume_and_asking_twice_is_the_same_as_once() 
     let differs = cluster.controller.publish_volume(by_name("db").as_ref(), &differently).await;
     assert_eq!(differs.unwrap_err().code(), Code::AlreadyExists);
     assert_eq!(cluster.attach("db", "n9").await.unwrap_err().code(), Code::NotFound);
-    assert_eq!(cluster.controller.node_assignment("n1").targets.len(), 1);
-    assert!(cluster.controller.node_assignment("n2").targets.is_empty());
+    assert_eq!(cluster.controller.assignments.of_node("n1").targets.len(), 1);
+    assert!(cluster.controller.assignments.of_node("n2").targets.is_empty());
 
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "").await.unwrap();
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
     cluster.controller.unpublish_volume(by_name("nothing").as_ref(), "n1").await.unwrap();
-    assert!(cluster.controller.node_assignment("n1").targets.is_empty());
+    assert!(cluster.controller.assignments.of_node("n1").targets.is_empty());
     cluster.attach("db", "n2").await.unwrap();
-    let target = cluster.controller.node_assignment("n2").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n2").targets.remove(0);
     assert_eq!(target.replicas.len(), 3);
     assert!(target.replicas.iter().all(|r| !r.candidate && !r.address.is_empty()));
 }
@@ -278,7 +278,7 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
 
     // A target that reports is proof enough of its node.
     let leaving = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&leaving).await.unwrap();
+    cluster.controller.reports.node(&leaving).await.unwrap();
     assert_eq!(cluster.shown("db").attachments[0].message, "node n1 is offline");
     let all = [(&*guids[0], "in-sync"), (&*guids[1], "in-sync"), (&*guids[2], "in-sync")];
     cluster.serving("db", &all).await;
@@ -330,7 +330,7 @@ async fn hostile_reports_are_refused_by_field() {
     cluster.open_volume(volume.id.0, "n1", 9).await;
     let many = cluster.report_of("db", "opening");
     let many = VolumeReport { silent: vec![format!("{:032x}", 7); 17], ..many };
-    let error = cluster.controller.report_volume(&many).await.unwrap_err();
+    let error = cluster.controller.reports.volume(&many).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.to_string().contains("silent"), "{error}");
 
@@ -342,7 +342,7 @@ async fn hostile_reports_are_refused_by_field() {
     let mut state = good.clone();
     state.replicas.push(quoin_api::control::ReplicaReport::default());
     for (field, report) in [("error", long), ("pool", name), ("state", state)] {
-        let error = cluster.controller.report_pool(&report).await.unwrap_err();
+        let error = cluster.controller.reports.pool(&report).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         assert!(error.to_string().contains(field), "{error}");
     }
@@ -357,12 +357,12 @@ async fn what_keeps_a_pool_from_taking_more_is_shown_while_it_serves_on() {
         ..cluster.pools[0].report()
     };
     for (free_bytes, state) in [(1 << 20, "Online"), (0, "Full")] {
-        cluster.controller.report_pool(&report(free_bytes, "the disk is full")).await.unwrap();
-        let shown = cluster.controller.pool_messages().remove(0);
+        cluster.controller.reports.pool(&report(free_bytes, "the disk is full")).await.unwrap();
+        let shown = cluster.controller.status.pools().remove(0);
         assert_eq!((shown.state.as_str(), shown.message.as_str()), (state, "the disk is full"));
     }
     let long = report(0, &"x".repeat(2000));
-    assert!(cluster.controller.report_pool(&long).await.is_err());
+    assert!(cluster.controller.reports.pool(&long).await.is_err());
 }
 
 #[tokio::test]
@@ -414,7 +414,7 @@ async fn nothing_is_made_or_grown_in_pools_without_a_free_byte() {
             warning: "the disk below it is full".into(),
             ..pool.report()
         };
-        cluster.controller.report_pool(&full).await.unwrap();
+        cluster.controller.reports.pool(&full).await.unwrap();
     }
     let refusal = cluster.controller.create_volume(&spec("more"), 0).await.unwrap_err();
     assert_eq!(refusal.code(), Code::ResourceExhausted);
@@ -449,7 +449,7 @@ async fn an_event_about_a_replica_names_its_pool() {
     cluster.reports("db", "serving", |report| report.events = told.to_vec()).await;
     let pool = cluster.pools.iter().find(|pool| pool.name == replica.pool).unwrap();
     let report = PoolReport { events: vec![event("it is damaged")], ..pool.report() };
-    cluster.controller.report_pool(&report).await.unwrap();
+    cluster.controller.reports.pool(&report).await.unwrap();
     let events = cluster.controller.events().after(0).into_iter();
     let said: Vec<_> = events.filter(|e| e.reason == "Told").map(|e| e.message).collect();
     let name = &replica.pool;

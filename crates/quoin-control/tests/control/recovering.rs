@@ -61,12 +61,12 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert!(cluster.controller.swap_membership(&late).await.unwrap().1.is_err());
     // It is given back to the node that it is attached to, for a new epoch.
     let now = tokio::time::Instant::now();
-    cluster.controller.tend_unused_at(now).await.unwrap();
+    cluster.controller.tender.look_at_all(now).await.unwrap();
     assert!(cluster.volume("db").owner.is_none(), "its target has not seen it yet");
     let later = now + std::time::Duration::from_secs(4);
-    cluster.controller.tend_unused_at(later).await.unwrap();
+    cluster.controller.tender.look_at_all(later).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert!(!target.maintenance && target.desired_replication_factor == 3);
     assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);
     assert!(cluster.shown("db").contract.contains("recovered by hand"));

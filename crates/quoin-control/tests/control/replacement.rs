@@ -69,7 +69,7 @@ async fn what_a_pool_has_lost_is_made_anew_under_another_guid_and_shown_to_the_t
     let volume = cluster.volume("db");
     assert_eq!(volume.known_guid(asked.replica), Some(asked.old), "the known list is the target's");
     assert_eq!(volume.replicas[0].phase, ReplicaPhase::Keep, "born once, then only kept");
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     let candidates: Vec<_> = target.replicas.iter().filter(|r| r.candidate).collect();
     assert_eq!(candidates.len(), 1);
     assert_eq!(candidates[0].guid, asked.new.to_string());
@@ -102,7 +102,7 @@ async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_reti
     let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_ok() && again == membership);
     assert_eq!(cluster.shown("db").health, "Online");
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert!(target.replicas.iter().all(|replica| !replica.candidate));
 }
 
@@ -206,21 +206,21 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     let silent = PoolReport { start_counter: 0, ..pool.report() };
     let leaving = PoolReport { leaving: true, start_counter: 1, ..pool.report() };
     for report in [silent, leaving] {
-        cluster.controller.report_pool(&report).await.unwrap();
+        cluster.controller.reports.pool(&report).await.unwrap();
     }
     assert!(!cluster.reasons().contains(&"PoolRolledBack".to_owned()));
-    cluster.controller.report_pool(&empty).await.unwrap();
+    cluster.controller.reports.pool(&empty).await.unwrap();
     assert_eq!(cluster.shown("db").replicas[0].phase, "InSync", "silence is no loss");
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
     pool.start_counter = 4;
     cluster.settle().await.unwrap();
     assert!(cluster.reasons().contains(&"PoolRolledBack".to_owned()));
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     let unusable = target.replicas.iter().filter(|replica| replica.address.is_empty()).count();
     assert_eq!(unusable, 1);
     cluster.restart().await;
     cluster.settle().await.unwrap();
-    let shown = cluster.controller.pool_messages();
+    let shown = cluster.controller.status.pools();
     let failed: Vec<_> = shown.iter().filter(|pool| pool.state == "Failed").collect();
     assert_eq!(failed.len(), 1, "a restart forgets nothing");
     // New storage under the same name is a new pool, whose replicas are gone.
@@ -230,7 +230,7 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     pool.wipe();
     cluster.settle().await.unwrap();
     assert!(cluster.reasons().contains(&"PoolReplaced".to_owned()));
-    assert!(cluster.controller.pool_messages().iter().all(|pool| pool.state == "Online"));
+    assert!(cluster.controller.status.pools().iter().all(|pool| pool.state == "Online"));
     assert_ne!(cluster.volume("db").replicas[0].guid, volume.replicas[0].guid);
 }
 
@@ -266,7 +266,7 @@ async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
         let pool = &mut cluster.pools[0];
         (pool.start_counter, pool.start_nonce, pool.mark) = (starts, nonce, mark);
         let report = pool.report();
-        cluster.controller.report_pool(&report).await.unwrap();
+        cluster.controller.reports.pool(&report).await.unwrap();
         cluster.controller.is_rolled_back(&name)
     };
     for (starts, nonce, mark) in [(5, 50, 0), (5, 50, 1), (6, 60, 1), (6, 60, 3), (6, 60, 2)] {
@@ -291,7 +291,7 @@ async fn the_mark_of_a_pools_last_report_is_kept() {
         let of_another = PoolReport { start_nonce: 51, mark: 9, ..leaving.clone() };
         let next = PoolReport { start_counter: 6, start_nonce: 60, mark, ..report.clone() };
         for report in [&report, &leaving, &of_another, &next] {
-            cluster.controller.report_pool(report).await.unwrap();
+            cluster.controller.reports.pool(report).await.unwrap();
         }
         assert_eq!(cluster.controller.is_rolled_back(&report.pool), is_older, "mark {mark}");
     }
@@ -310,7 +310,7 @@ async fn the_counts_of_a_replaced_pool_are_not_held_against_the_new_one() {
     let opening = PoolReport { start_counter: 0, start_nonce: 0, ..new.clone() };
     let opened = PoolReport { start_counter: 2, start_nonce: 2, ..new };
     for report in [&report, &opening, &opened] {
-        cluster.controller.report_pool(report).await.unwrap();
+        cluster.controller.reports.pool(report).await.unwrap();
         assert!(!cluster.controller.is_rolled_back(&name));
     }
 }

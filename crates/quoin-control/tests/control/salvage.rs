@@ -29,8 +29,8 @@ async fn recover(
         loop {
             for (pool, deleted) in answers {
                 let reporting = cluster.pools.iter().find(|p| p.name == *pool).unwrap();
-                controller.report_pool(&reporting.report()).await.unwrap();
-                let request = controller.pool_assignment(pool).holdings_request;
+                controller.reports.pool(&reporting.report()).await.unwrap();
+                let request = controller.assignments.of_pool(pool).holdings_request;
                 let told = Told::nothing_but_deleted(deleted.iter().copied());
                 controller.take_holdings(pool, request, told);
             }
@@ -38,7 +38,7 @@ async fn recover(
         }
     };
     tokio::select! {
-        recovered = controller.recover_records(&asked) => recovered.unwrap(),
+        recovered = controller.salvage.recover(&asked) => recovered.unwrap(),
         () = answering => unreachable!("it goes on for ever"),
     }
 }
@@ -62,7 +62,7 @@ async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_it
     let (finding, _) = &recovered.findings[0];
     assert!(finding.message.contains("that may hold copies"), "{}", finding.message);
     let phase_of = |cluster: &Cluster, pool: &str, guid: &str| {
-        let ordered = cluster.controller.pool_assignment(pool).replicas;
+        let ordered = cluster.controller.assignments.of_pool(pool).replicas;
         ordered.into_iter().find(|replica| replica.guid == guid).map(|replica| replica.phase)
     };
     let guid = last.guid.0.to_string();
@@ -108,10 +108,10 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     let controller = server.controller.clone();
     let recovering = tokio::spawn(async move {
         let asked = RecoverRecords { dry_run: true, ..RecoverRecords::default() };
-        controller.recover_records(&asked).await
+        controller.salvage.recover(&asked).await
     });
     let request = loop {
-        match server.controller.pool_assignment("p1").holdings_request {
+        match server.controller.assignments.of_pool("p1").holdings_request {
             0 => tokio::time::sleep(Duration::from_millis(10)).await,
             request => break request,
         }
@@ -123,7 +123,11 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     let recovered = recovering.await.unwrap().unwrap();
     assert_eq!((recovered.pools, recovered.missing_pools.len()), (vec!["p1".to_owned()], 0));
     following.abort();
-    assert_eq!(server.controller.pool_assignment("p1").holdings_request, 0, "it is asked no more");
+    assert_eq!(
+        server.controller.assignments.of_pool("p1").holdings_request,
+        0,
+        "it is asked no more"
+    );
     // Refused already, where its first piece came late.
     let _ = pieces.unbounded_send(piece(request));
     let refused = left_open.await.unwrap().unwrap_err();

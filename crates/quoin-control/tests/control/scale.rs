@@ -22,7 +22,7 @@ async fn opened() -> (Cluster, Epoch) {
 }
 
 fn told(cluster: &Cluster) -> TargetAssignment {
-    cluster.controller.node_assignment("n1").targets.remove(0)
+    cluster.controller.assignments.of_node("n1").targets.remove(0)
 }
 
 fn newcomers(volume: &VolumeRecord) -> Vec<Member> {

@@ -45,7 +45,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     let after = cluster.volume("db");
     assert_eq!(after.membership.version, version + 1);
     assert_eq!(after.membership.known, volume.membership.known);
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert_eq!(target.membership_version, version + 1, "its target is told");
     let (now, refused) = cluster.controller.swap_membership(&late).await.unwrap();
     assert!(refused.is_err() && now.version == version + 1);
@@ -163,9 +163,9 @@ async fn healing_drops_an_overdue_newcomer_that_a_volume_waits_for_and_makes_it_
         }
         waits(&cluster, &volume).await;
         let now = Instant::now();
-        cluster.controller.heal_at(now).await.unwrap();
+        cluster.controller.healer.look_at_all(now).await.unwrap();
         assert_eq!(cluster.volume("db").membership, volume.membership, "it may be back");
-        cluster.controller.heal_at(now + Duration::from_secs(601)).await.unwrap();
+        cluster.controller.healer.look_at_all(now + Duration::from_secs(601)).await.unwrap();
         let after = cluster.volume("db");
         assert_eq!(after.membership.version, volume.membership.version + 1);
         assert!(after.discarded.iter().any(|gone| gone.guid == newcomer.guid));

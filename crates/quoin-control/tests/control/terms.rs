@@ -46,7 +46,7 @@ pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
         };
         let orders = async {
             loop {
-                let request = WatchPoolRequest { pool: name.clone() };
+                let request = WatchPoolRequest { pool: name.clone(), partial: false };
                 if let Ok(stream) = agent.clone().watch_pool(request).await {
                     obey(&pool, agent.clone(), stream.into_inner()).await;
                 }
@@ -87,7 +87,7 @@ async fn restored(server: &Server) -> Server {
 }
 
 async fn recover(server: &Server) -> Recovered {
-    server.controller.recover_records(&RecoverRecords::default()).await.unwrap()
+    server.controller.salvage.recover(&RecoverRecords::default()).await.unwrap()
 }
 
 /// A token that the controller neither takes nor shows.
@@ -239,11 +239,11 @@ async fn of_two_controllers_that_begin_one_term_a_pool_believes_the_first_and_a_
         ..RecoverRecords::default()
     };
     let at_left = follow(&pool, &left);
-    left.controller.recover_records(&alone("p2")).await.unwrap();
+    left.controller.salvage.recover(&alone("p2")).await.unwrap();
     // Soon after its start, a controller waits for pools to come.
     let right = restored(&first).await;
     let at_right = follow(&other, &right);
-    right.controller.recover_records(&alone("p1")).await.unwrap();
+    right.controller.salvage.recover(&alone("p1")).await.unwrap();
     let (a, b) = (left.controller.term(), right.controller.term());
     assert!(a.number == 1 && b.number == 1 && a.id != b.id);
     // Neither has a word to say to the pool that believed the other, and neither ends.
@@ -338,7 +338,13 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
         let mut join = JoinClient::new(node.controller(&server.address).unwrap());
         let answers = [
             ("ReportPool", of_pool.report_pool(report("p1")).await.err()),
-            ("WatchPool", of_pool.watch_pool(WatchPoolRequest { pool: "p1".into() }).await.err()),
+            (
+                "WatchPool",
+                of_pool
+                    .watch_pool(WatchPoolRequest { pool: "p1".into(), partial: false })
+                    .await
+                    .err(),
+            ),
             (
                 "ReportHoldings",
                 of_pool
@@ -356,7 +362,13 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
                     .await
                     .err(),
             ),
-            ("WatchNode", of_node.watch_node(WatchNodeRequest { node: named.clone() }).await.err()),
+            (
+                "WatchNode",
+                of_node
+                    .watch_node(WatchNodeRequest { node: named.clone(), partial: false })
+                    .await
+                    .err(),
+            ),
             ("AcquireEpoch", of_node.acquire_epoch(epoch).await.err()),
             ("SwapMembership", of_node.swap_membership(swap).await.err()),
             ("ReportVolume", of_node.report_volume(volume).await.err()),

@@ -27,12 +27,13 @@ use quoin_types::{Term, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::controller::{Controller, about};
+use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{
     MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord,
 };
+use crate::state::{State, about};
 use crate::time::now_ms;
 use decide::{Evidence, Finding, Held, Outcome, decide};
 pub use holdings::{Kept, Told};
@@ -118,7 +119,350 @@ impl Salvage {
 /// How often a record is judged again that changed before its finding was written.
 const TRIES_MAX: u32 = 5;
 
-impl Controller {
+/// Recoveries of the records from what the pools hold.
+pub struct Recoveries {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+}
+
+impl Recoveries {
+    pub(crate) fn new(state: Arc<State>, lifecycle: Arc<Lifecycle>) -> Self {
+        Self { state, lifecycle }
+    }
+
+    /// Makes the records agree with what the pools hold, or says how it would.
+    ///
+    /// # Errors
+    /// Where a pool that is known does not answer and was not named to be gone on without.
+    pub async fn recover(&self, asked: &RecoverRecords) -> Result<Recovered, Error> {
+        let _one = self.state.salvage.one_at_a_time.lock().await;
+        let _recovering = self.state.begin_recovering();
+        let told = self.ask_pools().await;
+        let missing = self.pools_away(&told);
+        if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
+            return Err(Error::invalid("without", format!("pool {there} is there")));
+        }
+        if let Some(unknown) = asked.without_pools.iter().find(|pool| !missing.contains(*pool)) {
+            let away: Vec<_> = missing.iter().map(String::as_str).collect();
+            let away = if away.is_empty() { "none".to_owned() } else { away.join(", ") };
+            let rule = format!(
+                "no pool {unknown} is known to the records or to other pools; those that do not \
+                 answer: {away}"
+            );
+            return Err(Error::invalid("without", rule));
+        }
+        let unexpected: Vec<_> =
+            missing.iter().filter(|pool| !asked.without_pools.contains(pool)).cloned().collect();
+        if !asked.dry_run && !unexpected.is_empty() {
+            return Err(Error::Precondition(format!(
+                "pools that do not answer: {}. Start them, or go on without them by naming each \
+                 (--without): what only they hold is found by another recovery once they are back",
+                unexpected.join(", ")
+            )));
+        }
+        let mut recovered = Recovered {
+            pools: told.keys().cloned().collect(),
+            missing_pools: missing.into_iter().collect(),
+            ..Recovered::default()
+        };
+        recovered.findings = self.judge(&told, asked.discard_left_over);
+        if asked.dry_run {
+            return Ok(recovered);
+        }
+        let told = self.begin_term_at(&told).await?;
+        recovered.findings = self.judge(&told, asked.discard_left_over);
+        // Nobody takes a name in between, or makes a volume of one that is taken for free here.
+        let no_other = self.state.creating.lock().await;
+        self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
+        drop(no_other);
+        self.remember_members().await?;
+        self.state.end_recovered_tokens().await?;
+        let ruled = self.state.check_ruling().is_ok();
+        self.state.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
+        if !ruled {
+            let count = recovered.findings.len();
+            let message = format!("{count} volumes were compared with what the pools hold");
+            let cluster = Object::new("cluster", "", "");
+            self.state.events.record(Severity::Normal, cluster, "RecordsRule", message);
+        }
+        recovered.term = self.state.term();
+        let message = format!(
+            "term {} began: what a controller of a former term grants or orders is refused",
+            recovered.term
+        );
+        self.state.events.record(
+            Severity::Normal,
+            Object::new("cluster", "", ""),
+            "TermBegan",
+            message,
+        );
+        recovered.done = true;
+        self.state.announce(&Concerned::Everybody);
+        self.lifecycle.reconcile_all().await?;
+        Ok(recovered)
+    }
+
+    /// Begins a term above all that the pools have heard of, and asks them again: each hears of the
+    /// term before it tells, and from then on opens nothing by the grants of a former controller. So
+    /// what it tells now is the last that one brought about there.
+    async fn begin_term_at(
+        &self,
+        before: &BTreeMap<String, Told>,
+    ) -> Result<BTreeMap<String, Told>, Error> {
+        for _ in 0..TRIES_MAX {
+            self.state.begin_term().await?;
+            let told = self.ask_pools().await;
+            if let Some(gone) = before.keys().find(|pool| !told.contains_key(*pool)) {
+                return Err(Error::Busy(format!(
+                    "pool {gone} does not answer any more: recover again, or name it (--without)"
+                )));
+            }
+            // Another recovery may have begun a term elsewhere at the same time.
+            if !self.state.is_overtaken() {
+                return Ok(told);
+            }
+        }
+        Err(Error::Busy(
+            "another controller begins terms all the while: end it, and recover again".to_owned(),
+        ))
+    }
+
+    /// Writes what was found, each finding against the record that it was judged with; where a
+    /// record changed meanwhile it is judged again.
+    async fn carry_out_all(
+        &self,
+        findings: &mut [(Finding, Option<Arc<VolumeRecord>>)],
+        told: &BTreeMap<String, Told>,
+        discard_left_over: bool,
+    ) -> Result<(), Error> {
+        let mut open: BTreeSet<VolumeId> =
+            findings.iter().map(|(finding, _)| finding.volume).collect();
+        for _ in 0..TRIES_MAX {
+            // First those that give names free.
+            for taking in [false, true] {
+                for (finding, before) in findings.iter() {
+                    if (finding.outcome != Outcome::Deleted) == taking
+                        && open.contains(&finding.volume)
+                        && self.carry_out(finding, before.as_ref()).await?
+                    {
+                        open.remove(&finding.volume);
+                    }
+                }
+            }
+            if open.is_empty() {
+                return Ok(());
+            }
+            // Old records that nobody doubted ruled meanwhile, and changed themselves.
+            let again = self.judge(told, discard_left_over);
+            // What has no record any more and is held by nobody is gone.
+            open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
+            for judged in again.into_iter().filter(|(finding, _)| open.contains(&finding.volume)) {
+                let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
+                if let Some(place) = findings.iter_mut().find(is_same) {
+                    *place = judged;
+                }
+            }
+        }
+        match open.first() {
+            None => Ok(()),
+            Some(volume) => Err(Error::Busy(format!(
+                "the record of volume {volume} changed all the while it was compared with what the \
+                 pools hold: recover again"
+            ))),
+        }
+    }
+
+    /// What every pool that is there keeps. Soon after a start they are waited for to come.
+    async fn ask_pools(&self) -> BTreeMap<String, Told> {
+        self.state.salvage.begin();
+        self.state.announce(&Concerned::Everybody);
+        let deadline = Instant::now() + POOLS_TELL_WITHIN.max(self.state.settings.offline_after);
+        loop {
+            let known = self.pools_of_records();
+            let (all, starting) = {
+                let observed = self.state.observed();
+                let after = self.state.settings.offline_after;
+                let asked = self.state.salvage.asked();
+                let told = |pool: &String| asked.told.contains_key(pool);
+                let here = |pool: &&String| observed.heard_pool(pool, after).is_some();
+                let starting = observed.starting(after);
+                let all = match starting {
+                    true => known.iter().all(told),
+                    false => known.iter().filter(here).all(told),
+                };
+                // Pools that nobody knows of yet come within that time.
+                (all, starting && (known.is_empty() || self.state.check_ruling().is_err()))
+            };
+            if (all && !starting) || Instant::now() >= deadline {
+                let told = self.state.salvage.end();
+                self.state.announce(&Concerned::Everybody);
+                return told;
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    fn pools_of_records(&self) -> BTreeSet<String> {
+        let pools = self.state.pools.list().into_iter().map(|pool| pool.name.clone());
+        let volumes = self.state.volumes.list();
+        let held = volumes.iter().flat_map(|volume| &volume.replicas).map(|r| r.pool.clone());
+        pools.chain(held).filter(|pool| !pool.is_empty()).collect()
+    }
+
+    /// Pools that the records or other pools name and that did not answer.
+    fn pools_away(&self, told: &BTreeMap<String, Told>) -> BTreeSet<String> {
+        let mut away = self.pools_of_records();
+        away.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
+        away.retain(|pool| !told.contains_key(pool));
+        away
+    }
+
+    fn judge(
+        &self,
+        told: &BTreeMap<String, Told>,
+        discard_left_over: bool,
+    ) -> Vec<(Finding, Option<Arc<VolumeRecord>>)> {
+        let mut deleted = HashSet::new();
+        let mut held: BTreeMap<VolumeId, Vec<Held>> = BTreeMap::new();
+        for (pool, told) in told {
+            let rolled_back = self.state.is_rolled_back(pool);
+            deleted.extend(&told.deleted);
+            for replica in &told.replicas {
+                let replica = Held { trusted: !rolled_back, ..replica.clone() };
+                held.entry(replica.volume).or_default().push(replica);
+            }
+        }
+        for volume in self.state.volumes.list() {
+            held.entry(volume.id.0).or_default();
+        }
+        let away = self.pools_away(told);
+        let judged = held.into_iter().map(|(volume, held)| {
+            let record = self.state.volumes.get(&volume.to_string());
+            let finding = decide(&Evidence {
+                volume,
+                record: record.as_deref(),
+                held,
+                deleted: &deleted,
+                away: &away,
+                term: self.state.highest_term(),
+                defaults: self.state.settings.defaults,
+                discard_left_over,
+            });
+            (finding, record)
+        });
+        judged.collect()
+    }
+
+    /// False: the record is not the one any more that was judged, and nothing was written.
+    async fn carry_out(
+        &self,
+        finding: &Finding,
+        before: Option<&Arc<VolumeRecord>>,
+    ) -> Result<bool, Error> {
+        let Some(record) = finding.write.as_deref() else { return Ok(true) };
+        let mut record = record.clone();
+        if record.phase == VolumePhase::Deleting {
+            if let Some(before) = before {
+                self.state.free_name(before).await?;
+            }
+        } else {
+            self.take_name_of(&mut record, before).await?;
+        }
+        let written = match before {
+            None => self.state.volumes.create(record.clone()).await?.is_ok(),
+            Some(before) => {
+                let change = |volume: &mut VolumeRecord| {
+                    let as_judged = *volume == **before;
+                    if as_judged {
+                        *volume = record.clone();
+                    }
+                    Ok(as_judged)
+                };
+                let updated = self.state.volumes.update(&record.id.0.to_string(), change).await?;
+                updated.is_some_and(|(_, written)| written)
+            }
+        };
+        if !written {
+            return Ok(false);
+        }
+        {
+            let mut observed = self.state.observed();
+            observed.behind.remove(&record.id.0);
+            observed.confirmed.remove(&record.id.0);
+        }
+        let (severity, reason) = match finding.outcome {
+            Outcome::Undecided => (Severity::Error, "VolumeUndecided"),
+            Outcome::Deleted => (Severity::Warning, "VolumeFoundDeleted"),
+            _ => (Severity::Warning, "VolumeFound"),
+        };
+        let mut message = format!(
+            "its record was {} from what the pools hold: membership version {}, {} of {} replicas \
+             said so",
+            if before.is_some() { "brought up to date" } else { "made" },
+            finding.version,
+            finding.answered,
+            finding.rf
+        );
+        if !finding.message.is_empty() {
+            message = format!("{message}; {}", finding.message);
+        }
+        self.state.events.record(severity, about(&record), reason, message);
+        Ok(true)
+    }
+
+    /// A name that another volume has by now is not taken from it: this one's gets an ending.
+    async fn take_name_of(
+        &self,
+        record: &mut VolumeRecord,
+        before: Option<&Arc<VolumeRecord>>,
+    ) -> Result<(), Error> {
+        if before.is_some_and(|before| before.spec.name == record.spec.name) {
+            return Ok(());
+        }
+        for _ in 0..2 {
+            let name = record.spec.name.clone();
+            let wanted = NameRecord { volume_name: name.clone(), volume_id: record.id };
+            let free = |found: &NameRecord| {
+                let holder = self.state.volumes.get(&found.volume_id.0.to_string());
+                found.volume_id == record.id
+                    || holder.is_none_or(|holder| holder.phase == VolumePhase::Deleting)
+            };
+            self.state.names.remove(&name, free).await?;
+            if self.state.names.create(wanted).await?.is_ok() {
+                return Ok(());
+            }
+            let id = record.id.0.to_string();
+            record.spec.name = format!("{name}-{}", &id[..8]);
+        }
+        Err(Error::Exists {
+            what: "volume",
+            name: record.spec.name.clone(),
+            difference: "data, and so has one of its name without the ending; rename one".into(),
+        })
+    }
+
+    /// Who is here keeps his name against newcomers.
+    async fn remember_members(&self) -> Result<(), Error> {
+        let pools = self.state.pools.list().into_iter().map(|pool| (Role::Pool, pool.name.clone()));
+        let nodes = self.state.nodes.list().into_iter().map(|node| (Role::Node, node.name.clone()));
+        for (role, holder) in pools.chain(nodes) {
+            let member = MemberOfCluster {
+                role: role.to_string(),
+                holder,
+                key_hash: String::new(),
+                next_key_hash: String::new(),
+                joined_ms: now_ms(),
+                removed: false,
+                // Who could is not known any more, and a person's to say.
+                manages_volumes: false,
+            };
+            drop(self.state.members.create(member).await?);
+        }
+        Ok(())
+    }
+}
+
+impl State {
     /// # Errors
     /// Says what to do, where the records do not rule.
     pub(crate) fn check_ruling(&self) -> Result<(), Error> {
@@ -202,332 +546,6 @@ impl Controller {
     pub(crate) fn drop_answer(&self, answer: &Answer) {
         let mut asked = self.salvage.asked();
         asked.coming.retain(|_, (stream, _)| *stream != answer.stream);
-    }
-
-    /// Makes the records agree with what the pools hold, or says how it would.
-    ///
-    /// # Errors
-    /// Where a pool that is known does not answer and was not named to be gone on without.
-    pub async fn recover_records(&self, asked: &RecoverRecords) -> Result<Recovered, Error> {
-        let _one = self.salvage.one_at_a_time.lock().await;
-        let _recovering = self.begin_recovering();
-        let told = self.ask_pools().await;
-        let missing = self.pools_away(&told);
-        if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
-            return Err(Error::invalid("without", format!("pool {there} is there")));
-        }
-        if let Some(unknown) = asked.without_pools.iter().find(|pool| !missing.contains(*pool)) {
-            let away: Vec<_> = missing.iter().map(String::as_str).collect();
-            let away = if away.is_empty() { "none".to_owned() } else { away.join(", ") };
-            let rule = format!(
-                "no pool {unknown} is known to the records or to other pools; those that do not \
-                 answer: {away}"
-            );
-            return Err(Error::invalid("without", rule));
-        }
-        let unexpected: Vec<_> =
-            missing.iter().filter(|pool| !asked.without_pools.contains(pool)).cloned().collect();
-        if !asked.dry_run && !unexpected.is_empty() {
-            return Err(Error::Precondition(format!(
-                "pools that do not answer: {}. Start them, or go on without them by naming each \
-                 (--without): what only they hold is found by another recovery once they are back",
-                unexpected.join(", ")
-            )));
-        }
-        let mut recovered = Recovered {
-            pools: told.keys().cloned().collect(),
-            missing_pools: missing.into_iter().collect(),
-            ..Recovered::default()
-        };
-        recovered.findings = self.judge(&told, asked.discard_left_over);
-        if asked.dry_run {
-            return Ok(recovered);
-        }
-        let told = self.begin_term_at(&told).await?;
-        recovered.findings = self.judge(&told, asked.discard_left_over);
-        // Nobody takes a name in between, or makes a volume of one that is taken for free here.
-        let no_other = self.creating.lock().await;
-        self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
-        drop(no_other);
-        self.remember_members().await?;
-        self.end_recovered_tokens().await?;
-        let ruled = self.check_ruling().is_ok();
-        self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
-        if !ruled {
-            let count = recovered.findings.len();
-            let message = format!("{count} volumes were compared with what the pools hold");
-            let cluster = Object::new("cluster", "", "");
-            self.events.record(Severity::Normal, cluster, "RecordsRule", message);
-        }
-        recovered.term = self.term();
-        let message = format!(
-            "term {} began: what a controller of a former term grants or orders is refused",
-            recovered.term
-        );
-        self.events.record(Severity::Normal, Object::new("cluster", "", ""), "TermBegan", message);
-        recovered.done = true;
-        self.announce(&Concerned::Everybody);
-        self.reconcile().await?;
-        Ok(recovered)
-    }
-
-    /// Begins a term above all that the pools have heard of, and asks them again: each hears of the
-    /// term before it tells, and from then on opens nothing by the grants of a former controller. So
-    /// what it tells now is the last that one brought about there.
-    async fn begin_term_at(
-        &self,
-        before: &BTreeMap<String, Told>,
-    ) -> Result<BTreeMap<String, Told>, Error> {
-        for _ in 0..TRIES_MAX {
-            self.begin_term().await?;
-            let told = self.ask_pools().await;
-            if let Some(gone) = before.keys().find(|pool| !told.contains_key(*pool)) {
-                return Err(Error::Busy(format!(
-                    "pool {gone} does not answer any more: recover again, or name it (--without)"
-                )));
-            }
-            // Another recovery may have begun a term elsewhere at the same time.
-            if !self.is_overtaken() {
-                return Ok(told);
-            }
-        }
-        Err(Error::Busy(
-            "another controller begins terms all the while: end it, and recover again".to_owned(),
-        ))
-    }
-
-    /// Writes what was found, each finding against the record that it was judged with; where a
-    /// record changed meanwhile it is judged again.
-    async fn carry_out_all(
-        &self,
-        findings: &mut [(Finding, Option<Arc<VolumeRecord>>)],
-        told: &BTreeMap<String, Told>,
-        discard_left_over: bool,
-    ) -> Result<(), Error> {
-        let mut open: BTreeSet<VolumeId> =
-            findings.iter().map(|(finding, _)| finding.volume).collect();
-        for _ in 0..TRIES_MAX {
-            // First those that give names free.
-            for taking in [false, true] {
-                for (finding, before) in findings.iter() {
-                    if (finding.outcome != Outcome::Deleted) == taking
-                        && open.contains(&finding.volume)
-                        && self.carry_out(finding, before.as_ref()).await?
-                    {
-                        open.remove(&finding.volume);
-                    }
-                }
-            }
-            if open.is_empty() {
-                return Ok(());
-            }
-            // Old records that nobody doubted ruled meanwhile, and changed themselves.
-            let again = self.judge(told, discard_left_over);
-            // What has no record any more and is held by nobody is gone.
-            open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
-            for judged in again.into_iter().filter(|(finding, _)| open.contains(&finding.volume)) {
-                let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
-                if let Some(place) = findings.iter_mut().find(is_same) {
-                    *place = judged;
-                }
-            }
-        }
-        match open.first() {
-            None => Ok(()),
-            Some(volume) => Err(Error::Busy(format!(
-                "the record of volume {volume} changed all the while it was compared with what the \
-                 pools hold: recover again"
-            ))),
-        }
-    }
-
-    /// What every pool that is there keeps. Soon after a start they are waited for to come.
-    async fn ask_pools(&self) -> BTreeMap<String, Told> {
-        self.salvage.begin();
-        self.announce(&Concerned::Everybody);
-        let deadline = Instant::now() + POOLS_TELL_WITHIN.max(self.settings.offline_after);
-        loop {
-            let known = self.pools_of_records();
-            let (all, starting) = {
-                let observed = self.observed();
-                let after = self.settings.offline_after;
-                let asked = self.salvage.asked();
-                let told = |pool: &String| asked.told.contains_key(pool);
-                let here = |pool: &&String| observed.heard_pool(pool, after).is_some();
-                let starting = observed.starting(after);
-                let all = match starting {
-                    true => known.iter().all(told),
-                    false => known.iter().filter(here).all(told),
-                };
-                // Pools that nobody knows of yet come within that time.
-                (all, starting && (known.is_empty() || self.check_ruling().is_err()))
-            };
-            if (all && !starting) || Instant::now() >= deadline {
-                let told = self.salvage.end();
-                self.announce(&Concerned::Everybody);
-                return told;
-            }
-            tokio::time::sleep(LOOK_EVERY).await;
-        }
-    }
-
-    fn pools_of_records(&self) -> BTreeSet<String> {
-        let pools = self.pools.list().into_iter().map(|pool| pool.name.clone());
-        let volumes = self.volumes.list();
-        let held = volumes.iter().flat_map(|volume| &volume.replicas).map(|r| r.pool.clone());
-        pools.chain(held).filter(|pool| !pool.is_empty()).collect()
-    }
-
-    /// Pools that the records or other pools name and that did not answer.
-    fn pools_away(&self, told: &BTreeMap<String, Told>) -> BTreeSet<String> {
-        let mut away = self.pools_of_records();
-        away.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
-        away.retain(|pool| !told.contains_key(pool));
-        away
-    }
-
-    fn judge(
-        &self,
-        told: &BTreeMap<String, Told>,
-        discard_left_over: bool,
-    ) -> Vec<(Finding, Option<Arc<VolumeRecord>>)> {
-        let mut deleted = HashSet::new();
-        let mut held: BTreeMap<VolumeId, Vec<Held>> = BTreeMap::new();
-        for (pool, told) in told {
-            let rolled_back = self.is_rolled_back(pool);
-            deleted.extend(&told.deleted);
-            for replica in &told.replicas {
-                let replica = Held { trusted: !rolled_back, ..replica.clone() };
-                held.entry(replica.volume).or_default().push(replica);
-            }
-        }
-        for volume in self.volumes.list() {
-            held.entry(volume.id.0).or_default();
-        }
-        let away = self.pools_away(told);
-        let judged = held.into_iter().map(|(volume, held)| {
-            let record = self.volumes.get(&volume.to_string());
-            let finding = decide(&Evidence {
-                volume,
-                record: record.as_deref(),
-                held,
-                deleted: &deleted,
-                away: &away,
-                term: self.highest_term(),
-                defaults: self.settings.defaults,
-                discard_left_over,
-            });
-            (finding, record)
-        });
-        judged.collect()
-    }
-
-    /// False: the record is not the one any more that was judged, and nothing was written.
-    async fn carry_out(
-        &self,
-        finding: &Finding,
-        before: Option<&Arc<VolumeRecord>>,
-    ) -> Result<bool, Error> {
-        let Some(record) = finding.write.as_deref() else { return Ok(true) };
-        let mut record = record.clone();
-        if record.phase == VolumePhase::Deleting {
-            if let Some(before) = before {
-                self.free_name(before).await?;
-            }
-        } else {
-            self.take_name_of(&mut record, before).await?;
-        }
-        let written = match before {
-            None => self.volumes.create(record.clone()).await?.is_ok(),
-            Some(before) => {
-                let change = |volume: &mut VolumeRecord| {
-                    let as_judged = *volume == **before;
-                    if as_judged {
-                        *volume = record.clone();
-                    }
-                    Ok(as_judged)
-                };
-                let updated = self.volumes.update(&record.id.0.to_string(), change).await?;
-                updated.is_some_and(|(_, written)| written)
-            }
-        };
-        if !written {
-            return Ok(false);
-        }
-        {
-            let mut observed = self.observed();
-            observed.behind.remove(&record.id.0);
-            observed.confirmed.remove(&record.id.0);
-        }
-        let (severity, reason) = match finding.outcome {
-            Outcome::Undecided => (Severity::Error, "VolumeUndecided"),
-            Outcome::Deleted => (Severity::Warning, "VolumeFoundDeleted"),
-            _ => (Severity::Warning, "VolumeFound"),
-        };
-        let mut message = format!(
-            "its record was {} from what the pools hold: membership version {}, {} of {} replicas \
-             said so",
-            if before.is_some() { "brought up to date" } else { "made" },
-            finding.version,
-            finding.answered,
-            finding.rf
-        );
-        if !finding.message.is_empty() {
-            message = format!("{message}; {}", finding.message);
-        }
-        self.events.record(severity, about(&record), reason, message);
-        Ok(true)
-    }
-
-    /// A name that another volume has by now is not taken from it: this one's gets an ending.
-    async fn take_name_of(
-        &self,
-        record: &mut VolumeRecord,
-        before: Option<&Arc<VolumeRecord>>,
-    ) -> Result<(), Error> {
-        if before.is_some_and(|before| before.spec.name == record.spec.name) {
-            return Ok(());
-        }
-        for _ in 0..2 {
-            let name = record.spec.name.clone();
-            let wanted = NameRecord { volume_name: name.clone(), volume_id: record.id };
-            let free = |found: &NameRecord| {
-                let holder = self.volumes.get(&found.volume_id.0.to_string());
-                found.volume_id == record.id
-                    || holder.is_none_or(|holder| holder.phase == VolumePhase::Deleting)
-            };
-            self.names.remove(&name, free).await?;
-            if self.names.create(wanted).await?.is_ok() {
-                return Ok(());
-            }
-            let id = record.id.0.to_string();
-            record.spec.name = format!("{name}-{}", &id[..8]);
-        }
-        Err(Error::Exists {
-            what: "volume",
-            name: record.spec.name.clone(),
-            difference: "data, and so has one of its name without the ending; rename one".into(),
-        })
-    }
-
-    /// Who is here keeps his name against newcomers.
-    async fn remember_members(&self) -> Result<(), Error> {
-        let pools = self.pools.list().into_iter().map(|pool| (Role::Pool, pool.name.clone()));
-        let nodes = self.nodes.list().into_iter().map(|node| (Role::Node, node.name.clone()));
-        for (role, holder) in pools.chain(nodes) {
-            let member = MemberOfCluster {
-                role: role.to_string(),
-                holder,
-                key_hash: String::new(),
-                next_key_hash: String::new(),
-                joined_ms: now_ms(),
-                removed: false,
-                // Who could is not known any more, and a person's to say.
-                manages_volumes: false,
-            };
-            drop(self.members.create(member).await?);
-        }
-        Ok(())
     }
 
     /// Replicas that were written in an epoch that no record has: the records are an old copy.

@@ -34,6 +34,7 @@ impl World {
             promised_bytes: 0,
             unusable: String::new(),
             full: String::new(),
+            silent: false,
         };
         let pools = pools.iter().enumerate().map(pool).collect();
         Self { pools, volumes: Vec::new(), used: BTreeMap::new(), next_guid: 0 }
