@@ -6,7 +6,7 @@
 #[path = "../tests/control/server.rs"]
 mod server;
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -32,8 +32,12 @@ const COMPARED: usize = 500;
 /// A pool that holds what it is told to.
 struct Pool {
     name: String,
-    /// By GUID.
-    holds: HashMap<String, ReplicaReport>,
+    /// GUIDs.
+    holds: HashSet<String>,
+    /// Since the last report.
+    changed: Vec<ReplicaReport>,
+    gone: Vec<String>,
+    number: u64,
     /// Bytes of assignments that all members received.
     received: Arc<AtomicU64>,
 }
@@ -51,15 +55,20 @@ impl Pool {
                 ..ReplicaReport::default()
             };
             if told.phase == "Delete" {
-                self.holds.insert(told.guid.clone(), report("gone", false));
-            } else if is_new && !self.holds.contains_key(&told.guid) {
-                self.holds.insert(told.guid.clone(), report("created", told.phase == "Init"));
+                self.changed.push(report("gone", false));
+            } else if is_new && self.holds.insert(told.guid.clone()) {
+                self.changed.push(report("created", told.phase == "Init"));
             }
         }
     }
 
+    /// What changed since the last report, all at first.
     fn report(&mut self) -> PoolReport {
+        let since = self.number;
+        self.number += 1;
         let report = PoolReport {
+            number: self.number,
+            since,
             pool: self.name.clone(),
             pool_id: format!("{}-1", self.name),
             node: format!("host-of-{}", self.name),
@@ -68,11 +77,16 @@ impl Pool {
             free_bytes: 1 << 50,
             start_counter: 1,
             start_nonce: 1,
-            replicas: self.holds.values().cloned().collect(),
+            replicas: std::mem::take(&mut self.changed),
+            removed: std::mem::take(&mut self.gone),
             ..PoolReport::default()
         };
         // A deleted replica is reported once.
-        self.holds.retain(|_, held| held.state != "gone");
+        let gone = report.replicas.iter().filter(|held| held.state == "gone");
+        self.gone = gone.map(|held| held.guid.clone()).collect();
+        self.gone.iter().for_each(|guid| {
+            self.holds.remove(guid);
+        });
         report
     }
 
@@ -128,7 +142,9 @@ async fn main() {
     let received = Arc::new(AtomicU64::new(0));
     for n in 0..POOLS {
         let (name, received) = (format!("p{n}"), received.clone());
-        let pool = Pool { name, holds: HashMap::new(), received };
+        let (holds, number) = (HashSet::new(), 0);
+        let (changed, gone) = (Vec::new(), Vec::new());
+        let pool = Pool { name, holds, changed, gone, number, received };
         tokio::spawn(pool.run(server.local_agent()));
     }
     for n in 0..NODES {

@@ -217,8 +217,9 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let settings = Options::new(dir).settings();
     let controller = Controller::open(store, identity, authority, settings).await?;
-    let (join_token, expires_ms) = controller.create_join_token("", 0, "", false).await?;
-    controller.events().flush().await?;
+    let (join_token, expires_ms) =
+        controller.membership.members.create_join_token("", 0, "", false).await?;
+    controller.state.events().flush().await?;
     Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
 }
 
@@ -273,9 +274,9 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
         loaded => loaded?,
     };
     let controller = Controller::open(store, identity, authority, options.settings()).await?;
-    controller.check_term()?;
+    controller.state.check_term()?;
     // A controller that slept past its certificate's end gets itself a new one.
-    controller.tend_certificates().await?;
+    controller.membership.members.tend_certificates().await?;
     Ok(controller)
 }
 
@@ -297,17 +298,17 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         tokio::spawn(schedule.clone().keep(controller.clone(), record, shutdown.clone()));
     }
     tracing::info!(
-        cluster = %controller.identity().cluster(),
+        cluster = %controller.state.identity().cluster(),
         admin_socket = %options.admin_socket.display(),
         agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
         "serving; pools and nodes connect to the address `agents`, if there is one"
     );
-    let dialler = Dialler::new(controller.state.clone(), controller.lifecycle.clone());
+    let dialler = Dialler::new(controller.state.clone(), controller.work.lifecycle.clone());
     let dialling = tokio::spawn(Arc::new(dialler).keep_dialling(shutdown.clone()));
     let served = serve(controller.clone(), admin, agents, shutdown).await;
     dialling.abort();
     let _ = std::fs::remove_file(&options.admin_socket);
-    controller.events().flush().await?;
+    controller.state.events().flush().await?;
     served
 }
 
@@ -334,7 +335,7 @@ pub async fn serve(
             down(shutdown.clone()).await;
             return Ok(());
         };
-        let config = controller.identity().controller_config()?;
+        let config = controller.state.identity().controller_config()?;
         let incoming = serve_incoming(listener, config, IncomingLimits::default());
         let served = server(&controller)
             .add_routes(services.routes())
@@ -342,10 +343,10 @@ pub async fn serve(
         served.await.map_err(Error::from)
     };
     let local = async { local.await.map_err(Error::from) };
-    let mut superseded = controller.superseded();
+    let mut superseded = controller.membership.terms.superseded();
     tokio::select! {
         // The borrowed word is given back first: reading it again beside a writer would wait for ever.
-        () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.check_term(),
+        () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.state.check_term(),
         served = async { tokio::try_join!(local, remote) } => served.map(drop),
         () = tend(controller.clone()) => Ok(()),
         // Whoever holds a connection open does not hold up a shutdown.
@@ -370,12 +371,13 @@ fn server(
 /// Work on what changes, and what is due by time alone. Never ends by itself. Nothing of it waits for
 /// anything else of it.
 async fn tend(controller: Arc<Controller>) {
-    let _working = controller.work();
-    let certificates = every_tick("certificates", || controller.tend_certificates());
-    let events = every_tick("events", || controller.events().flush());
-    let records = every_tick("records", || controller.read_unanswered());
+    let _working = controller.work.spawn(&controller.state);
+    let certificates =
+        every_tick("certificates", || controller.membership.members.tend_certificates());
+    let events = every_tick("events", || controller.state.events().flush());
+    let records = every_tick("records", || controller.state.read_unanswered());
     let absence = every_tick("absence", || {
-        controller.announce_absent();
+        controller.work.announce_absent();
         std::future::ready(Ok(()))
     });
     tokio::join!(certificates, events, records, absence);

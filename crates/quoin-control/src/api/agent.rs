@@ -44,7 +44,7 @@ impl Services {
         let mut shutdown = self.shutdown.clone();
         let stream = async_stream::stream! {
             let _place = place;
-            let mut changes = services.controller.changes_of(concern);
+            let mut changes = services.controller.state.changes_of(concern);
             let mut news = News::All;
             loop {
                 if let Err(error) = services.still(&caller) {
@@ -111,9 +111,9 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Pool, &request.get_ref().pool)?;
         let report = request.get_ref();
-        self.controller.reports.pool(report).await?;
-        let rolled_back = self.controller.is_rolled_back(&report.pool);
-        Ok(Response::new(ReportAnswer { rolled_back, ..ReportAnswer::default() }))
+        let taken = self.controller.reports.pool(report).await?;
+        let rolled_back = self.controller.state.is_rolled_back(&report.pool);
+        Ok(Response::new(ReportAnswer { rolled_back, taken, ..ReportAnswer::default() }))
     }
 
     async fn report_holdings(
@@ -129,20 +129,20 @@ impl Agent for Services {
         if of_pool.is_some_and(|pool| pool != first.pool) {
             self.act(&caller, Role::Pool, &first.pool)?;
         }
-        let answer = self.controller.begin_answer(&first.pool, first.request)?;
+        let answer = self.controller.disaster.salvage.begin_answer(&first.pool, first.request)?;
         let told = async {
             let mut piece = Some(first);
             while let Some(next) = piece {
-                self.controller.add_to_answer(&answer, &next)?;
+                self.controller.disaster.salvage.add_to_answer(&answer, &next)?;
                 piece = pieces.message().await?;
             }
-            Ok(self.controller.end_answer(&answer)?)
+            Ok(self.controller.disaster.salvage.end_answer(&answer)?)
         };
         let late = || Err(Status::deadline_exceeded("the whole answer takes too long"));
         let told = tokio::time::timeout(ANSWERED_WITHIN, told).await.unwrap_or_else(|_| late());
         // A call that is dropped leaves what came of it to the end of the request.
         if let Err(error) = told {
-            self.controller.drop_answer(&answer);
+            self.controller.disaster.salvage.drop_answer(&answer);
             return Err(error);
         }
         Ok(Response::new(ReportAnswer::default()))
@@ -175,8 +175,12 @@ impl Agent for Services {
         let volume = id("volume_id", &asked.volume_id)?;
         let incarnation = id("incarnation", &asked.incarnation)?;
         let at_least = Epoch(asked.at_least);
-        let acquired =
-            self.controller.acquire_epoch(volume, &asked.node, incarnation, at_least).await?;
+        let acquired = self
+            .controller
+            .volumes
+            .epochs
+            .acquire(volume, &asked.node, incarnation, at_least)
+            .await?;
         let mut answer = AcquireEpochResponse::default();
         match acquired {
             Ok(granted) => {
@@ -218,7 +222,7 @@ impl Agent for Services {
             cf: factor("cf", asked.cf)?,
             known: known.collect::<Result<_, Error>>()?,
         };
-        let (membership, outcome) = self.controller.swap_membership(&swap).await?;
+        let (membership, outcome) = self.controller.volumes.epochs.swap_membership(&swap).await?;
         let membership = Some(membership_message(&membership));
         let mut answer = SwapMembershipResponse { membership, ..Default::default() };
         match outcome {

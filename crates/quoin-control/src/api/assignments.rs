@@ -15,9 +15,12 @@ use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
 
 use crate::Error;
+use crate::disaster::salvage::Salvage;
+use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
 use crate::state::records::{PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase, VolumeRecord};
+use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
 pub(crate) fn membership(record: &VolumeRecord) -> api::Membership {
@@ -57,11 +60,20 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
 pub struct Assignments {
     state: Arc<State>,
     verifier: Arc<Verifier>,
+    devices: Arc<Devices>,
+    terms: Arc<Terms>,
+    salvage: Arc<Salvage>,
 }
 
 impl Assignments {
-    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
-        Self { state, verifier }
+    pub(crate) fn new(
+        state: Arc<State>,
+        verifier: Arc<Verifier>,
+        devices: Arc<Devices>,
+        terms: Arc<Terms>,
+        salvage: Arc<Salvage>,
+    ) -> Self {
+        Self { state, verifier, devices, terms, salvage }
     }
 
     /// All replicas that a pool is to hold or to remove. `complete` stays unset: the pool keeps
@@ -82,9 +94,9 @@ impl Assignments {
         PoolAssignment {
             data_security: state.settings.data_security.clone(),
             scrub_request: state.pools.get(pool).map_or(0, |pool| pool.scrub_request),
-            holdings_request: state.salvage.request(),
-            term: state.term_proof().into(),
-            does_not_rule: !state.claims_its_term(),
+            holdings_request: self.salvage.request(),
+            term: self.terms.proof().into(),
+            does_not_rule: !self.terms.claims(),
             ..PoolAssignment::default()
         }
     }
@@ -106,9 +118,9 @@ impl Assignments {
         let state = &self.state;
         NodeAssignment {
             data_security: state.settings.data_security.clone(),
-            served_elsewhere: state.served_elsewhere(node),
-            term: state.term_proof().into(),
-            does_not_rule: !state.claims_its_term(),
+            served_elsewhere: self.devices.served_elsewhere(node),
+            term: self.terms.proof().into(),
+            does_not_rule: !self.terms.claims(),
             ..NodeAssignment::default()
         }
     }

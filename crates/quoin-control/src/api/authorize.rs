@@ -47,7 +47,7 @@ impl Services {
     /// Also asked while a stream goes on.
     pub(super) fn still(&self, caller: &Caller) -> Result<(), Error> {
         match caller {
-            Caller::Member(member) => self.controller.check_member(member),
+            Caller::Member(member) => self.controller.membership.admission.check_member(member),
             Caller::Local | Caller::Newcomer => Ok(()),
         }
     }
@@ -57,7 +57,7 @@ impl Services {
             Caller::Local => Ok(Scope::All),
             Caller::Member(Member { peer: Peer { role: Role::Admin, .. }, .. }) => Ok(Scope::All),
             Caller::Member(Member { peer: Peer { role: Role::Node, name, .. }, .. }) => {
-                Ok(if self.controller.manages_volumes(&name) {
+                Ok(if self.controller.membership.admission.manages_volumes(&name) {
                     Scope::All
                 } else {
                     Scope::Node(name)
@@ -147,7 +147,7 @@ impl Scope {
         controller: &Controller,
         reference: Option<&VolumeRef>,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = controller.get_volume(reference)?;
+        let volume = controller.volumes.catalog.get(reference)?;
         if self.sees(&volume) {
             return Ok(volume);
         }

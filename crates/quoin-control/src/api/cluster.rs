@@ -36,10 +36,10 @@ impl Services {
     /// Pools create replicas in milliseconds, so nearly always the answer is a ready volume.
     async fn formed(&self, volume: Arc<VolumeRecord>) -> Arc<VolumeRecord> {
         let id = volume.id.0.to_string();
-        let mut changes = self.controller.changes();
+        let mut changes = self.controller.state.changes();
         let waiting = async {
             loop {
-                match self.controller.volumes.get(&id) {
+                match self.controller.state.volumes.get(&id) {
                     Some(volume) if volume.phase == VolumePhase::Pending => {}
                     Some(volume) => return volume,
                     None => return volume.clone(),
@@ -81,12 +81,12 @@ impl Cluster for Services {
     ) -> Result<Response<ClusterInfo>, Status> {
         self.look(&request)?;
         Ok(Response::new(ClusterInfo {
-            cluster_id: self.controller.identity().cluster().to_string(),
+            cluster_id: self.controller.state.identity().cluster().to_string(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            data_security: self.controller.settings.data_security.clone(),
-            replace_after: self.controller.settings.replace_after.to_string(),
-            recovery: self.controller.recovery_reason(),
-            term: self.controller.term().number,
+            data_security: self.controller.state.settings.data_security.clone(),
+            replace_after: self.controller.state.settings.replace_after.to_string(),
+            recovery: self.controller.state.recovery_reason(),
+            term: self.controller.state.term().number,
         }))
     }
 
@@ -98,8 +98,12 @@ impl Cluster for Services {
         let CreateVolumeRequest { spec, limit_bytes, any_size } = request.into_inner();
         let spec = spec.ok_or_else(|| Error::invalid("spec", "it is missing"))?;
         let required_bytes = if any_size { 0 } else { spec.size_bytes };
-        let volume =
-            self.controller.create_volume_within(&spec, required_bytes, limit_bytes).await?;
+        let volume = self
+            .controller
+            .volumes
+            .catalog
+            .create_within(&spec, required_bytes, limit_bytes)
+            .await?;
         let volume = self.formed(volume).await;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
@@ -109,7 +113,7 @@ impl Cluster for Services {
         request: Request<DeleteVolumeRequest>,
     ) -> Result<Response<DeleteVolumeResponse>, Status> {
         self.manage(&request)?;
-        self.controller.delete_volume(request.get_ref().volume.as_ref()).await?;
+        self.controller.volumes.catalog.delete(request.get_ref().volume.as_ref()).await?;
         Ok(Response::new(DeleteVolumeResponse {}))
     }
 
@@ -130,8 +134,11 @@ impl Cluster for Services {
         let ListVolumesRequest { max_entries, starting_token, include_deleting } =
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let (page, next_token) =
-            self.controller.list_volumes_with(max_entries, &starting_token, include_deleting)?;
+        let (page, next_token) = self.controller.volumes.catalog.list_with(
+            max_entries,
+            &starting_token,
+            include_deleting,
+        )?;
         let seen = page.iter().filter(|volume| scope.sees(volume));
         let volumes = seen.map(|volume| self.controller.status.volume(volume)).collect();
         Ok(Response::new(ListVolumesResponse { volumes, next_token }))
@@ -143,8 +150,12 @@ impl Cluster for Services {
     ) -> Result<Response<Volume>, Status> {
         self.manage(&request)?;
         let ResizeVolumeRequest { volume, size_bytes, limit_bytes } = request.into_inner();
-        let volume =
-            self.controller.resize_volume(volume.as_ref(), size_bytes, limit_bytes).await?;
+        let volume = self
+            .controller
+            .volumes
+            .catalog
+            .resize(volume.as_ref(), size_bytes, limit_bytes)
+            .await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -160,7 +171,7 @@ impl Cluster for Services {
             allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
             pools: asked.pools,
         };
-        let volume = self.controller.scale_volume(asked.volume.as_ref(), &scale).await?;
+        let volume = self.controller.volumes.replicas.scale(asked.volume.as_ref(), &scale).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -180,7 +191,7 @@ impl Cluster for Services {
             (replica_id, _) => Which::Id(id("replica_id", replica_id)?),
         };
         let asked = Move { which, pool, unless_in_sync };
-        let volume = self.controller.move_replica(volume.as_ref(), &asked).await?;
+        let volume = self.controller.volumes.replicas.move_replica(volume.as_ref(), &asked).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -197,7 +208,7 @@ impl Cluster for Services {
         }
         let replicas: Vec<_> =
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
-        let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
+        let volume = self.controller.volumes.replicas.remove(volume.as_ref(), &replicas).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -220,7 +231,7 @@ impl Cluster for Services {
                 return Err(Error::invalid("action", "verify, repair or stop").into());
             }
         };
-        let volume = self.controller.verifier.verify(asked.volume.as_ref(), what).await?;
+        let volume = self.controller.volumes.verifier.verify(asked.volume.as_ref(), what).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -241,7 +252,8 @@ impl Cluster for Services {
             destroyed: ids(&asked.destroyed_replica_ids)?,
             accept_loss_of: asked.accept_loss_of,
         };
-        let volume = self.controller.recover_volume(asked.volume.as_ref(), &recovery).await?;
+        let volume =
+            self.controller.disaster.volumes.recover(asked.volume.as_ref(), &recovery).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
@@ -250,7 +262,8 @@ impl Cluster for Services {
         request: Request<ApplyVolumeRequest>,
     ) -> Result<Response<ApplyVolumeResponse>, Status> {
         self.manage(&request)?;
-        let (volume, changes) = self.controller.apply_volume(request.get_ref()).await?;
+        let (volume, changes) =
+            self.controller.volumes.declarations.apply(request.get_ref()).await?;
         let volume = match volume {
             Some(volume) => {
                 let volume = self.formed(volume).await;
@@ -276,7 +289,7 @@ impl Cluster for Services {
             }
         };
         let scope = scope(&asked.pool, &asked.node)?;
-        let status = self.controller.cordons.set(&scope, action, asked.dry_run).await?;
+        let status = self.controller.work.cordons.set(&scope, action, asked.dry_run).await?;
         Ok(Response::new(status))
     }
 
@@ -286,8 +299,8 @@ impl Cluster for Services {
     ) -> Result<Response<CordonStatus>, Status> {
         let sight = self.look(&request)?;
         let GetCordonRequest { pool, node } = request.get_ref();
-        let mut status = self.controller.cordons.status(&scope(pool, node)?)?;
-        let volumes = self.controller.volumes.list();
+        let mut status = self.controller.work.cordons.status(&scope(pool, node)?)?;
+        let volumes = self.controller.state.volumes.list();
         let seen = volumes.iter().filter(|volume| sight.sees(volume));
         let (ids, names): (HashSet<_>, HashSet<_>) =
             seen.map(|volume| (volume.id.0.to_string(), volume.spec.name.as_str())).unzip();
@@ -309,7 +322,8 @@ impl Cluster for Services {
             usage: asked.usage,
             device: asked.device,
         };
-        let volume = self.controller.publish_volume(asked.volume.as_ref(), &publish).await?;
+        let volume =
+            self.controller.volumes.attachments.publish(asked.volume.as_ref(), &publish).await?;
         let attachment = volume.attachments.iter().find(|a| a.node == publish.node);
         let gone = || Error::Aborted("it was detached meanwhile; ask again".to_owned());
         let attachment = attachment.ok_or_else(gone)?;
@@ -328,10 +342,14 @@ impl Cluster for Services {
         let asked = request.into_inner();
         let UnpublishVolumeRequest { volume, node, at_once, unless_in_use, forced } = asked;
         if unless_in_use {
-            self.controller.check_unused(volume.as_ref(), &node)?;
+            self.controller.volumes.devices.check_unused(volume.as_ref(), &node)?;
         }
         let by_force = forced.then_some(who.as_str());
-        self.controller.detach_volume_by(volume.as_ref(), &node, at_once, by_force).await?;
+        self.controller
+            .volumes
+            .attachments
+            .detach_by(volume.as_ref(), &node, at_once, by_force)
+            .await?;
         Ok(Response::new(UnpublishVolumeResponse {}))
     }
 
@@ -369,7 +387,7 @@ impl Cluster for Services {
             Some(reference) => {
                 vec![scope.volume(&self.controller, Some(reference))?]
             }
-            None => self.controller.volumes.list(),
+            None => self.controller.state.volumes.list(),
         };
         let seen = volumes.iter().filter(|volume| scope.sees(volume));
         let replicas = seen.flat_map(|volume| self.controller.status.replicas(volume)).collect();
@@ -382,7 +400,7 @@ impl Cluster for Services {
     ) -> Result<Response<TargetConfig>, Status> {
         let scope = self.look(&request)?;
         let volume = scope.volume(&self.controller, request.get_ref().volume.as_ref())?;
-        Ok(Response::new(self.controller.target_config(&volume)?))
+        Ok(Response::new(self.controller.status.target_config(&volume)?))
     }
 
     async fn get_capacity(
@@ -391,7 +409,7 @@ impl Cluster for Services {
     ) -> Result<Response<GetCapacityResponse>, Status> {
         self.look(&request)?;
         let (available_bytes, maximum_volume_bytes) =
-            self.controller.capacity(request.get_ref().spec.as_ref())?;
+            self.controller.volumes.catalog.capacity(request.get_ref().spec.as_ref())?;
         Ok(Response::new(GetCapacityResponse {
             available_bytes,
             maximum_volume_bytes,
@@ -412,7 +430,7 @@ impl Cluster for Services {
             return Err(Error::Denied("events are for those who manage volumes".into()).into());
         }
         let only = match &volume {
-            Some(reference) => Some(self.controller.get_volume(Some(reference))?),
+            Some(reference) => Some(self.controller.volumes.catalog.get(Some(reference))?),
             None => None,
         };
         let place = self.stream_place(&caller)?;
@@ -420,7 +438,7 @@ impl Cluster for Services {
         let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
         let stream = async_stream::stream! {
             let _place = place;
-            let mut latest = controller.events().latest();
+            let mut latest = controller.state.events().latest();
             let mut after = after_sequence;
             loop {
                 latest.mark_unchanged();
@@ -428,7 +446,7 @@ impl Cluster for Services {
                     yield Err(error.into());
                     break;
                 }
-                for event in controller.events().after(after) {
+                for event in controller.state.events().after(after) {
                     after = event.sequence;
                     let wanted = only.as_ref().is_none_or(|volume| {
                         let name = &volume.spec.name;
@@ -457,8 +475,12 @@ impl Cluster for Services {
     ) -> Result<Response<JoinToken>, Status> {
         self.govern(&request)?;
         let CreateJoinTokenRequest { role, ttl_s, name, manages_volumes } = request.into_inner();
-        let (token, expires_ms) =
-            self.controller.create_join_token(&role, ttl_s, &name, manages_volumes).await?;
+        let (token, expires_ms) = self
+            .controller
+            .membership
+            .members
+            .create_join_token(&role, ttl_s, &name, manages_volumes)
+            .await?;
         let expires_at = Some(timestamp(expires_ms));
         Ok(Response::new(JoinToken { token: token.to_string(), expires_at }))
     }
@@ -468,7 +490,14 @@ impl Cluster for Services {
         request: Request<ListJoinTokensRequest>,
     ) -> Result<Response<ListJoinTokensResponse>, Status> {
         self.govern(&request)?;
-        let tokens = self.controller.join_tokens().iter().map(|token| known(token)).collect();
+        let tokens = self
+            .controller
+            .membership
+            .members
+            .join_tokens()
+            .iter()
+            .map(|token| known(token))
+            .collect();
         Ok(Response::new(ListJoinTokensResponse { tokens }))
     }
 
@@ -477,7 +506,8 @@ impl Cluster for Services {
         request: Request<RevokeJoinTokenRequest>,
     ) -> Result<Response<RevokeJoinTokenResponse>, Status> {
         self.govern(&request)?;
-        let token = self.controller.revoke_join_token(&request.get_ref().token).await?;
+        let token =
+            self.controller.membership.members.revoke_join_token(&request.get_ref().token).await?;
         Ok(Response::new(RevokeJoinTokenResponse { revoked: Some(known(&token)) }))
     }
 
@@ -506,7 +536,7 @@ impl Cluster for Services {
         request: Request<ListAdminsRequest>,
     ) -> Result<Response<ListAdminsResponse>, Status> {
         self.govern(&request)?;
-        let admins = self.controller.admins();
+        let admins = self.controller.membership.admission.admins();
         let admins = admins.iter().map(|admin| Admin {
             name: admin.holder.clone(),
             joined_at: Some(timestamp(admin.joined_ms)),
@@ -520,7 +550,7 @@ impl Cluster for Services {
         request: Request<RemoveAdminRequest>,
     ) -> Result<Response<RemoveAdminResponse>, Status> {
         self.govern(&request)?;
-        self.controller.remove_admin(&request.get_ref().admin).await?;
+        self.controller.membership.admission.remove_admin(&request.get_ref().admin).await?;
         Ok(Response::new(RemoveAdminResponse {}))
     }
 
@@ -530,7 +560,7 @@ impl Cluster for Services {
     ) -> Result<Response<SetNodeResponse>, Status> {
         self.govern(&request)?;
         let SetNodeRequest { node, manages_volumes } = request.into_inner();
-        self.controller.set_node(&node, manages_volumes).await?;
+        self.controller.membership.admission.set_node(&node, manages_volumes).await?;
         Ok(Response::new(SetNodeResponse {}))
     }
 
@@ -540,8 +570,8 @@ impl Cluster for Services {
     ) -> Result<Response<RotateAuthorityResponse>, Status> {
         self.govern(&request)?;
         let message = match request.get_ref().at_once {
-            true => self.controller.replace_authority().await?,
-            false => self.controller.rotate_authority()?,
+            true => self.controller.membership.members.replace_authority().await?,
+            false => self.controller.membership.members.rotate_authority()?,
         };
         Ok(Response::new(RotateAuthorityResponse { message }))
     }
@@ -558,7 +588,7 @@ impl Cluster for Services {
             // The key must not be had for an admin's certificate.
             self.on_this_host(&request, "a backup with the authority's key")?;
         }
-        let bytes = self.controller.backup(with_authority).await?;
+        let bytes = self.controller.disaster.backups.make(with_authority).await?;
         let pieces: Vec<_> = bytes
             .chunks(BACKUP_PIECE_BYTES)
             .map(|piece| Ok(BackupPiece { data: piece.to_vec() }))
@@ -574,6 +604,6 @@ impl Cluster for Services {
         let RecoverRecordsRequest { dry_run, without_pools, discard_left_over } =
             request.into_inner();
         let asked = RecoverRecords { dry_run, without_pools, discard_left_over };
-        Ok(Response::new(self.controller.salvage.recover(&asked).await?.into()))
+        Ok(Response::new(self.controller.disaster.records.recover(&asked).await?.into()))
     }
 }

@@ -154,8 +154,8 @@ where
                 // The body is dropped unread, which tells the peer to stop sending it.
                 Err(status) => status.into_http(),
             };
-            show_term(answer.headers_mut(), &controller.term_proof());
-            if !controller.claims_its_term() {
+            show_term(answer.headers_mut(), &controller.membership.terms.proof());
+            if !controller.membership.terms.claims() {
                 show_that_it_does_not_rule(answer.headers_mut());
             }
             Ok(answer)
@@ -178,10 +178,10 @@ async fn let_through(
         return Err(Status::unimplemented(format!("{shown} is no call of this version")));
     };
     if let Caller::Member(member) = caller {
-        controller.admit(member).await?;
-        controller.hear_term(term, &member.peer).await?;
+        controller.membership.admission.admit(member).await?;
+        controller.membership.terms.hear(term, &member.peer).await?;
     }
-    controller.check_term()?;
+    controller.state.check_term()?;
     if !open_to.admits(caller) {
         let call = path.strip_prefix(PACKAGE).unwrap_or_default();
         return Err(denied(caller, &format!("the call {call}")).into());

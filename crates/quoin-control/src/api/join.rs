@@ -20,11 +20,17 @@ impl Join for Services {
     async fn join(&self, request: Request<JoinRequest>) -> Result<Response<Certificate>, Status> {
         self.newcomer(&request)?;
         let JoinRequest { token, csr_der, role, name } = request.into_inner();
-        Ok(message(self.controller.join(&token, &csr_der, &role, &name).await?))
+        Ok(message(self.controller.membership.members.join(&token, &csr_der, &role, &name).await?))
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Certificate>, Status> {
         let member = self.member(&request)?;
-        Ok(message(self.controller.renew(&member, &request.into_inner().csr_der).await?))
+        Ok(message(
+            self.controller
+                .membership
+                .members
+                .renew(&member, &request.into_inner().csr_der)
+                .await?,
+        ))
     }
 }

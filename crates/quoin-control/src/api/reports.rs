@@ -9,7 +9,6 @@ use quoin_replication::recognition::PoolCounts;
 use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
-use crate::Error;
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
@@ -20,8 +19,11 @@ use crate::state::observed::{
 };
 use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use crate::state::{State, about};
-use crate::volume::devices::{self, DeadDevices};
+use crate::volume::devices::{self, Devices};
+use crate::volume::epochs::Epochs;
+use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
+use crate::{Error, reconcile, volume};
 
 /// Replicas in one pool, and so in one report.
 const REPLICAS_MAX: usize = 16_384;
@@ -65,79 +67,53 @@ pub struct Reports {
     verifier: Arc<Verifier>,
     dying: Arc<DyingPools>,
     absence: Arc<Absence>,
-    dead: DeadDevices,
+    devices: Arc<Devices>,
+    epochs: Arc<Epochs>,
+    fences: Fences,
     /// Replicas that are in no record, announced once.
     unexpected: Mutex<HashSet<ReplicaGuid>>,
 }
 
 impl Reports {
-    pub(crate) fn new(
-        state: Arc<State>,
-        lifecycle: Arc<Lifecycle>,
-        verifier: Arc<Verifier>,
-        dying: Arc<DyingPools>,
-        absence: Arc<Absence>,
-    ) -> Self {
-        let (dead, unexpected) = (DeadDevices::new(state.clone()), Mutex::default());
-        Self { state, lifecycle, verifier, dying, absence, dead, unexpected }
+    pub(crate) fn new(state: Arc<State>, work: &reconcile::Parts, volumes: &volume::Parts) -> Self {
+        Self {
+            lifecycle: work.lifecycle.clone(),
+            verifier: volumes.verifier.clone(),
+            dying: work.dying.clone(),
+            absence: work.absence.clone(),
+            devices: volumes.devices.clone(),
+            epochs: volumes.epochs.clone(),
+            fences: Fences::new(state.clone()),
+            unexpected: Mutex::default(),
+            state,
+        }
     }
 
-    /// Takes a pool's report in and does what follows from it.
-    pub async fn pool(&self, report: &PoolReport) -> Result<(), Error> {
+    /// Takes a pool's report in and does what follows from it. Returns the number of the report that
+    /// the next one may build on; 0: it is to be whole.
+    pub async fn pool(&self, report: &PoolReport) -> Result<u64, Error> {
         quoin_identity::check_name("pool", &report.pool)?;
         quoin_identity::check_name("node", &report.node)?;
         short("pool_id", &report.pool_id)?;
         short("address", &report.address)?;
         short("error", &report.error)?;
         short("warning", &report.warning)?;
-        if report.replicas.len() > REPLICAS_MAX {
+        if report.replicas.len() + report.removed.len() > REPLICAS_MAX {
             return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
         }
         let replicas: HashMap<_, _> =
             report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
         self.record_pool(report).await?;
-        let mut seen = PoolSeen {
-            last: Instant::now(),
-            leaving: report.leaving,
-            error: report.error.clone(),
-            warning: report.warning.clone(),
-            capacity_bytes: report.capacity_bytes,
-            used_bytes: report.used_bytes,
-            free_bytes: report.free_bytes,
-            replicas,
-            scrub: report.scrub.unwrap_or_default(),
-        };
+        let removed: Vec<ReplicaGuid> =
+            report.removed.iter().map(|guid| id("removed", guid)).collect::<Result<_, _>>()?;
         let about = Object::new("pool", &report.pool_id, &report.pool);
         self.agent_events(&report.events, &about, |volume| {
             let here = volume.replicas.iter().map(|replica| &replica.pool);
             here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
         });
         let back = self.absence.ends("pool", &report.pool);
-        let differing = {
-            let mut observed = self.state.observed();
-            let was_online =
-                observed.heard_pool(&report.pool, self.state.settings.offline_after).is_some();
-            if !report.leaving {
-                observed.reach.told(&report.pool, &report.address);
-            }
-            // A pool that is busy opening says that it lives, and nothing of what it holds.
-            if report.start_counter == 0
-                && report.capacity_bytes == 0
-                && let Some(before) = observed.pools.get(&report.pool)
-            {
-                seen.capacity_bytes = before.capacity_bytes;
-                seen.used_bytes = before.used_bytes;
-                seen.free_bytes = before.free_bytes;
-                seen.replicas.clone_from(&before.replicas);
-                seen.scrub = before.scrub;
-            }
-            let before = observed.pools.insert(report.pool.clone(), seen.clone());
-            let is_like_before = |before: &&PoolSeen| {
-                was_online && before.error == seen.error && before.leaving == seen.leaving
-            };
-            let before = before.as_ref().filter(is_like_before);
-            before.map(|before| seen.differing(before))
-        };
+        let named: Vec<ReplicaGuid> = replicas.keys().copied().collect();
+        let (taken, differing) = self.pool_seen(report, replicas, &removed);
         if back && !report.leaving && report.error.is_empty() {
             self.state.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
         }
@@ -148,21 +124,83 @@ impl Reports {
         // for the others.
         let differing = match differing {
             None => self.state.volumes.indexed(|index| index.of_pool(&report.pool)),
-            Some(volumes) if volumes.is_empty() => return Ok(()),
+            Some(volumes) if volumes.is_empty() => return Ok(taken),
             Some(volumes) => {
                 volumes.iter().filter_map(|id| self.state.volumes.get(&id.to_string())).collect()
             }
         };
-        {
-            if self.state.check_ruling().is_ok() {
-                self.unexpected(&report.pool);
-                self.state.announce_old_records(&report.pool);
-            }
-            self.state.announce(&Concerned::Status);
-            self.state.look_at(&differing);
-            self.lifecycle.reconcile_those(&differing).await?;
+        if self.state.check_ruling().is_ok() {
+            self.unexpected(&report.pool, &named);
+            self.announce_old_records(&report.pool, &named);
         }
-        Ok(())
+        self.state.announce(&Concerned::Status);
+        self.state.look_at(&differing);
+        self.lifecycle.reconcile_those(&differing).await?;
+        Ok(taken)
+    }
+
+    /// Keeps what a pool says. Returns the number that the next report may build on, and the volumes
+    /// of which it holds something else than before; `None`: all may stand otherwise now.
+    fn pool_seen(
+        &self,
+        report: &PoolReport,
+        listed: HashMap<ReplicaGuid, ReplicaSeen>,
+        removed: &[ReplicaGuid],
+    ) -> (u64, Option<HashSet<VolumeId>>) {
+        let mut observed = self.state.observed();
+        let was_online =
+            observed.heard_pool(&report.pool, self.state.settings.offline_after).is_some();
+        if !report.leaving {
+            observed.reach.told(&report.pool, &report.address);
+        }
+        let mut seen = PoolSeen {
+            last: Instant::now(),
+            leaving: report.leaving,
+            error: report.error.clone(),
+            warning: report.warning.clone(),
+            capacity_bytes: report.capacity_bytes,
+            used_bytes: report.used_bytes,
+            free_bytes: report.free_bytes,
+            replicas: HashMap::new(),
+            scrub: report.scrub.unwrap_or_default(),
+            report: report.number,
+        };
+        let before = observed.pools.remove(&report.pool);
+        let is_like_before = before.as_ref().is_some_and(|before| {
+            was_online && before.error == seen.error && before.leaving == seen.leaving
+        });
+        let differing = match before {
+            // A pool that is busy opening says that it lives, and nothing of what it holds.
+            Some(before) if report.start_counter == 0 && report.capacity_bytes == 0 => {
+                seen = PoolSeen {
+                    capacity_bytes: before.capacity_bytes,
+                    used_bytes: before.used_bytes,
+                    free_bytes: before.free_bytes,
+                    replicas: before.replicas,
+                    scrub: before.scrub,
+                    report: 0,
+                    ..seen
+                };
+                HashSet::new()
+            }
+            Some(before) if report.since != 0 && before.report == report.since => {
+                seen.replicas = before.replicas;
+                seen.change(listed, removed)
+            }
+            // What it builds on is not known here: it says everything with its next report.
+            before if report.since != 0 => {
+                seen.replicas = before.map(|before| before.replicas).unwrap_or_default();
+                seen.report = 0;
+                HashSet::new()
+            }
+            before => {
+                seen.replicas = listed;
+                before.map(|before| seen.differing(&before)).unwrap_or_default()
+            }
+        };
+        let taken = seen.report;
+        observed.pools.insert(report.pool.clone(), seen);
+        (taken, is_like_before.then_some(differing))
     }
 
     async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
@@ -336,7 +374,7 @@ impl Reports {
         if back && !leaving {
             self.state.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
         }
-        Ok(self.dead.announce(&node))
+        Ok(self.devices.announce(&node))
     }
 
     /// Takes a target's report in; the answer is a fresh grant where the target may have one.
@@ -354,7 +392,7 @@ impl Reports {
             .get(&volume.to_string())
             .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
         if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
-            self.state.fence_stale(volume, &report.node).await?;
+            self.fences.stale(volume, &report.node).await?;
         }
         // A fenced target's last words must not pass for the present state, nor those of one that
         // never asked for an epoch: what a fence used up is nobody's.
@@ -432,7 +470,7 @@ impl Reports {
         if let Some(verification) = &report.verification {
             self.verifier.reported(&record, verification).await?;
         }
-        Ok(self.state.fresh_grant(&record, &report.node, report.epoch))
+        Ok(self.epochs.fresh_grant(&record, &report.node, report.epoch))
     }
 
     /// Takes events in that an agent tells. One about a volume that it has nothing to do with is
@@ -471,14 +509,14 @@ impl Reports {
 
     /// Replicas that no record names are kept, and told of: a restored backup of the records
     /// must not cost anybody's data.
-    fn unexpected(&self, pool: &str) {
+    fn unexpected(&self, pool: &str, named: &[ReplicaGuid]) {
         let mut news = Vec::new();
         {
             let observed = self.state.observed();
             let Some(seen) = observed.pools.get(pool) else { return };
-            let unknown: Vec<_> = seen
-                .replicas
+            let unknown: Vec<_> = named
                 .iter()
+                .filter_map(|guid| seen.replicas.get_key_value(guid))
                 .filter(|(_, replica)| replica.state != ReplicaState::Gone)
                 .filter(|(_, replica)| {
                     self.state.volumes.get(&replica.volume.to_string()).is_none()
@@ -499,6 +537,31 @@ impl Reports {
             );
             let about = Object::new("replica", guid, pool);
             self.state.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+        }
+    }
+
+    /// Replicas that were written in an epoch that no record has: the records are an old copy.
+    fn announce_old_records(&self, pool: &str, named: &[ReplicaGuid]) {
+        let mut behind = Vec::new();
+        {
+            let mut observed = self.state.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let ahead = |volume: &VolumeId, epoch| {
+                self.state.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
+            };
+            let found = named.iter().filter_map(|guid| seen.replicas.get(guid));
+            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
+            for volume in found {
+                if observed.behind.insert(volume.id.0) {
+                    behind.push(volume);
+                }
+            }
+        }
+        for volume in behind {
+            let message = "its replicas were written in a later epoch than its record knows: the \
+                           records are an old copy; `quoin controller recover` makes them agree \
+                           with what the pools hold";
+            self.state.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
         }
     }
 }

@@ -12,12 +12,15 @@
 //! Records of a restored cluster do not rule before `quoin controller recover`: only the pools know
 //! the changes since the backup ([`crate::disaster::salvage`]).
 
+use std::sync::Arc;
+
 use std::path::{Path, PathBuf};
 
 use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::membership::members::Members;
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::state::State;
 use crate::state::records::{
@@ -100,21 +103,31 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
     read(value).map_err(|why| refuse(format!("record {key}: {why}")))
 }
 
-impl State {
+/// Makes the content of backup files.
+pub struct Backups {
+    state: Arc<State>,
+    members: Arc<Members>,
+}
+
+impl Backups {
+    pub(crate) fn new(state: Arc<State>, members: Arc<Members>) -> Self {
+        Self { state, members }
+    }
+
     /// Content of a backup file.
-    pub async fn backup(&self, with_authority: bool) -> Result<Vec<u8>, Error> {
-        self.events.flush().await?;
+    pub async fn make(&self, with_authority: bool) -> Result<Vec<u8>, Error> {
+        self.state.events.flush().await?;
         // A single listing shows the records of one moment.
-        let records = self.store.list("").await?;
+        let records = self.state.store.list("").await?;
         let authority = match with_authority {
-            true => Some(self.authority.lock().expect("no holder of this lock panics").export()?),
+            true => Some(self.members.authority().export()?),
             false => None,
         };
         let mut out = Vec::new();
         let header = Header {
             kind: KIND.to_owned(),
             format: FORMAT,
-            cluster_id: self.identity.cluster().to_string(),
+            cluster_id: self.state.identity.cluster().to_string(),
             taken_ms: now_ms(),
             quoin: env!("CARGO_PKG_VERSION").to_owned(),
             records: records.len(),

@@ -49,26 +49,35 @@ pub struct Recovery {
     pub accept_loss_of: String,
 }
 
-impl State {
+/// Recovery of a volume by hand.
+pub struct ForcedRecovery {
+    state: Arc<State>,
+}
+
+impl ForcedRecovery {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
     /// Makes the replicas that are left the whole volume.
     ///
     /// # Errors
     /// Where a target could open it, where one that is there is not kept, where one that is not
     /// kept may live, and where the loss was not accepted.
-    pub async fn recover_volume(
+    pub async fn recover(
         &self,
         reference: Option<&VolumeRef>,
         recovery: &Recovery,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = self.volume(reference)?;
-        self.check_recovery(&volume, recovery)?;
+        let volume = self.state.volume(reference)?;
+        self.check(&volume, recovery)?;
         tokio::time::sleep(LEASES_OVER_AFTER).await;
-        let _one_at_a_time = self.creating.lock().await;
-        let now = self.volume(reference)?;
-        self.check_recovery(&now, recovery)?;
-        let candidates = self.candidates();
+        let _one_at_a_time = self.state.creating.lock().await;
+        let now = self.state.volume(reference)?;
+        self.check(&now, recovery)?;
+        let candidates = self.state.candidates();
         let seen = now.membership.version;
-        let (silent, term) = (self.silent(&now), self.term());
+        let (silent, term) = (self.state.silent(&now), self.state.term());
         let change = |volume: &mut VolumeRecord| {
             if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
                 return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
@@ -78,34 +87,17 @@ impl State {
             let _ = scale::scale(volume, &Scale::default(), &candidates);
             Ok(())
         };
-        let (volume, ()) = self.update_volume(now.id.0, change).await?;
+        let (volume, ()) = self.state.update_volume(now.id.0, change).await?;
         let message = format!(
             "by hand, from {} of {} replicas: acknowledged writes that only the others held are lost",
             recovery.keep.len(),
             now.membership.rf
         );
-        self.events.record(Severity::Error, about(&volume), "VolumeRecovered", message);
+        self.state.events.record(Severity::Error, about(&volume), "VolumeRecovered", message);
         Ok(volume)
     }
 
-    /// Replicas that its target waits for, since they may know of a change that the record lacks.
-    pub(crate) fn silent(&self, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
-        self.of_its_target(volume, |seen| seen.silent.clone()).unwrap_or_default()
-    }
-
-    /// Of what the target that has it under the record's epoch says now.
-    fn of_its_target<T>(
-        &self,
-        volume: &VolumeRecord,
-        what: impl FnOnce(&VolumeSeen) -> T,
-    ) -> Option<T> {
-        let observed = self.observed();
-        let seen = observed.volumes.get(&volume.id.0)?;
-        let is_there = observed.node_online(&seen.node, self.settings.offline_after);
-        (is_there && seen.epoch == volume.epoch).then(|| what(seen))
-    }
-
-    fn check_recovery(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
+    fn check(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
         let name = &volume.spec.name;
         let refuse = |why: String| Err(Error::Precondition(format!("volume {name:?}: {why}")));
         if volume.phase != VolumePhase::Ready {
@@ -118,12 +110,12 @@ impl State {
         if let Some(other) = recovery.keep.iter().chain(&recovery.destroyed).find(|id| !known(id)) {
             return Err(Error::missing("known replica", format!("{other} of volume {name:?}")));
         }
-        let serves = self.of_its_target(volume, |seen| seen.state == "serving") == Some(true);
-        let silent = self.silent(volume);
+        let serves = self.state.of_its_target(volume, |seen| seen.state == "serving") == Some(true);
+        let silent = self.state.silent(volume);
         let newcomers = volume.replicas.iter().filter(|r| !volume.is_known(r));
         for newcomer in newcomers.filter(|r| silent.contains(&r.guid.0)) {
-            let observed = self.observed();
-            let pool = observed.online_pool(&newcomer.pool, self.settings.offline_after);
+            let observed = self.state.observed();
+            let pool = observed.online_pool(&newcomer.pool, self.state.settings.offline_after);
             if pool.and_then(|pool| pool.replicas.get(&newcomer.guid.0)).is_some() {
                 return refuse(format!(
                     "replica {} on pool {} is there and may know of the change that is waited for: \
@@ -141,14 +133,14 @@ impl State {
             let pool = record.or_else(|| volume.replicas.iter().find(|r| r.id.0 == id));
             let pool = pool.map(|r| r.pool.as_str()).unwrap_or_default();
             let held = {
-                let observed = self.observed();
-                let seen = observed.online_pool(pool, self.settings.offline_after);
+                let observed = self.state.observed();
+                let seen = observed.online_pool(pool, self.state.settings.offline_after);
                 seen.and_then(|seen| seen.replicas.get(&member.guid.0)).map(|held| held.state)
             };
             // Its pool says so, or said so: then the record of it has another GUID since. That a
             // pool does not mention it proves nothing, for it may only just have started.
             let proven = held == Some(ReplicaState::Gone) || record.is_none();
-            let rolled_back = self.is_rolled_back(pool);
+            let rolled_back = self.state.is_rolled_back(pool);
             let present = held == Some(ReplicaState::Present) && !rolled_back;
             there += usize::from(present);
             match (recovery.keep.contains(&id), present) {
@@ -198,9 +190,9 @@ impl State {
     /// In words, the newcomers that hold more than those that are kept do: they do not count yet, and
     /// are copied anew.
     fn further_than(&self, volume: &VolumeRecord, keep: &[ReplicaId]) -> String {
-        let observed = self.observed();
+        let observed = self.state.observed();
         let position = |replica: &ReplicaRecord| {
-            let pool = observed.online_pool(&replica.pool, self.settings.offline_after)?;
+            let pool = observed.online_pool(&replica.pool, self.state.settings.offline_after)?;
             pool.replicas.get(&replica.guid.0).map(|seen| seen.position)
         };
         let (known, newcomers): (Vec<_>, Vec<_>) =
@@ -217,6 +209,25 @@ impl State {
                 )
             })
             .collect()
+    }
+}
+
+impl State {
+    /// Replicas that its target waits for, since they may know of a change that the record lacks.
+    pub(crate) fn silent(&self, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
+        self.of_its_target(volume, |seen| seen.silent.clone()).unwrap_or_default()
+    }
+
+    /// Of what the target that has it under the record's epoch says now.
+    fn of_its_target<T>(
+        &self,
+        volume: &VolumeRecord,
+        what: impl FnOnce(&VolumeSeen) -> T,
+    ) -> Option<T> {
+        let observed = self.observed();
+        let seen = observed.volumes.get(&volume.id.0)?;
+        let is_there = observed.node_online(&seen.node, self.settings.offline_after);
+        (is_there && seen.epoch == volume.epoch).then(|| what(seen))
     }
 }
 

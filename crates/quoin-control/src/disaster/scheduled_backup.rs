@@ -78,7 +78,7 @@ impl BackupSchedule {
     async fn make(&self, controller: &Controller) -> Result<(), Error> {
         make_dir(&self.into)?;
         let file = kept_backups::new_file(&self.into, now_seconds());
-        let bytes = controller.backup(true).await?;
+        let bytes = controller.disaster.backups.make(true).await?;
         let directory = self.clone();
         let write = move || {
             write_private(&file, &bytes)?;
@@ -110,7 +110,7 @@ impl BackupSchedule {
             }
             wait = AGAIN_AFTER.min(self.every);
             // What comes from a backup itself is none before it agrees with the pools.
-            if controller.check_ruling().is_err() {
+            if controller.state.check_ruling().is_err() {
                 continue;
             }
             let cluster = Object::new("cluster", "", "");
@@ -133,7 +133,7 @@ impl BackupSchedule {
                     (Severity::Error, "BackupFailed", message)
                 }
             };
-            controller.events().record(severity, cluster, reason, message);
+            controller.state.events().record(severity, cluster, reason, message);
         }
     }
 }
@@ -181,7 +181,7 @@ mod tests {
         std::fs::remove_file(&into).unwrap();
         until("a backup is made", &|| record.last_seconds() > 0).await;
         let reasons = || {
-            let events = controller.events().after(0);
+            let events = controller.state.events().after(0);
             events.into_iter().map(|event| event.reason).collect::<Vec<_>>()
         };
         until("it is told", &|| reasons().contains(&"BackupMade".to_owned())).await;

@@ -59,7 +59,17 @@ fn name_of(role: Role, holder: &str) -> String {
     format!("{role}/{holder}")
 }
 
-impl State {
+/// Who is a member, by keys.
+pub struct Admission {
+    state: Arc<State>,
+    replaced: Replaced,
+}
+
+impl Admission {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state, replaced: Replaced::default() }
+    }
+
     /// Checks that the holder of a valid certificate is a member. Stores a key that the member's
     /// record does not contain yet.
     pub(crate) async fn admit(&self, member: &Member) -> Result<(), Error> {
@@ -77,7 +87,9 @@ impl State {
             removed: false,
             manages_volumes: false,
         };
-        if self.members.get(&name).is_none() && self.members.create(first).await?.is_ok() {
+        if self.state.members.get(&name).is_none()
+            && self.state.members.create(first).await?.is_ok()
+        {
             return Ok(());
         }
         let learn = |record: &mut MemberOfCluster| {
@@ -87,7 +99,7 @@ impl State {
             }
             Ok(())
         };
-        self.members.update(&name, learn).await?;
+        self.state.members.update(&name, learn).await?;
         self.check_member(member)
     }
 
@@ -104,7 +116,7 @@ impl State {
                  token"
             )));
         }
-        let record = self.members.get(&name_of(peer.role, &peer.name));
+        let record = self.state.members.get(&name_of(peer.role, &peer.name));
         match worth(record.as_deref(), &member.key_hash) {
             Worth::Removed => Err(Error::Removed(format!(
                 "{peer} was removed from the cluster: to come back, it joins with a new token and an \
@@ -130,14 +142,14 @@ impl State {
             }
             Ok(())
         };
-        self.members.update(&name_of(member.peer.role, &member.peer.name), expect).await?;
+        self.state.members.update(&name_of(member.peer.role, &member.peer.name), expect).await?;
         self.check_member(member)
     }
 
     /// Ends all certificates of the former authority, also on open connections.
     pub(crate) fn authority_was_replaced(&self) {
         self.replaced.now();
-        self.announce(&Concerned::Everybody);
+        self.state.announce(&Concerned::Everybody);
     }
 
     /// Marks a member as removed. The record is kept, because a member without one is admitted: it
@@ -152,25 +164,25 @@ impl State {
             removed: true,
             manages_volumes: false,
         };
-        if self.members.create(record).await?.is_ok() {
+        if self.state.members.create(record).await?.is_ok() {
             return Ok(());
         }
         let remove = |record: &mut MemberOfCluster| {
             (record.removed, record.manages_volumes) = (true, false);
             Ok(())
         };
-        self.members.update(&name_of(role, name), remove).await.map(drop)
+        self.state.members.update(&name_of(role, name), remove).await.map(drop)
     }
 
     /// Whether this node may manage volumes that are not attached to it.
     pub(crate) fn manages_volumes(&self, node: &str) -> bool {
-        let member = self.members.get(&name_of(Role::Node, node));
+        let member = self.state.members.get(&name_of(Role::Node, node));
         member.is_some_and(|member| member.manages_volumes && !member.removed)
     }
 
     /// Admins that have joined and were not removed.
     pub fn admins(&self) -> Vec<Arc<MemberOfCluster>> {
-        let mut members = self.members.list();
+        let mut members = self.state.members.list();
         members.retain(|member| member.role == Role::Admin.as_str() && !member.removed);
         members
     }
@@ -183,8 +195,37 @@ impl State {
         }
         self.expel(Role::Admin, name).await?;
         let about = Object::new("admin", name, name);
-        self.events.record(Severity::Normal, about, "AdminRemoved", "it is no member any more");
-        self.announce(&Concerned::Everybody);
+        self.state.events.record(
+            Severity::Normal,
+            about,
+            "AdminRemoved",
+            "it is no member any more",
+        );
+        self.state.announce(&Concerned::Everybody);
+        Ok(())
+    }
+
+    /// Lets a node manage volumes, or no more; it counts from its next call on.
+    pub async fn set_node(&self, name: &str, manages_volumes: bool) -> Result<(), Error> {
+        let set = |record: &mut MemberOfCluster| {
+            if record.removed {
+                return Err(Error::missing("node", name));
+            }
+            record.manages_volumes = manages_volumes;
+            Ok(())
+        };
+        let member = format!("{}/{name}", Role::Node);
+        self.state
+            .members
+            .update(&member, set)
+            .await?
+            .ok_or_else(|| Error::missing("node", name))?;
+        let message = match manages_volumes {
+            true => "it may create, delete and publish volumes",
+            false => "it sees the volumes that are attached to it, and no others",
+        };
+        let about = Object::new("node", name, name);
+        self.state.events.record(Severity::Normal, about, "NodeSet", message);
         Ok(())
     }
 }

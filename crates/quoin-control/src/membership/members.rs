@@ -8,15 +8,20 @@
 //! Records that are an old copy do not know which tokens were used or revoked since. So no token that
 //! was made before they were doubted is taken, and a recovery removes those.
 
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use quoin_identity::{Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request};
+use quoin_identity::{
+    Authority, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
+};
 
 use crate::Error;
+use crate::membership::admission::Admission;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
 use crate::time::now_ms;
+use crate::volume::fencing::Fences;
 
 /// Lifetime of a token where none is asked, and the longest.
 const TOKEN_TTL: Duration = Duration::from_secs(3600);
@@ -26,7 +31,20 @@ const TOKEN_ID_DIGITS: usize = 12;
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;
 
-impl State {
+/// Tokens, certificates and the authority.
+pub struct Members {
+    state: Arc<State>,
+    authority: Mutex<Authority>,
+    admission: Arc<Admission>,
+    fences: Fences,
+}
+
+impl Members {
+    pub(crate) fn new(state: Arc<State>, authority: Authority, admission: Arc<Admission>) -> Self {
+        let fences = Fences::new(state.clone());
+        Self { state, authority: Mutex::new(authority), admission, fences }
+    }
+
     /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
     /// not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
     pub async fn create_join_token(
@@ -58,7 +76,7 @@ impl State {
             return Err(Error::invalid("ttl", rule));
         }
         self.drop_expired_tokens().await?;
-        if self.tokens.count() >= TOKENS_MAX {
+        if self.state.tokens.count() >= TOKENS_MAX {
             return Err(Error::Exhausted(format!("{TOKENS_MAX} tokens are alive already")));
         }
         let token = {
@@ -75,19 +93,19 @@ impl State {
             manages_volumes,
             created_ms: now_ms(),
         };
-        if self.tokens.create(record).await?.is_err() {
+        if self.state.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
         }
         let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
         let message = format!("for {what}, good for {} s", ttl.as_secs());
-        self.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
+        self.state.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
         Ok((token, expires_ms))
     }
 
     /// The tokens that are still good, or were used and would be.
-    pub fn join_tokens(&self) -> Vec<std::sync::Arc<TokenRecord>> {
+    pub fn join_tokens(&self) -> Vec<Arc<TokenRecord>> {
         let now = now_ms();
-        let mut tokens = self.tokens.list();
+        let mut tokens = self.state.tokens.list();
         tokens.retain(|token| token.expires_ms > now && !self.is_doubted(token));
         tokens
     }
@@ -95,17 +113,18 @@ impl State {
     /// Whether the records are doubted since the token was made: another copy of them may say that it
     /// was used or revoked.
     fn is_doubted(&self, token: &TokenRecord) -> bool {
-        let doubt = self.recovery.get(RecoveryRecord::NAME);
+        let doubt = self.state.recovery.get(RecoveryRecord::NAME);
         doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)
     }
 
     /// Ends the tokens that a recovery found: those made before the records were doubted, and all where
     /// nobody doubted them, since they may be an old copy all the same.
     pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
-        let since_ms = self.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
+        let since_ms =
+            self.state.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
         let mut ended = 0;
-        for token in self.tokens.list().iter().filter(|token| token.created_ms < since_ms) {
-            self.tokens.remove(&token.secret_hash, |_| true).await?;
+        for token in self.state.tokens.list().iter().filter(|token| token.created_ms < since_ms) {
+            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
             ended += u32::from(token.used_by.is_none() && token.expires_ms > now_ms());
         }
         if ended > 0 {
@@ -113,23 +132,20 @@ impl State {
                 "{ended} unused tokens of before the recovery are good for nothing any more: the \
                  records cannot know which of them were used or revoked"
             );
-            self.events.record(Severity::Normal, cluster(), "JoinTokensEnded", message);
+            self.state.events.record(Severity::Normal, cluster(), "JoinTokensEnded", message);
         }
         Ok(())
     }
 
     /// Ends a token: named whole, or by enough of its id to mean one. Who joined with it stays.
-    pub async fn revoke_join_token(
-        &self,
-        named: &str,
-    ) -> Result<std::sync::Arc<TokenRecord>, Error> {
+    pub async fn revoke_join_token(&self, named: &str) -> Result<Arc<TokenRecord>, Error> {
         const PREFIX_MIN: usize = 4;
         let wanted = match named.parse::<JoinToken>() {
             Ok(token) => token.secret_hash(),
             Err(_) => named.to_ascii_lowercase(),
         };
         let shown: String = named.chars().take(TOKEN_ID_DIGITS).collect();
-        let found = self.tokens.list();
+        let found = self.state.tokens.list();
         let mut found = found.iter().filter(|token| token.secret_hash.starts_with(&wanted));
         let (Some(token), true) = (found.next(), wanted.len() >= PREFIX_MIN) else {
             return Err(Error::missing("join token", shown));
@@ -137,9 +153,9 @@ impl State {
         if found.next().is_some() {
             return Err(Error::invalid("token", format!("{shown} begins several ids: give more")));
         }
-        self.tokens.remove(&token.secret_hash, |_| true).await?;
+        self.state.tokens.remove(&token.secret_hash, |_| true).await?;
         let message = format!("{} is good for nothing any more", token_id(token));
-        self.events.record(Severity::Normal, cluster(), "JoinTokenRevoked", message);
+        self.state.events.record(Severity::Normal, cluster(), "JoinTokenRevoked", message);
         Ok(token.clone())
     }
 
@@ -162,7 +178,7 @@ impl State {
                     .to_owned(),
             )
         };
-        let peer = Peer::new(self.identity.cluster(), role, holder)?;
+        let peer = Peer::new(self.state.identity.cluster(), role, holder)?;
         let key_hash = key_hash_of_request(csr_der)?;
         let user = (format!("{role}/{holder}"), key_hash.clone());
         let check = |record: &TokenRecord| {
@@ -192,7 +208,7 @@ impl State {
             Ok(())
         };
         let name = token.secret_hash();
-        let record = self.tokens.get(&name).ok_or_else(refused)?;
+        let record = self.state.tokens.get(&name).ok_or_else(refused)?;
         check(&record)?;
         let member = MemberOfCluster {
             role: role.to_string(),
@@ -208,7 +224,7 @@ impl State {
             check(record)?;
             Ok(record.used_by.replace(user.clone()).is_none())
         };
-        let (_, first_use) = self.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        let (_, first_use) = self.state.tokens.update(&name, using).await?.ok_or_else(refused)?;
         if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
             let unused = |record: &mut TokenRecord| {
                 if first_use && record.used_by.as_ref() == Some(&user) {
@@ -216,19 +232,19 @@ impl State {
                 }
                 Ok(())
             };
-            self.tokens.update(&name, unused).await?;
+            self.state.tokens.update(&name, unused).await?;
             return Err(error);
         }
         let issued = self.authority().issue(csr_der, &peer)?;
         let about = Object::new(role.as_str(), holder, holder);
-        self.events.record(Severity::Normal, about, "Joined", format!("{role} {holder}"));
+        self.state.events.record(Severity::Normal, about, "Joined", format!("{role} {holder}"));
         Ok(issued)
     }
 
     /// A member's next certificate: same role, same name, whatever the request says.
     pub async fn renew(&self, member: &Member, csr_der: &[u8]) -> Result<Issued, Error> {
         let issued = self.authority().issue(csr_der, &member.peer)?;
-        self.expect_key(member, &key_hash_of_request(csr_der)?).await?;
+        self.admission.expect_key(member, &key_hash_of_request(csr_der)?).await?;
         Ok(issued)
     }
 
@@ -238,7 +254,7 @@ impl State {
         self.renew_own()?;
         let message = "every certificate moves to the new authority when it is renewed; the \
                        former one is trusted until the last of its certificates has run out";
-        self.events.record(Severity::Normal, cluster(), "AuthorityRotated", message);
+        self.state.events.record(Severity::Normal, cluster(), "AuthorityRotated", message);
         Ok(message.to_owned())
     }
 
@@ -247,9 +263,9 @@ impl State {
     pub async fn replace_authority(&self) -> Result<String, Error> {
         self.authority().rotate_at_once()?;
         self.renew_own()?;
-        self.authority_was_replaced();
-        for token in self.tokens.list() {
-            self.tokens.remove(&token.secret_hash, |_| true).await?;
+        self.admission.authority_was_replaced();
+        for token in self.state.tokens.list() {
+            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
         }
         let message = "no certificate and no join token of the former authority is taken any more; \
                        until they have joined again, pools and nodes go on with each other and hear \
@@ -259,15 +275,15 @@ impl State {
                        token; pools first, one after the other, then nodes. A volume is out of reach \
                        of a node while one of them has joined again and a majority of its pools has \
                        not, or the other way round";
-        self.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
+        self.state.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
         Ok(message.to_owned())
     }
 
     /// The controller's own certificate, from its own authority.
     pub(crate) fn renew_own(&self) -> Result<(), Error> {
-        let request = self.identity.renewal_request()?;
-        let issued = self.authority().issue(&request, self.identity.peer())?;
-        Ok(self.identity.install(&issued)?)
+        let request = self.state.identity.renewal_request()?;
+        let issued = self.authority().issue(&request, self.state.identity.peer())?;
+        Ok(self.state.identity.install(&issued)?)
     }
 
     /// Renews what is due and forgets what is over; called every second.
@@ -275,16 +291,16 @@ impl State {
         if self.authority().forget_former()? {
             self.renew_own()?;
             let message = "the former authority is trusted no more";
-            self.events.record(Severity::Normal, cluster(), "AuthorityRetired", message);
+            self.state.events.record(Severity::Normal, cluster(), "AuthorityRetired", message);
         }
-        if self.identity.renew_at() <= std::time::SystemTime::now() {
+        if self.state.identity.renew_at() <= std::time::SystemTime::now() {
             self.renew_own()?;
         }
         Ok(())
     }
 
     async fn take_name(&self, member: &MemberOfCluster, named: bool) -> Result<(), Error> {
-        let Err(found) = self.members.create(member.clone()).await? else { return Ok(()) };
+        let Err(found) = self.state.members.create(member.clone()).await? else { return Ok(()) };
         if found.key_hash == member.key_hash && !found.removed {
             return Ok(());
         }
@@ -300,22 +316,22 @@ impl State {
             Ok(())
         };
         let name = format!("{}/{}", member.role, member.holder);
-        self.members.update(&name, replace).await?;
+        self.state.members.update(&name, replace).await?;
         if member.role == Role::Node.as_str() {
-            self.fence_node(&member.holder, false).await?;
+            self.fences.node(&member.holder, false).await?;
         }
         Ok(())
     }
 
     async fn drop_expired_tokens(&self) -> Result<(), Error> {
         let now = now_ms();
-        for token in self.tokens.list().iter().filter(|token| token.expires_ms <= now) {
-            self.tokens.remove(&token.secret_hash, |found| found.expires_ms <= now).await?;
+        for token in self.state.tokens.list().iter().filter(|token| token.expires_ms <= now) {
+            self.state.tokens.remove(&token.secret_hash, |found| found.expires_ms <= now).await?;
         }
         Ok(())
     }
 
-    fn authority(&self) -> std::sync::MutexGuard<'_, quoin_identity::Authority> {
+    pub(crate) fn authority(&self) -> MutexGuard<'_, Authority> {
         self.authority.lock().expect("no holder of this lock panics")
     }
 }

@@ -10,13 +10,15 @@ use std::sync::Arc;
 use quoin_identity::Role;
 
 use crate::Error;
+use crate::membership::admission::Admission;
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::State;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{MemberOfCluster, VolumePhase, VolumeRecord};
+use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::volume::fencing::Fences;
 
 /// Names of volumes in one message; the others are counted.
 const NAMES_MAX: usize = 5;
@@ -27,6 +29,8 @@ pub struct Removals {
     lifecycle: Arc<Lifecycle>,
     absence: Arc<Absence>,
     dying: Arc<DyingPools>,
+    admission: Arc<Admission>,
+    fences: Fences,
 }
 
 impl Removals {
@@ -35,8 +39,10 @@ impl Removals {
         lifecycle: Arc<Lifecycle>,
         absence: Arc<Absence>,
         dying: Arc<DyingPools>,
+        admission: Arc<Admission>,
     ) -> Self {
-        Self { state, lifecycle, absence, dying }
+        let fences = Fences::new(state.clone());
+        Self { state, lifecycle, absence, dying, admission, fences }
     }
 
     /// Removes a pool that is offline and that no volume needs; with `force` also one that may be
@@ -71,7 +77,7 @@ impl Removals {
                 listed(&needed)
             )));
         }
-        self.state.expel(Role::Pool, name).await?;
+        self.admission.expel(Role::Pool, name).await?;
         for volume in volumes {
             let gone = |volume: &mut VolumeRecord| {
                 volume.discarded.retain(|discarded| discarded.pool != name);
@@ -135,8 +141,8 @@ impl Removals {
                  offline, or at once with --force"
             )));
         }
-        self.state.expel(Role::Node, name).await?;
-        self.state.fence_node(name, true).await?;
+        self.admission.expel(Role::Node, name).await?;
+        self.fences.node(name, true).await?;
         self.state.cordons.remove(&format!("node/{name}"), |_| true).await?;
         self.state.nodes.remove(name, |_| true).await?;
         self.state.observed().nodes.remove(name);
@@ -149,28 +155,6 @@ impl Removals {
             "it is no member any more",
         );
         self.state.announce(&Concerned::Everybody);
-        Ok(())
-    }
-}
-
-impl State {
-    /// Lets a node manage volumes, or no more; it counts from its next call on.
-    pub async fn set_node(&self, name: &str, manages_volumes: bool) -> Result<(), Error> {
-        let set = |record: &mut MemberOfCluster| {
-            if record.removed {
-                return Err(Error::missing("node", name));
-            }
-            record.manages_volumes = manages_volumes;
-            Ok(())
-        };
-        let member = format!("{}/{name}", Role::Node);
-        self.members.update(&member, set).await?.ok_or_else(|| Error::missing("node", name))?;
-        let message = match manages_volumes {
-            true => "it may create, delete and publish volumes",
-            false => "it sees the volumes that are attached to it, and no others",
-        };
-        let about = Object::new("node", name, name);
-        self.events.record(Severity::Normal, about, "NodeSet", message);
         Ok(())
     }
 }

@@ -80,28 +80,32 @@ impl Drop for Recovering<'_> {
     }
 }
 
-impl State {
-    /// In which this controller rules, or did.
-    pub fn term(&self) -> Term {
-        self.term.now()
+/// The term of this controller, beside those of others.
+pub struct Terms {
+    state: Arc<State>,
+}
+
+impl Terms {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
     }
 
     /// The highest one that was proven to this controller, its own included.
-    pub(crate) fn highest_term(&self) -> Term {
-        let (own, heard) = (self.term(), *self.term.heard());
+    pub(crate) fn highest(&self) -> Term {
+        let (own, heard) = (self.state.term(), *self.state.term.heard());
         if heard.number > own.number { heard } else { own }
     }
 
     /// The proof of the term; the same bytes until the certificate is renewed.
-    pub(crate) fn term_proof(&self) -> Bytes {
-        let (term, began) = (self.term(), self.identity.validity().0);
-        let mut signed = self.term.signed.lock().expect("no holder of this lock panics");
+    pub(crate) fn proof(&self) -> Bytes {
+        let (term, began) = (self.state.term(), self.state.identity.validity().0);
+        let mut signed = self.state.term.signed.lock().expect("no holder of this lock panics");
         if let Some((of, proven)) = &*signed
             && (*of, proven.term) == (began, term)
         {
             return proven.proof.clone();
         }
-        match self.identity.sign_term(term) {
+        match self.state.identity.sign_term(term) {
             Ok(proof) => {
                 *signed = Some((began, Proven { term, proof: proof.clone() }));
                 proof
@@ -114,30 +118,21 @@ impl State {
     }
 
     /// Whether what is said is ordered by records that rule.
-    pub(crate) fn claims_its_term(&self) -> bool {
-        self.check_ruling().is_ok() && !self.term.recovering.load(Ordering::Relaxed)
+    pub(crate) fn claims(&self) -> bool {
+        self.state.check_ruling().is_ok() && !self.state.term.recovering.load(Ordering::Relaxed)
     }
 
     /// The term whose controller took this one's place, once one did.
     pub fn superseded(&self) -> watch::Receiver<Option<Term>> {
-        self.term.end.subscribe()
-    }
-
-    /// # Errors
-    /// Where another controller took this one's place.
-    pub(crate) fn check_term(&self) -> Result<(), Error> {
-        match *self.term.end.borrow() {
-            None => Ok(()),
-            Some(by) => Err(Error::Superseded { term: self.term(), by }),
-        }
+        self.state.term.end.subscribe()
     }
 
     /// A member shows the highest term that it heard of. What it cannot prove is nothing.
-    pub(crate) async fn hear_term(&self, proof: &[u8], from: &Peer) -> Result<(), Error> {
-        if proof.is_empty() || *proof == *self.term_proof() {
+    pub(crate) async fn hear(&self, proof: &[u8], from: &Peer) -> Result<(), Error> {
+        if proof.is_empty() || *proof == *self.proof() {
             return Ok(());
         }
-        let heard = match self.identity.verify_term(proof) {
+        let heard = match self.state.identity.verify_term(proof) {
             Ok(heard) => heard,
             Err(error) => {
                 tracing::debug!(%from, %error, "a term that is not proven");
@@ -145,15 +140,17 @@ impl State {
             }
         };
         {
-            let mut highest = self.term.heard();
-            if heard.standing(*highest) == Standing::Higher || heard.number == self.term().number {
+            let mut highest = self.state.term.heard();
+            if heard.standing(*highest) == Standing::Higher
+                || heard.number == self.state.term().number
+            {
                 *highest = heard;
             }
         }
-        if !self.claims_its_term() {
+        if !self.claims() {
             return Ok(());
         }
-        let own = self.term();
+        let own = self.state.term();
         if own.is_ended_by(heard) {
             return self.end(heard, from).await;
         }
@@ -164,7 +161,7 @@ impl State {
                  above both"
             );
             let cluster = Object::new("cluster", "", "");
-            self.events.record(Severity::Error, cluster, "TermRefused", message);
+            self.state.events.record(Severity::Error, cluster, "TermRefused", message);
         }
         Ok(())
     }
@@ -177,49 +174,65 @@ impl State {
             since_ms: now_ms(),
         };
         // Before it is told: it must not come back by a start.
-        let written = self.term.ended.create(record).await;
-        if self.term.end.send_if_modified(|end| end.replace(by).is_none()) {
+        let written = self.state.term.ended.create(record).await;
+        if self.state.term.end.send_if_modified(|end| end.replace(by).is_none()) {
             let message = format!(
                 "{from} has heard of term {by}: the records were recovered elsewhere, and this \
                  controller, of term {}, ends",
-                self.term()
+                self.state.term()
             );
             let cluster = Object::new("cluster", "", "");
-            self.events.record(Severity::Error, cluster, "ControllerSuperseded", message);
-            self.events.flush().await?;
+            self.state.events.record(Severity::Error, cluster, "ControllerSuperseded", message);
+            self.state.events.flush().await?;
         }
         written.map(drop)
     }
 
     /// Until the answer is dropped pools are asked whatever they think of this term.
     pub(crate) fn begin_recovering(&self) -> Recovering<'_> {
-        self.term.recovering.store(true, Ordering::Relaxed);
-        Recovering(self)
+        self.state.term.recovering.store(true, Ordering::Relaxed);
+        Recovering(&self.state)
     }
 
     /// Whether a member heard of a term that this one is not above.
     pub(crate) fn is_overtaken(&self) -> bool {
-        let (own, heard) = (self.term(), *self.term.heard());
+        let (own, heard) = (self.state.term(), *self.state.term.heard());
         heard != own && heard.number >= own.number && heard != Term::default()
     }
 
     /// Begins a term above all that were heard of. It is a record before a member is told.
-    pub(crate) async fn begin_term(&self) -> Result<Term, Error> {
-        let heard = [self.term(), *self.term.heard()];
+    pub(crate) async fn begin(&self) -> Result<Term, Error> {
+        let heard = [self.state.term(), *self.state.term.heard()];
         let number = Term::next_number(heard).ok_or_else(|| {
             Error::Precondition("no term is left: every number has been used".to_owned())
         })?;
         let term = Term { number, id: TermId(random_id()) };
         let record = TermRecord { number, id: Text(term.id), since_ms: now_ms() };
-        if self.term.records.create(record.clone()).await?.is_err() {
+        if self.state.term.records.create(record.clone()).await?.is_err() {
             let replace = |found: &mut TermRecord| {
                 *found = record.clone();
                 Ok(())
             };
-            self.term.records.update(TermRecord::NAME, replace).await?;
+            self.state.term.records.update(TermRecord::NAME, replace).await?;
         }
-        self.announce(&Concerned::Everybody);
+        self.state.announce(&Concerned::Everybody);
         Ok(term)
+    }
+}
+
+impl State {
+    /// In which this controller rules, or did.
+    pub fn term(&self) -> Term {
+        self.term.now()
+    }
+
+    /// # Errors
+    /// Where another controller took this one's place.
+    pub(crate) fn check_term(&self) -> Result<(), Error> {
+        match *self.term.end.borrow() {
+            None => Ok(()),
+            Some(by) => Err(Error::Superseded { term: self.term(), by }),
+        }
     }
 }
 

@@ -17,6 +17,7 @@ use crate::state::observed::ReplicaState;
 use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
 use crate::state::{State, about, random_id};
 use crate::status::{ReplicaStatus, VolumeStatus};
+use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
 
 /// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
@@ -28,6 +29,7 @@ type News = (Severity, Object, &'static str, String);
 pub struct Lifecycle {
     state: Arc<State>,
     verifier: Arc<Verifier>,
+    fences: Fences,
     queue: Arc<Queue<VolumeId>>,
     /// Last announced health of each volume.
     health: Mutex<HashMap<VolumeId, &'static str>>,
@@ -52,7 +54,7 @@ impl Reconciler for Lifecycle {
         };
         if self.state.check_ruling().is_ok() {
             self.reconcile_volume(&volume).await?;
-            self.state.fence_left_over(&volume).await?;
+            self.fences.left_over(&volume).await?;
         }
         Ok(Next::Rest)
     }
@@ -61,7 +63,8 @@ impl Reconciler for Lifecycle {
 impl Lifecycle {
     pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
         let queue = queue_of_volumes(&state, PAUSE);
-        Self { state, verifier, queue, health: Mutex::default() }
+        let fences = Fences::new(state.clone());
+        Self { state, verifier, fences, queue, health: Mutex::default() }
     }
 
     fn health(&self) -> MutexGuard<'_, HashMap<VolumeId, &'static str>> {

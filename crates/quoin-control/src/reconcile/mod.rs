@@ -9,10 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_types::VolumeId;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::state::State;
+use crate::volume::verification::Verifier;
 
 pub(crate) mod absence;
 pub(crate) mod balance;
@@ -101,6 +103,58 @@ pub(crate) fn queue_of_volumes(state: &State, pause: Duration) -> Arc<Queue<Volu
     let filled = queue.clone();
     state.queue_volumes(move |volume| filled.add(volume, pause));
     queue
+}
+
+/// Reconcilers, and who acts with them.
+pub struct Parts {
+    pub lifecycle: Arc<lifecycle::Lifecycle>,
+    pub healer: Arc<heal::Healer>,
+    pub balancer: Arc<rebalance::Balancer>,
+    pub tender: Arc<tending::Tender>,
+    pub cordons: cordon::Cordons,
+    pub(crate) absence: Arc<absence::Absence>,
+    pub(crate) dying: Arc<dying::DyingPools>,
+}
+
+impl Parts {
+    pub(crate) fn new(state: &Arc<State>, verifier: &Arc<Verifier>) -> Self {
+        let balancer = Arc::new(rebalance::Balancer::new(state.clone()));
+        let healer = Arc::new(heal::Healer::new(state.clone(), balancer.clone()));
+        let dying = Arc::new(dying::DyingPools::new(state.clone()));
+        Self {
+            lifecycle: Arc::new(lifecycle::Lifecycle::new(state.clone(), verifier.clone())),
+            tender: Arc::new(tending::Tender::new(state.clone(), verifier.clone())),
+            cordons: cordon::Cordons::new(state.clone(), healer.clone(), dying.clone()),
+            absence: Arc::new(absence::Absence::new(state.clone())),
+            balancer,
+            healer,
+            dying,
+        }
+    }
+
+    /// Records an event for each pool and node that has not reported for too long.
+    pub fn announce_absent(&self) {
+        for volume in self.absence.announce() {
+            self.lifecycle.announce_health(&volume);
+        }
+    }
+
+    /// Works on what changes, each kind in a task of its own, until the tasks are dropped.
+    pub(crate) fn spawn(&self, state: &Arc<State>) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        let evening = Arc::new(rebalance::Evening::new(self.balancer.clone(), self.healer.clone()));
+        tasks.spawn(work(self.lifecycle.clone()));
+        tasks.spawn(work(self.healer.clone()));
+        tasks.spawn(work(self.tender.clone()));
+        tasks.spawn(work(evening));
+        tasks.spawn(rounds(state.clone()));
+        // What was left over by the last process comes first.
+        for volume in state.volumes.list() {
+            self.lifecycle.queue().add(volume.id.0, Duration::ZERO);
+            state.look_at(&[volume]);
+        }
+        tasks
+    }
 }
 
 #[cfg(test)]

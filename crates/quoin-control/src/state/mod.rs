@@ -18,15 +18,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control::VolumeRef;
-use quoin_identity::{Authority, Identity};
+use quoin_identity::Identity;
 use quoin_types::VolumeId;
 use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
 use crate::controller::Settings;
-use crate::disaster::salvage::Salvage;
-use crate::membership::admission::Replaced;
 use crate::membership::term::OwnTerm;
 use crate::state::changes::{Changes, Concern, Concerned, Follower};
 use crate::state::events::{Events, Object, Severity};
@@ -46,8 +44,6 @@ pub struct State {
     /// Store of all records, for backups.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) identity: Identity,
-    pub(crate) authority: Mutex<Authority>,
-    pub(crate) replaced: Replaced,
     pub(crate) volumes: Table<VolumeRecord>,
     pub(crate) names: Table<NameRecord>,
     pub(crate) pools: Table<PoolRecord>,
@@ -57,7 +53,6 @@ pub struct State {
     pub(crate) cordons: Table<CordonRecord>,
     pub(crate) verifications: Table<VerifyRecord>,
     pub(crate) recovery: Table<RecoveryRecord>,
-    pub(crate) salvage: Salvage,
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
@@ -75,7 +70,6 @@ impl State {
     pub async fn open(
         store: Arc<dyn Store>,
         identity: Identity,
-        authority: Authority,
         settings: Settings,
     ) -> Result<Self, Error> {
         let writes = Arc::new(Writes::default());
@@ -91,7 +85,6 @@ impl State {
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
             recovery: Table::load(store.clone(), changes.clone()).await?,
-            salvage: Salvage::default(),
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
             store,
@@ -99,8 +92,6 @@ impl State {
             creating: tokio::sync::Mutex::new(()),
             writes,
             opened_again: AtomicU64::new(0),
-            authority: Mutex::new(authority),
-            replaced: Replaced::default(),
             identity,
             settings,
             changes,

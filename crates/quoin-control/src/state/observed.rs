@@ -45,9 +45,29 @@ pub struct PoolSeen {
     pub free_bytes: u64,
     pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
     pub scrub: Scrub,
+    /// Number of the report by which all of this is known; 0: none.
+    pub report: u64,
 }
 
 impl PoolSeen {
+    /// Takes in what changed. Returns the volumes as [`Self::differing`] does.
+    pub fn change(
+        &mut self,
+        listed: HashMap<ReplicaGuid, ReplicaSeen>,
+        removed: &[ReplicaGuid],
+    ) -> HashSet<VolumeId> {
+        let mut volumes = HashSet::new();
+        for (guid, replica) in listed {
+            let (volume, now) = (replica.volume, (replica.state, replica.quorum));
+            let before = self.replicas.insert(guid, replica);
+            if before.is_none_or(|before| (before.state, before.quorum) != now) {
+                volumes.insert(volume);
+            }
+        }
+        volumes.extend(removed.iter().filter_map(|guid| Some(self.replicas.remove(guid)?.volume)));
+        volumes
+    }
+
     /// Positions move with every write; only what exists or not asks for a reaction.
     /// The volumes of which it holds something else than `other` did.
     pub fn differing(&self, other: &Self) -> HashSet<VolumeId> {

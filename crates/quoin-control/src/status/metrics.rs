@@ -61,7 +61,7 @@ impl Metrics {
     /// What is wrong, in words.
     pub fn health(&self) -> Result<(), String> {
         let controller = self.controller().ok_or("the controller does not serve yet")?;
-        controller.writes.check().map_err(|why| format!("records cannot be written: {why}"))
+        controller.state.writes.check().map_err(|why| format!("records cannot be written: {why}"))
     }
 
     /// The metrics in the OpenMetrics text format.
@@ -75,7 +75,7 @@ impl Metrics {
             replicas(&controller, &mut registry);
             healing(&controller, &mut registry);
             let writes = Counter::<u64>::default();
-            writes.inc_by(controller.writes.count());
+            writes.inc_by(controller.state.writes.count());
             registry.register(
                 "record_writes",
                 "Commits of records: of one each, or of several events",
@@ -110,8 +110,8 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
         family.get_or_create(&Health { health: health.to_owned() }).set(0);
     }
     let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
-    for volume in controller.volumes.list() {
-        let health = controller.shown_status(&volume).health.to_owned();
+    for volume in controller.state.volumes.list() {
+        let health = controller.state.shown_status(&volume).health.to_owned();
         family.get_or_create(&Health { health }).inc();
         attached.inc_by(i64::from(!volume.attachments.is_empty()));
         bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));
@@ -142,7 +142,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
     let (slow, took) =
         (Family::<OfVolume, Gauge>::default(), Family::<OfVolume, Seconds>::default());
     let (mut rebuilt, mut total) = (0u64, 0u64);
-    for volume in controller.volumes.list() {
+    for volume in controller.state.volumes.list() {
         for replica in controller.status.replicas(&volume) {
             if replica.phase == "Rebuilding" {
                 rebuilt += replica.rebuilt_bytes;
@@ -175,7 +175,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
 }
 
 fn healing(controller: &Controller, registry: &mut Registry) {
-    let healing = controller.healer.counts();
+    let healing = controller.work.healer.counts();
     let counter = |value: u64| {
         let counter = Counter::<u64>::default();
         counter.inc_by(value);
@@ -194,7 +194,7 @@ fn healing(controller: &Controller, registry: &mut Registry) {
     registry.register("heals_waiting", help, gauge(healing.waiting));
     let help = "Replicas that should be elsewhere and cannot be made there";
     registry.register("heals_stuck", help, gauge(healing.stuck));
-    let balance = controller.balancer.counts();
+    let balance = controller.work.balancer.counts();
     let help = "Replicas begun elsewhere to even out how full pools are since the start";
     registry.register("rebalances", help, counter(balance.begun));
     let help = "Of them, those that were dropped on the way";

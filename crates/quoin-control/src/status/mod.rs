@@ -12,6 +12,7 @@ use quoin_types::{Epoch, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::api::assignments;
+use crate::membership::admission::Admission;
 use crate::reconcile::rebalance::Balancer;
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
@@ -20,7 +21,9 @@ use crate::state::records::{
     VolumeRecord,
 };
 use crate::time::timestamp;
+use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
+use crate::{membership, reconcile, volume};
 use quoin_api::volume::Spread;
 
 /// A target that has not opened a volume after so long has met with something.
@@ -274,11 +277,24 @@ pub struct Status {
     state: Arc<State>,
     verifier: Arc<Verifier>,
     balancer: Arc<Balancer>,
+    devices: Arc<Devices>,
+    admission: Arc<Admission>,
 }
 
 impl Status {
-    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>, balancer: Arc<Balancer>) -> Self {
-        Self { state, verifier, balancer }
+    pub(crate) fn new(
+        state: Arc<State>,
+        work: &reconcile::Parts,
+        volumes: &volume::Parts,
+        members: &membership::Parts,
+    ) -> Self {
+        Self {
+            verifier: volumes.verifier.clone(),
+            balancer: work.balancer.clone(),
+            devices: volumes.devices.clone(),
+            admission: members.admission.clone(),
+            state,
+        }
     }
 
     pub fn volume(&self, volume: &VolumeRecord) -> api::Volume {
@@ -319,7 +335,7 @@ impl Status {
             desired_consistency_factor: volume.consistency_factor.into(),
             replace_after: self.state.replace_after(volume).to_string(),
             verification: self.verifier.message(volume),
-            devices: self.state.devices_of(volume),
+            devices: self.devices.of(volume),
         }
     }
 
@@ -488,7 +504,7 @@ impl Status {
             volumes_max: node.volumes_max,
             version: node.version.clone(),
             cordon: self.state.cordon_of_node(&node.name).to_owned(),
-            manages_volumes: self.state.manages_volumes(&node.name),
+            manages_volumes: self.admission.manages_volumes(&node.name),
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()
     }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use quoin_api::control as api;
 use quoin_types::membership::open_quorum;
 
+use super::Status;
 use crate::Error;
-use crate::state::State;
 use crate::state::records::{ReplicaPhase, VolumePhase, VolumeRecord};
 
-impl State {
+impl Status {
     /// Only what the target told under the record's epoch is its own; the records alone are shown
     /// by the volume.
     pub fn target_config(&self, volume: &Arc<VolumeRecord>) -> Result<api::TargetConfig, Error> {
@@ -21,9 +21,9 @@ impl State {
                  attach`), or see what the next one will be given with `quoin volume get`"
             )));
         };
-        let observed = self.observed();
-        let Some(seen) = self.serving(&observed, volume) else {
-            let why = match observed.node_online(owner, self.settings.offline_after) {
+        let observed = self.state.observed();
+        let Some(seen) = self.state.serving(&observed, volume) else {
+            let why = match observed.node_online(owner, self.state.settings.offline_after) {
                 true => "has not told yet how it holds it: ask again",
                 false => "does not report: see whether it runs there, and `quoin node list`",
             };

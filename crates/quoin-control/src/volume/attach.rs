@@ -40,19 +40,28 @@ pub struct Publish {
     pub device: bool,
 }
 
-impl State {
-    pub async fn publish_volume(
+/// Which node uses a volume.
+pub struct Attachments {
+    state: Arc<State>,
+}
+
+impl Attachments {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
+    pub async fn publish(
         &self,
         reference: Option<&VolumeRef>,
         publish: &Publish,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = self.volume(reference)?;
+        let volume = self.state.volume(reference)?;
         let node = &publish.node;
         if publish.usage.len() > 4096 {
             return Err(Error::invalid("usage", "at most 4096 bytes"));
         }
         let shown: String = node.chars().take(160).collect();
-        let known = self.nodes.get(node).ok_or_else(|| Error::missing("node", shown))?;
+        let known = self.state.nodes.get(node).ok_or_else(|| Error::missing("node", shown))?;
         let attached = self.attached_to(node, volume.id.0);
         if known.volumes_max != 0 && attached >= known.volumes_max {
             return Err(Error::Exhausted(format!(
@@ -60,47 +69,43 @@ impl State {
                 known.volumes_max
             )));
         }
-        let term = self.term();
+        let term = self.state.term();
         let change = |volume: &mut VolumeRecord| attach(volume, publish, term);
-        let (volume, new) = match self.update_volume(volume.id.0, change).await {
+        let (volume, new) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::Busy(_)) => {
-                let waiting = self.waiting_for(&volume);
+                let waiting = self.state.waiting_for(&volume);
                 let name = &volume.spec.name;
                 return Err(Error::Busy(format!("volume {name:?} is not ready: {waiting}")));
             }
             other => other?,
         };
         if new {
-            self.opening_begins(volume.id.0);
+            self.state.opening_begins(volume.id.0);
             let message = format!("to node {node}");
-            self.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
         }
         Ok(volume)
     }
 
     /// Detaches from one node, or from all where `node` is empty.
-    pub async fn unpublish_volume(
-        &self,
-        reference: Option<&VolumeRef>,
-        node: &str,
-    ) -> Result<(), Error> {
-        self.detach_volume(reference, node, false).await
+    pub async fn unpublish(&self, reference: Option<&VolumeRef>, node: &str) -> Result<(), Error> {
+        self.detach(reference, node, false).await
     }
 
-    /// Detaches like [`Self::unpublish_volume`]. `at_once`: open sessions are cut without time to
+    /// Detaches like [`Self::unpublish`]. `at_once`: open sessions are cut without time to
     /// close, also where the volume was detached before.
-    pub async fn detach_volume(
+    pub async fn detach(
         &self,
         reference: Option<&VolumeRef>,
         node: &str,
         at_once: bool,
     ) -> Result<(), Error> {
-        self.detach_volume_by(reference, node, at_once, None).await
+        self.detach_by(reference, node, at_once, None).await
     }
 
-    /// Detaches like [`Self::detach_volume`]. `by_force`: name of the caller that takes the volume
+    /// Detaches like [`Self::detach`]. `by_force`: name of the caller that takes the volume
     /// from a node which may use it.
-    pub(crate) async fn detach_volume_by(
+    pub(crate) async fn detach_by(
         &self,
         reference: Option<&VolumeRef>,
         node: &str,
@@ -108,11 +113,11 @@ impl State {
         by_force: Option<&str>,
     ) -> Result<(), Error> {
         // Publications are part of the volume's record, so an unknown volume has none.
-        let volume = match self.volume(reference) {
+        let volume = match self.state.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
-        let term = self.term();
+        let term = self.state.term();
         let change = |volume: &mut VolumeRecord| {
             let before = volume.attachments.clone();
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
@@ -125,7 +130,7 @@ impl State {
             let gone = before.into_iter().filter(|a| !volume.attachments.contains(a));
             Ok(gone.map(|attachment| attachment.node).collect::<Vec<_>>())
         };
-        let (volume, from_nodes) = match self.update_volume(volume.id.0, change).await {
+        let (volume, from_nodes) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
             other => other?,
         };
@@ -135,7 +140,7 @@ impl State {
             }
             let from = if node.is_empty() { "everywhere" } else { node };
             let message = format!("from {from}");
-            self.events.record(Severity::Normal, about(&volume), "VolumeDetached", message);
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeDetached", message);
         }
         Ok(())
     }
@@ -145,7 +150,13 @@ impl State {
         let here = |volume: &&Arc<VolumeRecord>| {
             volume.id.0 != except && volume.attachments.iter().any(|a| a.node == node)
         };
-        self.volumes.indexed(|index| index.of_node(node)).iter().filter(here).count() as u32
+        self.state.volumes.indexed(|index| index.of_node(node)).iter().filter(here).count() as u32
+    }
+
+    /// Records an event with the caller that took a volume by force, and the nodes that lost it.
+    fn tell_of_force(&self, volume: &VolumeRecord, nodes: &[String], who: &str) {
+        let message = format!("taken from {} by force, by {who}", nodes.join(", "));
+        self.state.events.record(Severity::Warning, about(volume), "VolumeForced", message);
     }
 }
 

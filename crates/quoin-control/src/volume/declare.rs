@@ -19,6 +19,7 @@ use crate::state::{State, about};
 use crate::volume::placement::Candidate;
 use crate::volume::scale::{self, Scale};
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
+use crate::volume::volumes::Catalog;
 use crate::volume::{spec, volumes};
 use crate::{Error, text};
 
@@ -32,20 +33,30 @@ struct Place {
 /// Change that was made: reason of its event, and message for the user.
 type Said = (&'static str, String);
 
-impl State {
+/// Volumes as documents declare them.
+pub struct Declarations {
+    state: Arc<State>,
+    catalog: Arc<Catalog>,
+}
+
+impl Declarations {
+    pub(crate) fn new(state: Arc<State>, catalog: Arc<Catalog>) -> Self {
+        Self { state, catalog }
+    }
+
     /// Applies a document; with `dry_run` only returns the changes. The volume is `None` where a
     /// dry run would create it.
-    pub async fn apply_volume(
+    pub async fn apply(
         &self,
         asked: &ApplyVolumeRequest,
     ) -> Result<(Option<Arc<VolumeRecord>>, Vec<String>), Error> {
         let declared = asked.spec.clone().unwrap_or_default();
         spec::check_name(&declared.name)?;
         let places = places(&asked.replicas)?;
-        let most = self.settings.replicas_max;
+        let most = self.state.settings.replicas_max;
         let named = declared.replicas.max(places.len() as u32);
         let reference = VolumeRef { id: String::new(), name: declared.name.clone() };
-        let found = match self.volume(Some(&reference)) {
+        let found = match self.state.volume(Some(&reference)) {
             Err(Error::NotFound { .. }) => None,
             found => Some(found?),
         };
@@ -55,8 +66,9 @@ impl State {
             check_replicas("desiredReplicationFactor", named, most)?;
         }
         let Some(found) = found else { return self.make(asked, &declared, &places).await };
-        let _one_at_a_time = self.creating.lock().await;
+        let _one_at_a_time = self.state.creating.lock().await;
         let (revision, _) = self
+            .state
             .volumes
             .versioned(&found.id.0.to_string())
             .ok_or_else(|| Error::missing("volume", &declared.name))?;
@@ -67,8 +79,8 @@ impl State {
                 declared.name, asked.resource_version
             )));
         }
-        let candidates = self.candidates();
-        let in_sync = self.in_sync_ids(&found);
+        let candidates = self.state.candidates();
+        let in_sync = self.state.in_sync_ids(&found);
         let change = |volume: &mut VolumeRecord| {
             let mut said = fields(volume, &declared, &candidates)?;
             said.extend(replicas(volume, asked, &declared, &places, &candidates, &in_sync)?);
@@ -79,10 +91,10 @@ impl State {
             let said = change(&mut trial)?;
             (found, said)
         } else {
-            self.update_volume(found.id.0, change).await?
+            self.state.update_volume(found.id.0, change).await?
         };
         for (reason, message) in said.iter().filter(|_| !asked.dry_run) {
-            self.events.record(Severity::Normal, about(&volume), reason, message);
+            self.state.events.record(Severity::Normal, about(&volume), reason, message);
         }
         Ok((Some(volume), said.into_iter().map(|(_, message)| message).collect()))
     }
@@ -103,7 +115,7 @@ impl State {
         let mut declared = declared.clone();
         declared.consistency_factor = asked.consistency_factor.unwrap_or_default();
         if declared.replicas == 0 {
-            let default = u32::from(self.settings.defaults.replicas);
+            let default = u32::from(self.state.settings.defaults.replicas);
             declared.replicas = default.max(places.len() as u32);
         }
         if places.len() > declared.replicas as usize {
@@ -113,13 +125,13 @@ impl State {
         let size = text::bytes(spec::size(declared.size_bytes, 0)?);
         let said = format!("volume made: {size}, {} replicas", declared.replicas);
         if asked.dry_run {
-            let spec = spec::complete(&declared, self.settings.defaults)?;
+            let spec = spec::complete(&declared, self.state.settings.defaults)?;
             let size_bytes = spec::size(declared.size_bytes, 0)?;
             spec::check_file_system(&spec, size_bytes)?;
-            volumes::choose(&spec, size_bytes, &self.candidates(), &pools)?;
+            volumes::choose(&spec, size_bytes, &self.state.candidates(), &pools)?;
             return Ok((None, vec![said]));
         }
-        let volume = self.create_volume_in(&declared, declared.size_bytes, 0, &pools).await?;
+        let volume = self.catalog.create_in(&declared, declared.size_bytes, 0, &pools).await?;
         Ok((Some(volume), vec![said]))
     }
 }

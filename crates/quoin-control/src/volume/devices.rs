@@ -96,21 +96,21 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
     devices.iter().map(seen).collect()
 }
 
-/// Devices whose volume another node has used since, each told once.
-pub(crate) struct DeadDevices {
+/// Devices of volumes, as nodes report them.
+pub struct Devices {
     state: Arc<State>,
-    /// Node, volume and its use.
+    /// Devices whose volume another node has used since, each told once: node, volume and its use.
     known: Mutex<HashSet<(String, VolumeId, u64)>>,
 }
 
-impl DeadDevices {
-    pub fn new(state: Arc<State>) -> Self {
+impl Devices {
+    pub(crate) fn new(state: Arc<State>) -> Self {
         Self { state, known: Mutex::default() }
     }
 
-    /// Returns [`State::served_elsewhere`], and records one event for each device.
+    /// Returns [`Self::served_elsewhere`], and records one event for each device.
     pub(crate) fn announce(&self, node: &str) -> Vec<ServedElsewhere> {
-        let served = self.state.served_elsewhere(node);
+        let served = self.served_elsewhere(node);
         let mut news = Vec::new();
         let changed = {
             let now: Vec<_> = served
@@ -145,19 +145,17 @@ impl DeadDevices {
         }
         served
     }
-}
 
-impl State {
     /// Devices of a node that belong to an earlier use of their volume.
     pub(crate) fn served_elsewhere(&self, node: &str) -> Vec<ServedElsewhere> {
         // Records that do not rule may not know which node had a volume last.
-        if self.check_ruling().is_err() {
+        if self.state.check_ruling().is_err() {
             return Vec::new();
         }
-        let observed = self.observed();
+        let observed = self.state.observed();
         let devices = observed.nodes.get(node).map_or(&[][..], |seen| seen.devices());
         let over = |device: &DeviceSeen| {
-            let volume = self.volumes.get(&device.volume.to_string())?;
+            let volume = self.state.volumes.get(&device.volume.to_string())?;
             let Use { by, since_epoch } = &volume.used;
             volume.used.is_over(node, device.since_epoch, volume.epoch).then(|| ServedElsewhere {
                 volume_id: volume.id.0.to_string(),
@@ -170,8 +168,8 @@ impl State {
     }
 
     /// Devices that nodes report of a volume.
-    pub(crate) fn devices_of(&self, volume: &VolumeRecord) -> Vec<api::VolumeDevice> {
-        let observed = self.observed();
+    pub(crate) fn of(&self, volume: &VolumeRecord) -> Vec<api::VolumeDevice> {
+        let observed = self.state.observed();
         let of_it = |(node, seen): (&String, &NodeSeen)| {
             let devices = seen.devices().iter().filter(|d| d.volume == volume.id.0);
             let message = |device: &DeviceSeen| {
@@ -196,14 +194,14 @@ impl State {
     /// Refuses to detach a volume that a node uses, or may use without having reported it. `node`:
     /// the node to check; empty: all nodes to which the volume is attached.
     pub fn check_unused(&self, reference: Option<&VolumeRef>, node: &str) -> Result<(), Error> {
-        let volume = match self.volume(reference) {
+        let volume = match self.state.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
-        let observed = self.observed();
+        let observed = self.state.observed();
         let nodes = volume.attachments.iter().map(|attachment| &attachment.node);
         for on in nodes.filter(|on| node.is_empty() || *on == node) {
-            let is_there = observed.node_online(on, self.settings.offline_after);
+            let is_there = observed.node_online(on, self.state.settings.offline_after);
             self.check_unused_on(&volume, on, observed.nodes.get(on), is_there)?;
         }
         Ok(())
@@ -246,7 +244,9 @@ impl State {
         };
         let told = seen.and_then(|seen| seen.devices.as_ref()).map(|devices| devices.told);
         let why = match (is_there, told) {
-            (true, Some(told)) if told.elapsed() < self.settings.offline_after => return Ok(()),
+            (true, Some(told)) if told.elapsed() < self.state.settings.offline_after => {
+                return Ok(());
+            }
             (true, told) => format!(
                 "node {on} has not said {} which devices it has (its attach process does not answer)",
                 since(told)
@@ -260,12 +260,6 @@ impl State {
              lose what they have not synced, and detach with --node {on} --force: from then on nothing \
              of that node reaches the volume"
         )))
-    }
-
-    /// Records an event with the caller that took a volume by force, and the nodes that lost it.
-    pub(crate) fn tell_of_force(&self, volume: &VolumeRecord, nodes: &[String], who: &str) {
-        let message = format!("taken from {} by force, by {who}", nodes.join(", "));
-        self.events.record(Severity::Warning, about(volume), "VolumeForced", message);
     }
 }
 

@@ -1,10 +1,13 @@
 //! The compare-and-swaps that targets request: epochs, which fence, and changes of membership.
 
+use std::sync::Arc;
+
 use quoin_identity::Grant;
 use quoin_types::membership::RETIRED_MAX;
 use quoin_types::{EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 
 use crate::Error;
+use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{
@@ -35,10 +38,20 @@ pub struct MembershipSwap {
     pub known: Vec<Member>,
 }
 
-impl State {
+/// What targets ask of the records.
+pub struct Epochs {
+    state: Arc<State>,
+    terms: Arc<Terms>,
+}
+
+impl Epochs {
+    pub(crate) fn new(state: Arc<State>, terms: Arc<Terms>) -> Self {
+        Self { state, terms }
+    }
+
     /// Sets epoch := max(record, `at_least`) + 1, only while `node` owns the volume. Returns
     /// `Ok(Err(why))` where the node does not own it (any more): that target must stop.
-    pub async fn acquire_epoch(
+    pub async fn acquire(
         &self,
         volume: VolumeId,
         node: &str,
@@ -49,7 +62,7 @@ impl State {
             let rule = "it must not be zero, which stands for no target";
             return Err(Error::invalid("incarnation", rule));
         }
-        let term = self.term();
+        let term = self.state.term();
         let change = |volume: &mut VolumeRecord| {
             if let Err(why) = owned(volume, node) {
                 return Ok(Err(why));
@@ -64,20 +77,20 @@ impl State {
             volume.forget_retired();
             Ok(Ok(()))
         };
-        let (record, outcome) = match self.update_volume(volume, change).await {
+        let (record, outcome) = match self.state.update_volume(volume, change).await {
             Err(Error::NotFound { .. }) => return Ok(Err("the volume does not exist".to_owned())),
             other => other?,
         };
         if let Err(why) = outcome {
             return Ok(Err(why));
         }
-        self.opening_begins(volume);
+        self.state.opening_begins(volume);
         let node = node.to_owned();
         let grant = Grant { volume, epoch: record.epoch(), incarnation, node, term };
         Ok(Ok(Granted {
             epoch: record.epoch(),
             membership: (&record.membership).into(),
-            grant: self.identity.sign_grant(&grant)?,
+            grant: self.state.identity.sign_grant(&grant)?,
         }))
     }
 
@@ -89,7 +102,7 @@ impl State {
             return Vec::new();
         }
         // Records that do not rule grant nothing.
-        if !self.claims_its_term() || self.check_term().is_err() {
+        if !self.terms.claims() || self.state.check_term().is_err() {
             return Vec::new();
         }
         let grant = Grant {
@@ -97,9 +110,9 @@ impl State {
             epoch: record.epoch(),
             incarnation: record.incarnation.0,
             node: node.to_owned(),
-            term: self.term(),
+            term: self.state.term(),
         };
-        self.identity.sign_grant(&grant).unwrap_or_default()
+        self.state.identity.sign_grant(&grant).unwrap_or_default()
     }
 
     /// Makes the change of the known list and its factors that a target requests, if the record
@@ -110,11 +123,11 @@ impl State {
         asked: &MembershipSwap,
     ) -> Result<(Membership, Result<(), String>), Error> {
         let change = |volume: &mut VolumeRecord| Ok(swap(volume, asked));
-        let (record, outcome) = self.update_volume(asked.volume, change).await?;
+        let (record, outcome) = self.state.update_volume(asked.volume, change).await?;
         if let Ok(news) = &outcome {
             for (reason, replica, message) in news {
                 let replica = Object::new("replica", replica, &record.spec.name);
-                self.events.record(Severity::Normal, replica, reason, message.clone());
+                self.state.events.record(Severity::Normal, replica, reason, message.clone());
             }
         }
         Ok(((&record.membership).into(), outcome.map(drop)))

@@ -1,5 +1,7 @@
 //! Fences: grants of nodes are taken back without the nodes' cooperation.
 
+use std::sync::Arc;
+
 use quoin_types::{Epoch, Term, VolumeId};
 
 use crate::Error;
@@ -48,17 +50,26 @@ impl VolumeRecord {
     }
 }
 
-impl State {
+/// Takes grants back.
+pub struct Fences {
+    state: Arc<State>,
+}
+
+impl Fences {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
     /// Takes back all grants of a node at once: its sessions are cut. `leaves`: the node also loses
     /// the volumes that were only lent to it.
-    pub(crate) async fn fence_node(&self, node: &str, leaves: bool) -> Result<(), Error> {
-        let term = self.term();
+    pub(crate) async fn node(&self, node: &str, leaves: bool) -> Result<(), Error> {
+        let term = self.state.term();
         let concerned = |volume: &VolumeRecord| {
             let owns = volume.owner.as_deref() == Some(node);
             owns || volume.holder == node
         };
-        let owned = self.volumes_of_node(node);
-        let held = self.volumes.indexed(|index| index.of_holder(node));
+        let owned = self.state.volumes_of_node(node);
+        let held = self.state.volumes.indexed(|index| index.of_holder(node));
         for volume in owned.iter().chain(&held).filter(|volume| concerned(volume)) {
             let fence = |volume: &mut VolumeRecord| {
                 let owns = volume.owner.as_deref() == Some(node);
@@ -78,14 +89,14 @@ impl State {
 
     /// Takes back the grant of a volume that has no owner: one that was detached by a version that
     /// left the grant, or one of recovered records.
-    pub(crate) async fn fence_left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
+    pub(crate) async fn left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
         let left_over = |volume: &VolumeRecord| {
             volume.phase == VolumePhase::Ready && volume.owner.is_none() && volume.is_granted()
         };
         if !left_over(volume) {
             return Ok(());
         }
-        let term = self.term();
+        let term = self.state.term();
         let fence = |volume: &mut VolumeRecord| {
             if left_over(volume) {
                 volume.fence(false, term)?;
@@ -97,13 +108,13 @@ impl State {
 
     /// Cuts a target that still uses an epoch that was taken back. The target has missed that its
     /// volume was detached and attached again; it then acquires a new epoch.
-    pub(crate) async fn fence_stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
-        let term = self.term();
+    pub(crate) async fn stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
+        let term = self.state.term();
         let stale = |volume: &VolumeRecord| {
             volume.owner.as_deref() == Some(node) && volume.holder == node && !volume.is_granted()
         };
         let is_open = |volume: &VolumeRecord| stale(volume) && !volume.fenced_at_once;
-        if self.volumes.get(&id.to_string()).is_none_or(|volume| !is_open(&volume)) {
+        if self.state.volumes.get(&id.to_string()).is_none_or(|volume| !is_open(&volume)) {
             return Ok(());
         }
         let fence = |volume: &mut VolumeRecord| {
@@ -120,7 +131,7 @@ impl State {
         id: VolumeId,
         change: impl FnMut(&mut VolumeRecord) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        match self.update_volume(id, change).await {
+        match self.state.update_volume(id, change).await {
             Err(Error::NotFound { .. }) => Ok(()),
             outcome => outcome.map(drop),
         }

@@ -132,25 +132,34 @@ fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause, placed: bool) -> Re
     ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, placed, cause }
 }
 
-impl State {
+/// How many replicas volumes have, and where.
+pub struct Replicas {
+    state: Arc<State>,
+}
+
+impl Replicas {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
     /// Raises DRF, and with it makes replicas; sets the consistency factor. RF follows as they
     /// are rebuilt.
-    pub async fn scale_volume(
+    pub async fn scale(
         &self,
         reference: Option<&VolumeRef>,
         asked: &Scale,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let _one_at_a_time = self.creating.lock().await;
-        let volume = self.volume(reference)?;
+        let _one_at_a_time = self.state.creating.lock().await;
+        let volume = self.state.volume(reference)?;
         let id = volume.id.0;
         if asked.replicas > volume.membership.drf.into() {
-            check_replicas("replicas", asked.replicas, self.settings.replicas_max)?;
+            check_replicas("replicas", asked.replicas, self.state.settings.replicas_max)?;
         }
-        let candidates = self.candidates();
+        let candidates = self.state.candidates();
         let change = |volume: &mut VolumeRecord| scale(volume, asked, &candidates);
-        let (volume, said) = self.update_volume(id, change).await?;
+        let (volume, said) = self.state.update_volume(id, change).await?;
         if let Some(message) = said {
-            self.events.record(Severity::Normal, about(&volume), "VolumeScaled", message);
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeScaled", message);
         }
         Ok(volume)
     }
@@ -162,10 +171,10 @@ impl State {
         reference: Option<&VolumeRef>,
         asked: &Move,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let _one_at_a_time = self.creating.lock().await;
-        let volume = self.volume(reference)?;
-        let candidates = self.candidates();
-        let in_sync = self.in_sync_ids(&volume);
+        let _one_at_a_time = self.state.creating.lock().await;
+        let volume = self.state.volume(reference)?;
+        let candidates = self.state.candidates();
+        let in_sync = self.state.in_sync_ids(&volume);
         let change = |volume: &mut VolumeRecord| {
             let Some(replica) = find(volume, asked, &candidates)? else { return Ok(None) };
             let of_it = volume.replicas.iter().filter(|r| r.id.0 == replica);
@@ -175,29 +184,29 @@ impl State {
                 false => move_to(volume, replica, &asked.pool, &candidates),
             }
         };
-        let (volume, said) = self.update_volume(volume.id.0, change).await?;
+        let (volume, said) = self.state.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
-            self.events.record(Severity::Normal, about(&volume), "ReplicaMoves", message);
+            self.state.events.record(Severity::Normal, about(&volume), "ReplicaMoves", message);
         }
         Ok(volume)
     }
 
     /// Takes replicas away by name: RF and DRF fall by each. A newcomer that is not known yet is
     /// given up at once.
-    pub async fn remove_replicas(
+    pub async fn remove(
         &self,
         reference: Option<&VolumeRef>,
         replicas: &[ReplicaId],
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = self.volume(reference)?;
+        let volume = self.state.volume(reference)?;
         if replicas.is_empty() {
             return Err(Error::invalid("replicas", "name those that are to leave"));
         }
-        let in_sync = self.in_sync_ids(&volume);
+        let in_sync = self.state.in_sync_ids(&volume);
         let change = |volume: &mut VolumeRecord| remove(volume, replicas, &in_sync);
-        let (volume, said) = self.update_volume(volume.id.0, change).await?;
+        let (volume, said) = self.state.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
-            self.events.record(Severity::Normal, about(&volume), "ReplicaLeaves", message);
+            self.state.events.record(Severity::Normal, about(&volume), "ReplicaLeaves", message);
         }
         Ok(volume)
     }

@@ -16,55 +16,64 @@ use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
 use crate::{Error, text};
 
-impl State {
+/// Creation, growth, deletion and lists of volumes.
+pub struct Catalog {
+    state: Arc<State>,
+}
+
+impl Catalog {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
     /// Creates a volume, or finds the one that was created by the same request before. Its
     /// replicas are being made when this returns: see the phase.
-    pub async fn create_volume(
+    pub async fn create(
         &self,
         asked: &VolumeSpec,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        self.create_volume_within(asked, asked.size_bytes, limit_bytes).await
+        self.create_within(asked, asked.size_bytes, limit_bytes).await
     }
 
-    /// As [`Self::create_volume`], where one that exists needs `required_bytes` at least: less
+    /// As [`Self::create`], where one that exists needs `required_bytes` at least: less
     /// than a new one gets if the caller named no size.
-    pub(crate) async fn create_volume_within(
+    pub(crate) async fn create_within(
         &self,
         asked: &VolumeSpec,
         required_bytes: u64,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        self.create_volume_in(asked, required_bytes, limit_bytes, &[]).await
+        self.create_in(asked, required_bytes, limit_bytes, &[]).await
     }
 
-    /// As [`Self::create_volume_within`], with replicas in the pools that are named.
-    pub(crate) async fn create_volume_in(
+    /// As [`Self::create_within`], with replicas in the pools that are named.
+    pub(crate) async fn create_in(
         &self,
         asked: &VolumeSpec,
         required_bytes: u64,
         limit_bytes: u64,
         named: &[String],
     ) -> Result<Arc<VolumeRecord>, Error> {
-        self.check_ruling()?;
-        let spec = spec::complete(asked, self.settings.defaults)?;
-        spec::check_replicas("replicas", spec.replicas.into(), self.settings.replicas_max)?;
+        self.state.check_ruling()?;
+        let spec = spec::complete(asked, self.state.settings.defaults)?;
+        spec::check_replicas("replicas", spec.replicas.into(), self.state.settings.replicas_max)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
-        let _one_at_a_time = self.creating.lock().await;
-        let found = self.names.get(&spec.name);
+        let _one_at_a_time = self.state.creating.lock().await;
+        let found = self.state.names.get(&spec.name);
         if let Some(name) = &found
-            && let Some(volume) = self.volumes.get(&name.volume_id.0.to_string())
+            && let Some(volume) = self.state.volumes.get(&name.volume_id.0.to_string())
         {
             self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
-        if let Some(other) = self.volumes.get(&spec.name) {
+        if let Some(other) = self.state.volumes.get(&spec.name) {
             let rule = format!("it is the id of volume {:?}: choose another", other.spec.name);
             return Err(Error::invalid("name", rule));
         }
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
-        let candidates = self.candidates();
+        let candidates = self.state.candidates();
         let pools = match choose(&spec, size_bytes, &candidates, named) {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
@@ -86,23 +95,28 @@ impl State {
                     *record = name.clone();
                     Ok(())
                 };
-                self.names.update(&spec.name, take).await?;
+                self.state.names.update(&spec.name, take).await?;
             }
             None => {
-                if self.names.create(name).await?.is_err() {
+                if self.state.names.create(name).await?.is_err() {
                     return Err(Error::Busy(format!("volume {:?} is being created", spec.name)));
                 }
             }
         }
         let mut volume = new_volume(id, spec, size_bytes, pools);
         volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
-        match self.volumes.create(volume).await? {
+        match self.state.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
                 // Who reads the events alone must not take pools of one host for hosts.
-                let message = format!("{size} on pools {pools}: {}", self.contract(&volume));
-                self.events.record(Severity::Normal, about(&volume), "VolumeCreated", message);
+                let message = format!("{size} on pools {pools}: {}", self.state.contract(&volume));
+                self.state.events.record(
+                    Severity::Normal,
+                    about(&volume),
+                    "VolumeCreated",
+                    message,
+                );
                 Ok(volume)
             }
             Err(_) => Err(Error::Busy("a volume id was drawn twice; try again".to_owned())),
@@ -110,9 +124,10 @@ impl State {
     }
 
     fn pools_unheard(&self) -> bool {
-        let observed = self.observed();
+        let observed = self.state.observed();
         let unheard = |pool: &Arc<PoolRecord>| !observed.pools.contains_key(&pool.name);
-        observed.starting(self.settings.offline_after) && self.pools.list().iter().any(unheard)
+        observed.starting(self.state.settings.offline_after)
+            && self.state.pools.list().iter().any(unheard)
     }
 
     fn check_same(
@@ -151,19 +166,20 @@ impl State {
 
     fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
         volume.replicas.iter().all(|replica| {
-            let pool = self.pools.get(&replica.pool);
+            let pool = self.state.pools.get(&replica.pool);
             pool.is_none_or(|pool| spec::accessible(&asked.accessible_topology, &pool.topology))
         })
     }
 
     /// Deletes a volume; its name is free at once, its record stays until every pool has
     /// answered that the replica is gone. One that does not exist is deleted already.
-    pub async fn delete_volume(&self, reference: Option<&VolumeRef>) -> Result<(), Error> {
-        let volume = match self.volume(reference) {
+    pub async fn delete(&self, reference: Option<&VolumeRef>) -> Result<(), Error> {
+        let volume = match self.state.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
         let updated = self
+            .state
             .update_volume(volume.id.0, |volume| {
                 if let Some(attachment) = volume.attachments.first() {
                     return Err(Error::Precondition(format!(
@@ -184,27 +200,27 @@ impl State {
             Ok((volume, deleted)) => {
                 if deleted {
                     let message = "its replicas are being removed";
-                    self.events.record(Severity::Normal, about(&volume), "VolumeDeleted", message);
+                    self.state.events.record(
+                        Severity::Normal,
+                        about(&volume),
+                        "VolumeDeleted",
+                        message,
+                    );
                 }
-                self.free_name(&volume).await
+                self.state.free_name(&volume).await
             }
         }
     }
 
-    pub(crate) async fn free_name(&self, volume: &VolumeRecord) -> Result<(), Error> {
-        let ours = |name: &NameRecord| name.volume_id == volume.id;
-        self.names.remove(&volume.spec.name, ours).await.map(drop)
-    }
-
     /// Grows a volume; a smaller size than it has is no change, as long as the limit allows
     /// the size that it has.
-    pub async fn resize_volume(
+    pub async fn resize(
         &self,
         reference: Option<&VolumeRef>,
         size_bytes: u64,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let volume = self.volume(reference)?;
+        let volume = self.state.volume(reference)?;
         let size = spec::size(size_bytes, limit_bytes)?;
         if limit_bytes != 0 && limit_bytes < volume.size_bytes {
             return Err(Error::OutOfRange(format!(
@@ -214,41 +230,41 @@ impl State {
                 text::bytes(limit_bytes)
             )));
         }
-        let room = self.candidates();
+        let room = self.state.candidates();
         if size > volume.size_bytes {
             placement::check_possible(&volume.spec, size, &room)?;
         }
         let change = |volume: &mut VolumeRecord| grow(volume, size, &room);
-        let (volume, before) = self.update_volume(volume.id.0, change).await?;
+        let (volume, before) = self.state.update_volume(volume.id.0, change).await?;
         if let Some(before) = before {
             let message = format!("{} to {}", text::bytes(before), text::bytes(size));
-            self.events.record(Severity::Normal, about(&volume), "VolumeResized", message);
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeResized", message);
         }
         Ok(volume)
     }
 
-    pub fn get_volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
-        self.volume(reference)
+    pub fn get(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        self.state.volume(reference)
     }
 
     /// A page of volumes in the order of their ids, and the token of the next one.
-    pub fn list_volumes(
+    pub fn list(
         &self,
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
-        self.list_volumes_with(max_entries, starting_token, false)
+        self.list_with(max_entries, starting_token, false)
     }
 
-    /// As [`Self::list_volumes`], with those too that are deleted and still being cleared away.
-    pub(crate) fn list_volumes_with(
+    /// As [`Self::list`], with those too that are deleted and still being cleared away.
+    pub(crate) fn list_with(
         &self,
         max_entries: u32,
         starting_token: &str,
         include_deleting: bool,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
         // A list that lacks volumes would be taken for their absence.
-        self.check_ruling()?;
+        self.state.check_ruling()?;
         let after = starting_token.get(..32).unwrap_or_default();
         if !starting_token.is_empty() && starting_token != self.token_after(after) {
             let rule = "starting token: not one that this cluster gave; list from the start";
@@ -260,18 +276,38 @@ impl State {
         };
         let is_listed =
             |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
-        let page = self.volumes.page_of(after, count, is_listed);
+        let page = self.state.volumes.page_of(after, count, is_listed);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
-        let more = !last.is_empty() && !self.volumes.page_of(&last, 1, is_listed).is_empty();
+        let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, is_listed).is_empty();
         Ok((page, if more { self.token_after(&last) } else { String::new() }))
     }
 
     /// The token of the page after a volume. The volume may be gone by then, so it is told by
     /// a checksum over the cluster's id, and not by the volume, that the token was given here.
     fn token_after(&self, id: &str) -> String {
-        let text = format!("volumes of {} after {id}", self.identity.cluster());
+        let text = format!("volumes of {} after {id}", self.state.identity.cluster());
         let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
         format!("{id}{}", hex::encode(&sum.as_ref()[..8]))
+    }
+
+    /// The sum of what volumes of this spec could still be promised, and the largest that one
+    /// can ever have. Volumes are thin, so more than the sum may be given out.
+    pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
+        let mut asked = asked.cloned().unwrap_or_default();
+        if asked.name.is_empty() {
+            asked.name = "capacity".to_owned();
+        }
+        let spec = spec::complete(&asked, self.state.settings.defaults)?;
+        let candidates = self.state.candidates();
+        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
+        Ok((placement::unpromised(&spec, &candidates), largest))
+    }
+}
+
+impl State {
+    pub(crate) async fn free_name(&self, volume: &VolumeRecord) -> Result<(), Error> {
+        let ours = |name: &NameRecord| name.volume_id == volume.id;
+        self.names.remove(&volume.spec.name, ours).await.map(drop)
     }
 
     /// Every pool as placement sees it now.
@@ -312,19 +348,6 @@ impl State {
             }
         };
         self.pools.list().iter().map(candidate).collect()
-    }
-
-    /// The sum of what volumes of this spec could still be promised, and the largest that one
-    /// can ever have. Volumes are thin, so more than the sum may be given out.
-    pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
-        let mut asked = asked.cloned().unwrap_or_default();
-        if asked.name.is_empty() {
-            asked.name = "capacity".to_owned();
-        }
-        let spec = spec::complete(&asked, self.settings.defaults)?;
-        let candidates = self.candidates();
-        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
-        Ok((placement::unpromised(&spec, &candidates), largest))
     }
 }
 

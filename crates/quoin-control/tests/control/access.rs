@@ -244,7 +244,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     let events = vec![event(&ids[0], "OfMine"), event(&ids[1], "OfAnother")];
     let report = NodeReport { node: "n1".into(), events, ..NodeReport::default() };
     AgentClient::new(channel.clone()).report_node(report).await.unwrap();
-    let told = server.controller.events().after(0);
+    let told = server.controller.state.events().after(0);
     let about = |reason: &str| {
         let event = told.iter().find(|event| event.reason == reason).unwrap();
         (event.object_kind.clone(), event.object_name.clone())

@@ -371,17 +371,17 @@ impl Cluster {
                 self.controller.reports.pool(&pool.report()).await?;
             }
         }
-        self.controller.lifecycle.reconcile_all().await
+        self.controller.work.lifecycle.reconcile_all().await
     }
 
     pub async fn create(&mut self, name: &str) -> Arc<VolumeRecord> {
-        self.controller.create_volume(&spec(name), 0).await.unwrap();
+        self.controller.volumes.catalog.create(&spec(name), 0).await.unwrap();
         self.settle().await.unwrap();
         self.volume(name)
     }
 
     pub fn volume(&self, name: &str) -> Arc<VolumeRecord> {
-        self.controller.get_volume(by_name(name).as_ref()).unwrap()
+        self.controller.volumes.catalog.get(by_name(name).as_ref()).unwrap()
     }
 
     pub fn shown(&self, name: &str) -> quoin_api::control::Volume {
@@ -390,12 +390,13 @@ impl Cluster {
 
     pub async fn attach(&self, name: &str, node: &str) -> Result<Arc<VolumeRecord>, Error> {
         let publish = quoin_control::Publish { node: node.into(), ..Default::default() };
-        self.controller.publish_volume(by_name(name).as_ref(), &publish).await
+        self.controller.volumes.attachments.publish(by_name(name).as_ref(), &publish).await
     }
 
     pub async fn open_volume(&self, id: VolumeId, node: &str, incarnation: u128) -> Epoch {
         let incarnation = Incarnation(incarnation);
-        let acquired = self.controller.acquire_epoch(id, node, incarnation, Epoch(0)).await;
+        let acquired =
+            self.controller.volumes.epochs.acquire(id, node, incarnation, Epoch(0)).await;
         acquired.unwrap().unwrap().epoch
     }
 
@@ -463,7 +464,7 @@ impl Cluster {
     }
 
     pub fn reasons(&self) -> Vec<String> {
-        self.controller.events().after(0).into_iter().map(|event| event.reason).collect()
+        self.controller.state.events().after(0).into_iter().map(|event| event.reason).collect()
     }
 }
 

@@ -31,7 +31,7 @@ async fn reports(
 }
 
 async fn detach(cluster: &Cluster, node: &str) {
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), node).await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), node).await.unwrap();
 }
 
 async fn opened() -> Cluster {
@@ -105,9 +105,9 @@ async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_
         cluster.controller.reports.node(&report).await.unwrap();
     }
     let scale = quoin_control::Scale { replicas: 4, ..Default::default() };
-    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let lent = cluster.volume("db").owner.clone().unwrap();
     assert_ne!(lent, "n1");
     let epoch = cluster.open_volume(id, &lent, 10).await;
@@ -132,12 +132,13 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
         ..TargetReport::default()
     };
     assert!(cluster.controller.reports.target(&report).await.unwrap().is_empty());
-    let refused = cluster.controller.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
+    let refused =
+        cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
     // A sign of life that tells nothing of devices, as CSI's without an attach process, takes none.
     let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
     cluster.controller.reports.node(&csi).await.unwrap();
-    assert!(cluster.controller.check_unused(by_name("db").as_ref(), "n1").is_err());
+    assert!(cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").is_err());
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
     cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
@@ -150,7 +151,7 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     let cluster = opened().await;
     let db = by_name("db");
     let refused = |node: &str| {
-        let outcome = cluster.controller.check_unused(db.as_ref(), node);
+        let outcome = cluster.controller.volumes.devices.check_unused(db.as_ref(), node);
         outcome.map_err(|error| (error.code(), error.to_string()))
     };
     let since = told_since(&cluster, "n1");
@@ -172,7 +173,7 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     assert_eq!(code, Code::FailedPrecondition);
     assert!(said.contains("node n1 has not reported") && said.contains("--force"), "{said}");
     // Orchestrators have unstaged it, or take the node for gone.
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     assert_eq!(refused(""), Ok(()));
 }
 
@@ -191,10 +192,11 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
     assert!(matches!(written, Ok(Swap::Done(_))));
     cluster.restart().await;
     assert_eq!(cluster.volume("db").holder, "");
-    let said = cluster.controller.check_unused(db.as_ref(), "").unwrap_err().to_string();
+    let said =
+        cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err().to_string();
     assert!(said.contains("node n1 has not reported since the controller started"), "{said}");
     detach(&cluster, "n1").await;
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 }
 
 /// Proven by what it said lately alone: a controller that has just started knows nothing, and an attach
@@ -210,7 +212,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // Its target speaks first, and proves that the node is there.
     cluster.controller.reports.volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
-        let refused = cluster.controller.check_unused(db.as_ref(), "").unwrap_err();
+        let refused = cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         refused.to_string()
     };
@@ -220,7 +222,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     assert!(refused(&cluster).contains("in use on node n1"));
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 
     // What it had some time ago says nothing of now.
     cluster.offline_after = Duration::from_millis(500);
@@ -229,7 +231,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     let hangs = NodeReport { node: "n1".into(), ..NodeReport::default() };
     loop {
         cluster.controller.reports.node(&hangs).await.unwrap();
-        match cluster.controller.check_unused(db.as_ref(), "") {
+        match cluster.controller.volumes.devices.check_unused(db.as_ref(), "") {
             Err(error) if error.to_string().contains("node n1 has not said for") => break,
             _ => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -238,7 +240,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // A node that holds no epoch has had no device of the volume.
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 }
 
 #[tokio::test]
@@ -321,27 +323,27 @@ async fn a_deleted_volume_is_on_no_list_and_its_name_is_free_while_pools_still_c
     let first = cluster.create("db").await;
     cluster.create("other").await;
     let reference = Some(VolumeRef { id: first.id.0.to_string(), name: String::new() });
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
     // No pool has heard of it yet.
     let names = |cluster: &Cluster| -> Vec<String> {
-        let (page, end) = cluster.controller.list_volumes(0, "").unwrap();
+        let (page, end) = cluster.controller.volumes.catalog.list(0, "").unwrap();
         assert_eq!(end, "");
         page.iter().map(|volume| volume.spec.name.clone()).collect()
     };
     assert_eq!(names(&cluster), ["other"]);
-    let (page, token) = cluster.controller.list_volumes(1, "").unwrap();
+    let (page, token) = cluster.controller.volumes.catalog.list(1, "").unwrap();
     assert_eq!((page.len(), token.as_str()), (1, ""), "nothing comes after it");
     assert_eq!(
-        cluster.controller.get_volume(by_name("db").as_ref()).unwrap_err().code(),
+        cluster.controller.volumes.catalog.get(by_name("db").as_ref()).unwrap_err().code(),
         Code::NotFound
     );
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
-    let second = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    let second = cluster.controller.volumes.catalog.create(&spec("db"), 0).await.unwrap();
     assert_ne!(second.id, first.id);
     assert_eq!(names(&cluster).len(), 2);
     // The first one goes by its id, and takes nothing of the second along.
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.volume("db").id, second.id);
     assert_eq!(names(&cluster).len(), 2);

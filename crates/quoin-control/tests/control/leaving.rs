@@ -23,7 +23,7 @@ async fn a_pool_leaves_only_when_it_is_away_and_no_volume_needs_it() {
     assert!(needed.to_string().contains("\"db\""), "{needed}");
 
     // A volume that is to be deleted waits for the pool, and goes with it.
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.store.keys("volume/").len(), 1, "it waits for p1");
     cluster.controller.removals.pool("p1", false).await.unwrap();
@@ -46,7 +46,7 @@ async fn a_node_leaves_only_when_it_is_away_and_has_nothing_attached() {
     cluster.controller.reports.node(&last_words).await.unwrap();
     let attached = cluster.controller.removals.node("n1", false).await.unwrap_err();
     assert!(attached.to_string().contains("\"db\""), "{attached}");
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
     let online = cluster.controller.removals.node("n2", false).await.unwrap_err();
     assert!(online.to_string().contains("online"), "{online}");
     cluster.controller.removals.node("n1", false).await.unwrap();

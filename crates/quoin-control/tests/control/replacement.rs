@@ -86,7 +86,8 @@ async fn what_a_pool_has_lost_is_made_anew_under_another_guid_and_shown_to_the_t
 async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_retired() {
     let mut cluster = Cluster::new().await;
     let asked = lost(&mut cluster).await;
-    let (membership, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (membership, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     outcome.unwrap();
     assert_eq!(membership.version, asked.swap.version + 1);
     assert_eq!(membership.known.len(), 3);
@@ -94,12 +95,14 @@ async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_reti
     assert!(membership.check().is_ok());
     assert!(known(&cluster.volume("db"), &asked));
     // The answer got lost; the target asks again and learns that it is done.
-    let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (again, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     outcome.unwrap();
     assert_eq!(again, membership);
     cluster.restart().await;
     cluster.settle().await.unwrap();
-    let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (again, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_ok() && again == membership);
     assert_eq!(cluster.shown("db").health, "Online");
     let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
@@ -133,14 +136,16 @@ async fn a_swap_of_another_epoch_version_node_or_guid_is_refused_and_changes_not
         asked.with(|s| s.known.clear()),
     ];
     for wrong in wrong {
-        let (membership, outcome) = cluster.controller.swap_membership(&wrong).await.unwrap();
+        let (membership, outcome) =
+            cluster.controller.volumes.epochs.swap_membership(&wrong).await.unwrap();
         assert!(outcome.is_err(), "{wrong:?}");
         assert_eq!(membership.version, asked.swap.version);
     }
     assert_eq!(*cluster.volume("db"), *before);
     // A newer target has opened: the older one's swap comes too late.
     cluster.open_volume(asked.swap.volume, "n1", 10).await;
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.unwrap_err().contains("is over"));
 }
 
@@ -152,10 +157,11 @@ async fn a_lost_newcomer_gets_yet_another_guid() {
     wipe(&mut cluster, &pool).await;
     let third = cluster.volume("db").replicas[0].guid.0;
     assert!(third != asked.new && third != asked.old);
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_err(), "the newcomer that was lost must not become known");
     let retry = asked.instead(third);
-    cluster.controller.swap_membership(&retry).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&retry).await.unwrap().1.unwrap();
 }
 
 #[tokio::test]
@@ -171,7 +177,8 @@ async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
     assert!(volume.discarded.is_empty(), "and the newcomer is removed: {:?}", volume.discarded);
     let pool = cluster.pools.iter().find(|p| p.name == pool_name).unwrap();
     assert!(!pool.holds.contains_key(&asked.new.to_string()));
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_err());
     assert_eq!(cluster.shown("db").health, "Opening");
 }
@@ -181,7 +188,7 @@ async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
 async fn a_retired_replica_that_turns_up_again_is_removed_and_never_known() {
     let mut cluster = Cluster::new().await;
     let asked = lost(&mut cluster).await;
-    cluster.controller.swap_membership(&asked.swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap().1.unwrap();
     let pool_name = cluster.volume("db").replicas[0].pool.clone();
     let pool = cluster.pools.iter_mut().find(|p| p.name == pool_name).unwrap();
     pool.holds.insert(asked.old.to_string(), (asked.swap.volume.to_string(), true));
@@ -244,7 +251,11 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
         (cluster.pools[0].start_counter, cluster.pools[0].start_nonce) = (counter, nonce);
         cluster.settle().await.unwrap();
         let name = cluster.pools[0].name.clone();
-        assert_eq!(cluster.controller.is_rolled_back(&name), is_older, "start {counter} {nonce}");
+        assert_eq!(
+            cluster.controller.state.is_rolled_back(&name),
+            is_older,
+            "start {counter} {nonce}"
+        );
     }
     // A build of before tells none.
     let name = cluster.pools[1].name.clone();
@@ -253,7 +264,7 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
         (cluster.pools[1].start_counter) += u64::from(nonce == 7);
         cluster.settle().await.unwrap();
     }
-    assert!(!cluster.controller.is_rolled_back(&name));
+    assert!(!cluster.controller.state.is_rolled_back(&name));
 }
 
 /// An image of the pool's present life counts its starts on, and its mark does not reach what the
@@ -267,15 +278,20 @@ async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
         (pool.start_counter, pool.start_nonce, pool.mark) = (starts, nonce, mark);
         let report = pool.report();
         cluster.controller.reports.pool(&report).await.unwrap();
-        cluster.controller.is_rolled_back(&name)
+        cluster.controller.state.is_rolled_back(&name)
     };
     for (starts, nonce, mark) in [(5, 50, 0), (5, 50, 1), (6, 60, 1), (6, 60, 3), (6, 60, 2)] {
         assert!(!tell(starts, nonce, mark).await, "{starts} {nonce} {mark}");
     }
     assert!(tell(7, 70, 2).await, "a report that was overtaken takes nothing back");
     assert!(tell(9, 90, 9).await, "only a person can take it back");
-    let message =
-        cluster.controller.events().after(0).into_iter().find(|e| e.reason == "PoolRolledBack");
+    let message = cluster
+        .controller
+        .state
+        .events()
+        .after(0)
+        .into_iter()
+        .find(|e| e.reason == "PoolRolledBack");
     assert!(message.is_some_and(|e| e.message.contains("mark 2") && e.message.contains("mark 3")));
 }
 
@@ -293,7 +309,7 @@ async fn the_mark_of_a_pools_last_report_is_kept() {
         for report in [&report, &leaving, &of_another, &next] {
             cluster.controller.reports.pool(report).await.unwrap();
         }
-        assert_eq!(cluster.controller.is_rolled_back(&report.pool), is_older, "mark {mark}");
+        assert_eq!(cluster.controller.state.is_rolled_back(&report.pool), is_older, "mark {mark}");
     }
 }
 
@@ -311,7 +327,7 @@ async fn the_counts_of_a_replaced_pool_are_not_held_against_the_new_one() {
     let opened = PoolReport { start_counter: 2, start_nonce: 2, ..new };
     for report in [&report, &opening, &opened] {
         cluster.controller.reports.pool(report).await.unwrap();
-        assert!(!cluster.controller.is_rolled_back(&name));
+        assert!(!cluster.controller.state.is_rolled_back(&name));
     }
 }
 

@@ -32,13 +32,13 @@ async fn recover(
                 controller.reports.pool(&reporting.report()).await.unwrap();
                 let request = controller.assignments.of_pool(pool).holdings_request;
                 let told = Told::nothing_but_deleted(deleted.iter().copied());
-                controller.take_holdings(pool, request, told);
+                controller.disaster.salvage.take(pool, request, told);
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     tokio::select! {
-        recovered = controller.salvage.recover(&asked) => recovered.unwrap(),
+        recovered = controller.disaster.records.recover(&asked) => recovered.unwrap(),
         () = answering => unreachable!("it goes on for ever"),
     }
 }
@@ -47,7 +47,7 @@ async fn recover(
 async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_its_pool() {
     let mut cluster = Cluster::of(3).await;
     let wanted = VolumeSpec { replicas: 2, consistency_factor: 2, ..spec("db") };
-    cluster.controller.create_volume(&wanted, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&wanted, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     let [moved, last] = &volume.replicas[..] else { panic!("{:?}", volume.replicas) };
@@ -69,7 +69,13 @@ async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_it
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Keep"));
     assert_eq!(cluster.volume("db").spec.name, "db", "its name is taken");
     // A person may still delete it.
-    cluster.controller.delete_volume(crate::cluster::by_name("db").as_ref()).await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .catalog
+        .delete(crate::cluster::by_name("db").as_ref())
+        .await
+        .unwrap();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Delete"));
 }
 
@@ -108,7 +114,7 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     let controller = server.controller.clone();
     let recovering = tokio::spawn(async move {
         let asked = RecoverRecords { dry_run: true, ..RecoverRecords::default() };
-        controller.salvage.recover(&asked).await
+        controller.disaster.records.recover(&asked).await
     });
     let request = loop {
         match server.controller.assignments.of_pool("p1").holdings_request {

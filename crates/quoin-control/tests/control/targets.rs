@@ -52,7 +52,7 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
     cluster.attach("db", "n1").await.unwrap();
     let ask = Publish { node: "n1".into(), device: true, ..Publish::default() };
     for _ in 0..2 {
-        cluster.controller.publish_volume(by_name("db").as_ref(), &ask).await.unwrap();
+        cluster.controller.volumes.attachments.publish(by_name("db").as_ref(), &ask).await.unwrap();
     }
     // Asked without one again, as the host itself does, it stays.
     cluster.attach("db", "n1").await.unwrap();

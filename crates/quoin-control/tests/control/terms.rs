@@ -79,7 +79,7 @@ async fn obey(
 
 /// Another controller, of a backup of this one.
 async fn restored(server: &Server) -> Server {
-    let backup = server.controller.backup(true).await.unwrap();
+    let backup = server.controller.disaster.backups.make(true).await.unwrap();
     let dir = tempfile::tempdir().unwrap();
     let home = dir.path().join("controller");
     Backup::parse(&backup).unwrap().restore(&home, false).await.unwrap();
@@ -87,7 +87,7 @@ async fn restored(server: &Server) -> Server {
 }
 
 async fn recover(server: &Server) -> Recovered {
-    server.controller.salvage.recover(&RecoverRecords::default()).await.unwrap()
+    server.controller.disaster.records.recover(&RecoverRecords::default()).await.unwrap()
 }
 
 /// A token that the controller neither takes nor shows.
@@ -96,12 +96,12 @@ async fn joins_nobody(server: &Server, token: &JoinToken) {
     let refused = join(&server.address, token, Role::Pool, "p9", &home).await;
     let refused = refused.expect_err("it joins somebody").to_string();
     assert!(refused.contains("unknown, used or expired"), "{refused}");
-    let shown = server.controller.join_tokens();
+    let shown = server.controller.membership.members.join_tokens();
     assert!(shown.iter().all(|shown| shown.secret_hash != token.secret_hash()));
 }
 
 fn reasons(server: &Server) -> Vec<String> {
-    server.controller.events().after(0).into_iter().map(|event| event.reason).collect()
+    server.controller.state.events().after(0).into_iter().map(|event| event.reason).collect()
 }
 
 /// The outcome of a start in the directory of a controller that ended.
@@ -132,7 +132,7 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     agent(&pool, &first).report_pool(report("p1")).await.unwrap();
     assert_eq!(pool.terms().highest().term, Term::default());
     let recovered = recover(&second).await;
-    let term = second.controller.term();
+    let term = second.controller.state.term();
     assert_eq!((recovered.term, term.number), (term, 1));
     assert_eq!(pool.terms().highest().term, term, "a pool has heard of it before the records rule");
     assert!(reasons(&second).contains(&"TermBegan".to_owned()));
@@ -156,7 +156,10 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     assert!(once.contains("no other controller took the place"), "{once}");
     let token = second.first_token.clone();
     let third = Server::over(dir, Lifetimes::default(), token).await;
-    assert!(third.controller.recovery_reason().contains("term 1"), "its records rule at once");
+    assert!(
+        third.controller.state.recovery_reason().contains("term 1"),
+        "its records rule at once"
+    );
     joins_nobody(&third, &former_token).await;
     following.abort();
     let following = follow(&pool, &third);
@@ -177,7 +180,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     let second = restored(&first).await;
     // Both are used up where the records are, as everybody there knows.
     join(&first.address, &used, Role::Pool, "p1", &first.home("p1")).await.unwrap();
-    first.controller.revoke_join_token(&revoked.to_string()).await.unwrap();
+    first.controller.membership.members.revoke_join_token(&revoked.to_string()).await.unwrap();
     for token in [&used, &revoked, &first.first_token] {
         joins_nobody(&second, token).await;
     }
@@ -215,7 +218,7 @@ async fn a_command_of_an_admin_who_heard_of_a_newer_term_is_refused_and_ends_the
     following.abort();
     ask(&first).await.expect("neither of the two has heard of it");
     ask(&second).await.unwrap();
-    let term = second.controller.term();
+    let term = second.controller.state.term();
     assert_eq!(admin.terms().highest().term, term);
     let refused = ask(&first).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
@@ -239,12 +242,12 @@ async fn of_two_controllers_that_begin_one_term_a_pool_believes_the_first_and_a_
         ..RecoverRecords::default()
     };
     let at_left = follow(&pool, &left);
-    left.controller.salvage.recover(&alone("p2")).await.unwrap();
+    left.controller.disaster.records.recover(&alone("p2")).await.unwrap();
     // Soon after its start, a controller waits for pools to come.
     let right = restored(&first).await;
     let at_right = follow(&other, &right);
-    right.controller.salvage.recover(&alone("p1")).await.unwrap();
-    let (a, b) = (left.controller.term(), right.controller.term());
+    right.controller.disaster.records.recover(&alone("p1")).await.unwrap();
+    let (a, b) = (left.controller.state.term(), right.controller.state.term());
     assert!(a.number == 1 && b.number == 1 && a.id != b.id);
     // Neither has a word to say to the pool that believed the other, and neither ends.
     for (pool, server, name) in [(&pool, &right, "p1"), (&other, &left, "p2")] {
@@ -276,7 +279,7 @@ async fn no_member_ends_a_controller_by_a_term_that_no_controller_signed() {
     let stranger = Server::start().await;
     let forged = [
         pool.sign_term(term).unwrap(),
-        stranger.controller.identity().sign_term(term).unwrap(),
+        stranger.controller.state.identity().sign_term(term).unwrap(),
         b"QTM1 and nothing that follows".as_slice().into(),
     ];
     for proof in forged {

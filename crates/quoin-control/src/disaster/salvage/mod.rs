@@ -27,6 +27,8 @@ use quoin_types::{Term, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
+use crate::membership::members::Members;
+use crate::membership::term::Terms;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
@@ -65,7 +67,7 @@ pub struct Recovered {
 
 /// Answers of pools, gathered.
 #[derive(Default)]
-pub(crate) struct Salvage {
+pub struct Salvage {
     asked: Mutex<Asked>,
     one_at_a_time: tokio::sync::Mutex<()>,
 }
@@ -114,6 +116,73 @@ impl Salvage {
         (asked.open, asked.coming) = (false, BTreeMap::new());
         std::mem::take(&mut asked.told)
     }
+
+    /// Takes in all that a pool keeps, in answer to the request of this number.
+    pub fn take(&self, pool: &str, request: u64, told: Told) {
+        let mut asked = self.asked();
+        if asked.open && asked.request == request {
+            asked.told.insert(pool.to_owned(), told);
+        }
+    }
+
+    /// A pool begins to answer the request of this number. It has one answer, so one that it had begun
+    /// before is dropped.
+    ///
+    /// # Errors
+    /// Where nobody waits for that answer.
+    pub(crate) fn begin_answer(&self, pool: &str, request: u64) -> Result<Answer, Error> {
+        let mut asked = self.asked();
+        if !asked.open || asked.request != request {
+            return Err(not_asked(pool, request));
+        }
+        asked.streams += 1;
+        let stream = asked.streams;
+        asked.coming.insert(pool.to_owned(), (stream, Told::default()));
+        Ok(Answer { pool: pool.to_owned(), request, stream })
+    }
+
+    /// One more piece of it.
+    ///
+    /// # Errors
+    /// Where nobody waits for it any more, or it is more than a pool may tell.
+    pub(crate) fn add_to_answer(
+        &self,
+        answer: &Answer,
+        piece: &api::PoolHoldings,
+    ) -> Result<(), Error> {
+        if piece.pool != answer.pool || piece.request != answer.request {
+            return Err(Error::invalid("holdings", "pieces of several answers"));
+        }
+        let mut asked = self.asked();
+        match asked.coming.get_mut(&answer.pool) {
+            Some((stream, told)) if *stream == answer.stream => told.add(piece),
+            _ => Err(not_asked(&answer.pool, answer.request)),
+        }
+    }
+
+    /// Its last piece was added.
+    ///
+    /// # Errors
+    /// Where nobody waits for it any more.
+    pub(crate) fn end_answer(&self, answer: &Answer) -> Result<(), Error> {
+        let told = {
+            let mut asked = self.asked();
+            let coming = asked.coming.get(&answer.pool);
+            match coming.is_some_and(|(stream, _)| *stream == answer.stream) {
+                true => asked.coming.remove(&answer.pool),
+                false => None,
+            }
+        };
+        let Some((_, told)) = told else { return Err(not_asked(&answer.pool, answer.request)) };
+        self.take(&answer.pool, answer.request, told);
+        Ok(())
+    }
+
+    /// What came of an answer that failed is dropped.
+    pub(crate) fn drop_answer(&self, answer: &Answer) {
+        let mut asked = self.asked();
+        asked.coming.retain(|_, (stream, _)| *stream != answer.stream);
+    }
 }
 
 /// How often a record is judged again that changed before its finding was written.
@@ -123,11 +192,20 @@ const TRIES_MAX: u32 = 5;
 pub struct Recoveries {
     state: Arc<State>,
     lifecycle: Arc<Lifecycle>,
+    terms: Arc<Terms>,
+    members: Arc<Members>,
+    salvage: Arc<Salvage>,
 }
 
 impl Recoveries {
-    pub(crate) fn new(state: Arc<State>, lifecycle: Arc<Lifecycle>) -> Self {
-        Self { state, lifecycle }
+    pub(crate) fn new(
+        state: Arc<State>,
+        lifecycle: Arc<Lifecycle>,
+        terms: Arc<Terms>,
+        members: Arc<Members>,
+        salvage: Arc<Salvage>,
+    ) -> Self {
+        Self { state, lifecycle, terms, members, salvage }
     }
 
     /// Makes the records agree with what the pools hold, or says how it would.
@@ -135,8 +213,8 @@ impl Recoveries {
     /// # Errors
     /// Where a pool that is known does not answer and was not named to be gone on without.
     pub async fn recover(&self, asked: &RecoverRecords) -> Result<Recovered, Error> {
-        let _one = self.state.salvage.one_at_a_time.lock().await;
-        let _recovering = self.state.begin_recovering();
+        let _one = self.salvage.one_at_a_time.lock().await;
+        let _recovering = self.terms.begin_recovering();
         let told = self.ask_pools().await;
         let missing = self.pools_away(&told);
         if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
@@ -176,7 +254,7 @@ impl Recoveries {
         self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
         drop(no_other);
         self.remember_members().await?;
-        self.state.end_recovered_tokens().await?;
+        self.members.end_recovered_tokens().await?;
         let ruled = self.state.check_ruling().is_ok();
         self.state.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
         if !ruled {
@@ -210,7 +288,7 @@ impl Recoveries {
         before: &BTreeMap<String, Told>,
     ) -> Result<BTreeMap<String, Told>, Error> {
         for _ in 0..TRIES_MAX {
-            self.state.begin_term().await?;
+            self.terms.begin().await?;
             let told = self.ask_pools().await;
             if let Some(gone) = before.keys().find(|pool| !told.contains_key(*pool)) {
                 return Err(Error::Busy(format!(
@@ -218,7 +296,7 @@ impl Recoveries {
                 )));
             }
             // Another recovery may have begun a term elsewhere at the same time.
-            if !self.state.is_overtaken() {
+            if !self.terms.is_overtaken() {
                 return Ok(told);
             }
         }
@@ -274,7 +352,7 @@ impl Recoveries {
 
     /// What every pool that is there keeps. Soon after a start they are waited for to come.
     async fn ask_pools(&self) -> BTreeMap<String, Told> {
-        self.state.salvage.begin();
+        self.salvage.begin();
         self.state.announce(&Concerned::Everybody);
         let deadline = Instant::now() + POOLS_TELL_WITHIN.max(self.state.settings.offline_after);
         loop {
@@ -282,7 +360,7 @@ impl Recoveries {
             let (all, starting) = {
                 let observed = self.state.observed();
                 let after = self.state.settings.offline_after;
-                let asked = self.state.salvage.asked();
+                let asked = self.salvage.asked();
                 let told = |pool: &String| asked.told.contains_key(pool);
                 let here = |pool: &&String| observed.heard_pool(pool, after).is_some();
                 let starting = observed.starting(after);
@@ -294,7 +372,7 @@ impl Recoveries {
                 (all, starting && (known.is_empty() || self.state.check_ruling().is_err()))
             };
             if (all && !starting) || Instant::now() >= deadline {
-                let told = self.state.salvage.end();
+                let told = self.salvage.end();
                 self.state.announce(&Concerned::Everybody);
                 return told;
             }
@@ -344,7 +422,7 @@ impl Recoveries {
                 held,
                 deleted: &deleted,
                 away: &away,
-                term: self.state.highest_term(),
+                term: self.terms.highest(),
                 defaults: self.state.settings.defaults,
                 discard_left_over,
             });
@@ -479,98 +557,6 @@ impl State {
     /// Why the records do not rule; empty where they do.
     pub fn recovery_reason(&self) -> String {
         self.recovery.get(RecoveryRecord::NAME).map(|r| r.why.clone()).unwrap_or_default()
-    }
-
-    /// Takes in all that a pool keeps, in answer to the request of this number.
-    pub fn take_holdings(&self, pool: &str, request: u64, told: Told) {
-        let mut asked = self.salvage.asked();
-        if asked.open && asked.request == request {
-            asked.told.insert(pool.to_owned(), told);
-        }
-    }
-
-    /// A pool begins to answer the request of this number. It has one answer, so one that it had begun
-    /// before is dropped.
-    ///
-    /// # Errors
-    /// Where nobody waits for that answer.
-    pub(crate) fn begin_answer(&self, pool: &str, request: u64) -> Result<Answer, Error> {
-        let mut asked = self.salvage.asked();
-        if !asked.open || asked.request != request {
-            return Err(not_asked(pool, request));
-        }
-        asked.streams += 1;
-        let stream = asked.streams;
-        asked.coming.insert(pool.to_owned(), (stream, Told::default()));
-        Ok(Answer { pool: pool.to_owned(), request, stream })
-    }
-
-    /// One more piece of it.
-    ///
-    /// # Errors
-    /// Where nobody waits for it any more, or it is more than a pool may tell.
-    pub(crate) fn add_to_answer(
-        &self,
-        answer: &Answer,
-        piece: &api::PoolHoldings,
-    ) -> Result<(), Error> {
-        if piece.pool != answer.pool || piece.request != answer.request {
-            return Err(Error::invalid("holdings", "pieces of several answers"));
-        }
-        let mut asked = self.salvage.asked();
-        match asked.coming.get_mut(&answer.pool) {
-            Some((stream, told)) if *stream == answer.stream => told.add(piece),
-            _ => Err(not_asked(&answer.pool, answer.request)),
-        }
-    }
-
-    /// Its last piece was added.
-    ///
-    /// # Errors
-    /// Where nobody waits for it any more.
-    pub(crate) fn end_answer(&self, answer: &Answer) -> Result<(), Error> {
-        let told = {
-            let mut asked = self.salvage.asked();
-            let coming = asked.coming.get(&answer.pool);
-            match coming.is_some_and(|(stream, _)| *stream == answer.stream) {
-                true => asked.coming.remove(&answer.pool),
-                false => None,
-            }
-        };
-        let Some((_, told)) = told else { return Err(not_asked(&answer.pool, answer.request)) };
-        self.take_holdings(&answer.pool, answer.request, told);
-        Ok(())
-    }
-
-    /// What came of an answer that failed is dropped.
-    pub(crate) fn drop_answer(&self, answer: &Answer) {
-        let mut asked = self.salvage.asked();
-        asked.coming.retain(|_, (stream, _)| *stream != answer.stream);
-    }
-
-    /// Replicas that were written in an epoch that no record has: the records are an old copy.
-    pub(crate) fn announce_old_records(&self, pool: &str) {
-        let mut behind = Vec::new();
-        {
-            let mut observed = self.observed();
-            let Some(seen) = observed.pools.get(pool) else { return };
-            let ahead = |volume: &VolumeId, epoch| {
-                self.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
-            };
-            let found = seen.replicas.values();
-            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
-            for volume in found {
-                if observed.behind.insert(volume.id.0) {
-                    behind.push(volume);
-                }
-            }
-        }
-        for volume in behind {
-            let message = "its replicas were written in a later epoch than its record knows: the \
-                           records are an old copy; `quoin controller recover` makes them agree \
-                           with what the pools hold";
-            self.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
-        }
     }
 }
 
