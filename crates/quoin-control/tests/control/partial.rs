@@ -1,4 +1,4 @@
-//! Assignments that change in part: what a change costs, and what members are told of it.
+//! Assignments and reports that change in part: what a change costs, and what is told of it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,6 +9,7 @@ use quoin_api::control::*;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
+use crate::cluster::Cluster;
 use crate::server::Server;
 
 const POOLS: usize = 3;
@@ -216,4 +217,49 @@ async fn a_member_that_does_not_ask_for_changes_alone_is_told_the_whole_each_tim
     let last = told.last().unwrap();
     assert_eq!((last.complete, &last.targets[0].volume_id), (true, &second));
     server.stop().await;
+}
+
+#[tokio::test]
+async fn a_report_of_changes_builds_on_the_one_that_was_taken_and_else_the_whole_is_asked_for() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    let whole = |cluster: &Cluster, number| {
+        let pool = cluster.pools.iter().find(|pool| pool.name == "p1").unwrap();
+        PoolReport { number, ..pool.report() }
+    };
+    let change = |cluster: &Cluster, number, since| PoolReport {
+        since,
+        replicas: Vec::new(),
+        ..whole(cluster, number)
+    };
+    let taken = async |cluster: &Cluster, report: PoolReport| {
+        cluster.controller.reports.pool(&report).await.unwrap()
+    };
+    let guid = volume.replicas.iter().find(|r| r.pool == "p1").unwrap().guid;
+    assert_eq!(
+        taken(&cluster, change(&cluster, 6, 5)).await,
+        0,
+        "nothing was told by a number yet"
+    );
+    assert_eq!(taken(&cluster, whole(&cluster, 7)).await, 7);
+    assert_eq!(taken(&cluster, change(&cluster, 8, 7)).await, 8);
+    let removed = vec![guid.0.to_string()];
+    let odd = PoolReport { removed: removed.clone(), ..change(&cluster, 10, 9) };
+    assert_eq!(taken(&cluster, odd).await, 0);
+    assert_eq!(taken(&cluster, change(&cluster, 11, 10)).await, 0);
+    assert_eq!(cluster.shown("db").health, "Online", "what was told before is kept");
+    assert_eq!(taken(&cluster, whole(&cluster, 12)).await, 12);
+    let gone = ReplicaReport { state: "gone".into(), ..whole(&cluster, 0).replicas[0].clone() };
+    assert_eq!(gone.guid, removed[0]);
+    let lost = PoolReport { replicas: vec![gone], ..change(&cluster, 13, 12) };
+    assert_eq!(taken(&cluster, lost).await, 13);
+    let made_anew = cluster.volume("db").replicas.iter().find(|r| r.pool == "p1").unwrap().guid;
+    assert_ne!(made_anew, guid, "a loss is acted on");
+    // A replica that is merely not there any more is not known to be lost.
+    let removes = PoolReport { removed, ..change(&cluster, 14, 13) };
+    assert_eq!(taken(&cluster, removes).await, 14);
+    cluster.restart().await;
+    assert_eq!(taken(&cluster, change(&cluster, 15, 14)).await, 0, "another process");
+    // Reports of former versions have no number.
+    assert_eq!(taken(&cluster, whole(&cluster, 0)).await, 0);
 }
