@@ -401,12 +401,13 @@ mod tests {
             (since != 0, replicas.len(), removed.len())
         };
         let (first, second) = (replica(1, "open"), replica(2, "open"));
+        let one = std::slice::from_ref(&first);
         assert_eq!(report(&[first.clone(), second.clone()], true, true), (false, 2, 0));
         assert_eq!(report(&[first.clone(), second.clone()], true, true), (true, 0, 0));
         assert_eq!(report(&[first.clone(), replica(2, "closed")], true, true), (true, 1, 0));
         assert_eq!(report(&[first.clone(), replica(3, "created")], true, false), (true, 1, 1));
-        assert_eq!(report(&[first.clone()], true, true), (false, 1, 0), "the last was not taken");
-        assert_eq!(report(&[first.clone()], false, true), (false, 1, 0), "it opens");
+        assert_eq!(report(one, true, true), (false, 1, 0), "the last was not taken");
+        assert_eq!(report(one, false, true), (false, 1, 0), "it opens");
     }
 
     #[tokio::test]
