@@ -462,7 +462,7 @@ impl Reports {
             // A target that speaks proves its host alive, whatever became of the CSI process.
             observed.node_lives(&report.node);
         }
-        self.state.pools_are_served(connected(&record, report));
+        crate::reconcile::reach::pools_are_served(&self.state, connected(&record, report));
         if is_news {
             self.state.look_at(std::slice::from_ref(&record));
         }

@@ -75,9 +75,9 @@ impl ForcedRecovery {
         let _one_at_a_time = self.state.creating.lock().await;
         let now = self.state.volume(reference)?;
         self.check(&now, recovery)?;
-        let candidates = self.state.candidates();
+        let candidates = crate::volume::volumes::candidates(&self.state);
         let seen = now.membership.version;
-        let (silent, term) = (self.state.silent(&now), self.state.term());
+        let (silent, term) = (silent(&self.state, &now), self.state.term());
         let change = |volume: &mut VolumeRecord| {
             if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
                 return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
@@ -110,8 +110,9 @@ impl ForcedRecovery {
         if let Some(other) = recovery.keep.iter().chain(&recovery.destroyed).find(|id| !known(id)) {
             return Err(Error::missing("known replica", format!("{other} of volume {name:?}")));
         }
-        let serves = self.state.of_its_target(volume, |seen| seen.state == "serving") == Some(true);
-        let silent = self.state.silent(volume);
+        let serves =
+            of_its_target(&self.state, volume, |seen| seen.state == "serving") == Some(true);
+        let silent = silent(&self.state, volume);
         let newcomers = volume.replicas.iter().filter(|r| !volume.is_known(r));
         for newcomer in newcomers.filter(|r| silent.contains(&r.guid.0)) {
             let observed = self.state.observed();
@@ -212,23 +213,21 @@ impl ForcedRecovery {
     }
 }
 
-impl State {
-    /// Replicas that its target waits for, since they may know of a change that the record lacks.
-    pub(crate) fn silent(&self, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
-        self.of_its_target(volume, |seen| seen.silent.clone()).unwrap_or_default()
-    }
+/// Replicas that its target waits for, since they may know of a change that the record lacks.
+pub(crate) fn silent(state: &State, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
+    of_its_target(state, volume, |seen| seen.silent.clone()).unwrap_or_default()
+}
 
-    /// Of what the target that has it under the record's epoch says now.
-    fn of_its_target<T>(
-        &self,
-        volume: &VolumeRecord,
-        what: impl FnOnce(&VolumeSeen) -> T,
-    ) -> Option<T> {
-        let observed = self.observed();
-        let seen = observed.volumes.get(&volume.id.0)?;
-        let is_there = observed.node_online(&seen.node, self.settings.offline_after);
-        (is_there && seen.epoch == volume.epoch).then(|| what(seen))
-    }
+/// Of what the target that has it under the record's epoch says now.
+fn of_its_target<T>(
+    state: &State,
+    volume: &VolumeRecord,
+    what: impl FnOnce(&VolumeSeen) -> T,
+) -> Option<T> {
+    let observed = state.observed();
+    let seen = observed.volumes.get(&volume.id.0)?;
+    let is_there = observed.node_online(&seen.node, state.settings.offline_after);
+    (is_there && seen.epoch == volume.epoch).then(|| what(seen))
 }
 
 /// The membership becomes [`Membership::reduced_to`] those that are kept; what the others hold is

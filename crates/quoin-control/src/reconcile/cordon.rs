@@ -93,8 +93,8 @@ impl Cordons {
         action: Cordoning,
         dry_run: bool,
     ) -> Result<api::CordonStatus, Error> {
-        let object = self.state.object(scope)?;
-        let pools = self.state.pools_of(scope);
+        let object = object(&self.state, scope)?;
+        let pools = pools_of(&self.state, scope);
         let before = self.state.cordons.get(&scope.key());
         if action == Cordoning::Drain && before.as_ref().is_none_or(|cordon| !cordon.drain) {
             let _one_at_a_time = self.state.creating.lock().await;
@@ -151,12 +151,12 @@ impl Cordons {
 
     /// Status of a cordon: the replicas still there, where they go and what they wait for.
     pub fn status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
-        self.state.object(scope)?;
-        let pools = self.state.pools_of(scope);
-        let state = self.state.standing(std::slice::from_ref(scope), || pools.clone());
+        object(&self.state, scope)?;
+        let pools = pools_of(&self.state, scope);
+        let state = standing(&self.state, std::slice::from_ref(scope), || pools.clone());
         let mut replicas = Vec::new();
         for volume in self.state.volumes_of_pools(&pools) {
-            let status = self.state.status(&volume);
+            let status = crate::status::of(&self.state, &volume);
             for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
                 replicas.push(self.drained(&volume, &status, replica, &pools, state));
             }
@@ -232,14 +232,14 @@ impl Cordons {
     /// Destination of each replica in these pools, or the reason why it has none. Room that one
     /// replica takes is not available for the next.
     fn plan(&self, pools: &HashSet<String>) -> Vec<(i16, api::DrainedReplica)> {
-        let mut candidates = self.state.candidates();
+        let mut candidates = crate::volume::volumes::candidates(&self.state);
         for candidate in candidates.iter_mut().filter(|c| pools.contains(&c.name)) {
             candidate.unusable = "it is to be drained".to_owned();
         }
         let mut planned = Vec::new();
         for volume in self.state.volumes_of_pools(pools) {
             let mut trial = VolumeRecord::clone(&volume);
-            let status = self.state.status(&volume);
+            let status = crate::status::of(&self.state, &volume);
             for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
                 let (spare, mut message) = self.drained(&volume, &status, replica, pools, "");
                 let goes_anyway = replica.leaving || volume.phase == VolumePhase::Deleting;
@@ -262,89 +262,91 @@ impl Cordons {
     }
 }
 
-impl State {
-    fn object(&self, scope: &Scope) -> Result<Object, Error> {
-        let shown: String = scope.holder().chars().take(160).collect();
-        match scope {
-            Scope::Pool(name) => match self.pools.get(name) {
-                Some(pool) => Ok(Object::new("pool", &pool.pool_id, name)),
-                None => Err(Error::missing("pool", shown)),
-            },
-            // A node without a record may have pools: it uses no volumes.
-            Scope::Node(name) => {
-                let known = self.nodes.get(name).is_some() || !self.pools_of(scope).is_empty();
-                known.then(|| Object::new("node", name, name)).ok_or(Error::missing("node", shown))
-            }
+fn object(state: &State, scope: &Scope) -> Result<Object, Error> {
+    let shown: String = scope.holder().chars().take(160).collect();
+    match scope {
+        Scope::Pool(name) => match state.pools.get(name) {
+            Some(pool) => Ok(Object::new("pool", &pool.pool_id, name)),
+            None => Err(Error::missing("pool", shown)),
+        },
+        // A node without a record may have pools: it uses no volumes.
+        Scope::Node(name) => {
+            let known = state.nodes.get(name).is_some() || !pools_of(state, scope).is_empty();
+            known.then(|| Object::new("node", name, name)).ok_or(Error::missing("node", shown))
         }
     }
+}
 
-    fn pools_of(&self, scope: &Scope) -> HashSet<String> {
-        match scope {
-            Scope::Pool(name) => HashSet::from([name.clone()]),
-            Scope::Node(node) => {
-                let pools = self.pools.list();
-                pools.iter().filter(|p| p.node == *node).map(|p| p.name.clone()).collect()
-            }
+fn pools_of(state: &State, scope: &Scope) -> HashSet<String> {
+    match scope {
+        Scope::Pool(name) => HashSet::from([name.clone()]),
+        Scope::Node(node) => {
+            let pools = state.pools.list();
+            pools.iter().filter(|p| p.node == *node).map(|p| p.name.clone()).collect()
         }
     }
+}
 
-    fn is_empty(&self, pools: &HashSet<String>) -> bool {
-        self.volumes.index(|index| pools.iter().all(|pool| index.of_pool(pool).is_none()))
+fn is_empty(state: &State, pools: &HashSet<String>) -> bool {
+    state.volumes.index(|index| pools.iter().all(|pool| index.of_pool(pool).is_none()))
+}
+
+/// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
+/// `pools`: pools that a drain is to empty.
+fn standing(
+    state: &State,
+    scopes: &[Scope],
+    pools: impl FnOnce() -> HashSet<String>,
+) -> &'static str {
+    let cordons = scopes.iter().filter_map(|scope| state.cordons.get(&scope.key()));
+    let cordons: Vec<_> = cordons.collect();
+    if cordons.is_empty() {
+        ""
+    } else if !cordons.iter().any(|cordon| cordon.drain) {
+        "cordoned"
+    } else if is_empty(state, &pools()) {
+        "drained"
+    } else {
+        "draining"
     }
+}
 
-    /// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
-    /// `pools`: pools that a drain is to empty.
-    fn standing(&self, scopes: &[Scope], pools: impl FnOnce() -> HashSet<String>) -> &'static str {
-        let cordons = scopes.iter().filter_map(|scope| self.cordons.get(&scope.key()));
-        let cordons: Vec<_> = cordons.collect();
-        if cordons.is_empty() {
-            ""
-        } else if !cordons.iter().any(|cordon| cordon.drain) {
-            "cordoned"
-        } else if self.is_empty(&pools()) {
-            "drained"
-        } else {
-            "draining"
+/// State of a pool by its own cordon and its node's.
+pub(crate) fn of_pool(state: &State, pool: &PoolRecord) -> &'static str {
+    let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
+    standing(state, &scopes, || HashSet::from([pool.name.clone()]))
+}
+
+pub(crate) fn of_node(state: &State, node: &str) -> &'static str {
+    let scope = Scope::Node(node.to_owned());
+    standing(state, std::slice::from_ref(&scope), || pools_of(state, &scope))
+}
+
+/// Pools whose replicas are to move away.
+pub(crate) fn draining(state: &State) -> HashSet<String> {
+    let cordons = state.cordons.list();
+    let drains = cordons.iter().filter(|cordon| cordon.drain);
+    drains.flat_map(|cordon| pools_of(state, &Scope::from(&**cordon))).collect()
+}
+
+/// Records one event for each drain that is done.
+pub(crate) async fn tell_drained(state: &State) -> Result<(), Error> {
+    for cordon in state.cordons.list() {
+        let scope = Scope::from(&*cordon);
+        if cordon.told || !cordon.drain || !is_empty(state, &pools_of(state, &scope)) {
+            continue;
+        }
+        let tell = |cordon: &mut CordonRecord| {
+            cordon.told = true;
+            Ok(())
+        };
+        state.cordons.update(&scope.key(), tell).await?;
+        if let Ok(object) = object(state, &scope) {
+            let message = "it holds no replica any more and can be taken away";
+            state.events.record(Severity::Normal, object, "Drained", message);
         }
     }
-
-    /// State of a pool by its own cordon and its node's.
-    pub(crate) fn cordon_of_pool(&self, pool: &PoolRecord) -> &'static str {
-        let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
-        self.standing(&scopes, || HashSet::from([pool.name.clone()]))
-    }
-
-    pub(crate) fn cordon_of_node(&self, node: &str) -> &'static str {
-        let scope = Scope::Node(node.to_owned());
-        self.standing(std::slice::from_ref(&scope), || self.pools_of(&scope))
-    }
-
-    /// Pools whose replicas are to move away.
-    pub(crate) fn draining(&self) -> HashSet<String> {
-        let cordons = self.cordons.list();
-        let drains = cordons.iter().filter(|cordon| cordon.drain);
-        drains.flat_map(|cordon| self.pools_of(&Scope::from(&**cordon))).collect()
-    }
-
-    /// Records one event for each drain that is done.
-    pub(crate) async fn tell_drained(&self) -> Result<(), Error> {
-        for cordon in self.cordons.list() {
-            let scope = Scope::from(&*cordon);
-            if cordon.told || !cordon.drain || !self.is_empty(&self.pools_of(&scope)) {
-                continue;
-            }
-            let tell = |cordon: &mut CordonRecord| {
-                cordon.told = true;
-                Ok(())
-            };
-            self.cordons.update(&scope.key(), tell).await?;
-            if let Ok(object) = self.object(&scope) {
-                let message = "it holds no replica any more and can be taken away";
-                self.events.record(Severity::Normal, object, "Drained", message);
-            }
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// Moves one replica in a trial record, and subtracts its used bytes from the destination's room.

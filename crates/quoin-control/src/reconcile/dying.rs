@@ -183,13 +183,13 @@ impl DyingPools {
             all.entry(pool.to_owned()).or_default().saw(Instant::now(), wear, limits)
         };
         let (Some(why), false) = (why, policy == DyingPolicy::Off) else { return Ok(()) };
-        if self.state.check_ruling().is_err() || self.state.why_dying(pool).is_some() {
+        if self.state.check_ruling().is_err() || why_dying(&self.state, pool).is_some() {
             return Ok(());
         }
         let pools = self.state.pools.list();
         let others = pools
             .iter()
-            .filter(|p| p.name != pool && self.state.why_dying(&p.name).is_some())
+            .filter(|p| p.name != pool && why_dying(&self.state, &p.name).is_some())
             .count();
         let id = self.state.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
         let about = Object::new("pool", id, pool);
@@ -249,12 +249,10 @@ impl DyingPools {
     }
 }
 
-impl State {
-    /// Reason why a pool is called dying, if it is.
-    pub(crate) fn why_dying(&self, pool: &str) -> Option<String> {
-        let cordon = self.cordons.get(&CordonRecord::name_of("pool", pool))?;
-        Some(cordon.dying.clone()).filter(|why| !why.is_empty())
-    }
+/// Reason why a pool is called dying, if it is.
+pub(crate) fn why_dying(state: &State, pool: &str) -> Option<String> {
+    let cordon = state.cordons.get(&CordonRecord::name_of("pool", pool))?;
+    Some(cordon.dying.clone()).filter(|why| !why.is_empty())
 }
 
 #[cfg(test)]

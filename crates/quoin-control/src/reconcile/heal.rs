@@ -134,7 +134,9 @@ impl Reconciler for Healer {
 
     async fn reconcile(&self, step: &Step, now: Instant) -> Result<Next, Error> {
         match (step, self.state.check_ruling()) {
-            (Step::Volume(volume), Ok(())) => self.look(*volume, &self.state.draining(), now).await,
+            (Step::Volume(volume), Ok(())) => {
+                self.look(*volume, &crate::reconcile::cordon::draining(&self.state), now).await
+            }
             (Step::Volume(_), Err(_)) => Ok(Next::Rest),
             (Step::Turn, ruling) => {
                 if ruling.is_ok() {
@@ -190,7 +192,7 @@ impl Healer {
     }
 
     async fn look_at(&self, volumes: &[Arc<VolumeRecord>], now: Instant) -> Result<(), Error> {
-        let draining = self.state.draining();
+        let draining = crate::reconcile::cordon::draining(&self.state);
         for volume in volumes {
             self.look(volume.id.0, &draining, now).await?;
         }
@@ -210,7 +212,7 @@ impl Healer {
             self.balancer.forget(id);
             return Ok(Next::Rest);
         };
-        let status = self.state.status(&volume);
+        let status = crate::status::of(&self.state, &volume);
         let missed = self.miss(&volume, &status, now);
         let needed = self.needs(&volume, &status, &missed, draining);
         let urgent = needed.iter().map(|need| need.guid).collect();
@@ -253,7 +255,7 @@ impl Healer {
             memory.counts.waiting = waiting.saturating_sub(stuck) as u64;
             memory.counts.stuck = stuck as u64;
         }
-        self.state.tell_drained().await?;
+        crate::reconcile::cordon::tell_drained(&self.state).await?;
         Ok(begun)
     }
 
@@ -280,7 +282,8 @@ impl Healer {
 
     /// Current room of the pools; it has to be read anew after each beginning.
     fn room(&self) -> Room {
-        let (most, candidates) = (self.state.settings.heals_per_pool, self.state.candidates());
+        let (most, candidates) =
+            (self.state.settings.heals_per_pool, crate::volume::volumes::candidates(&self.state));
         let mut free = candidates.clone();
         self.state.volumes.index(|index| {
             for candidate in &mut free {
@@ -349,7 +352,7 @@ impl Healer {
         if is_changing_beside(&volume, need.guid) {
             return Ok(false);
         }
-        if let Err(why) = rebuildable(&volume, &state.status(&volume)) {
+        if let Err(why) = rebuildable(&volume, &crate::status::of(state, &volume)) {
             self.stuck(&volume, need, &why);
             return Ok(false);
         }
@@ -482,7 +485,7 @@ impl Healer {
         if volume.replicas.iter().all(|replica| volume.is_known(replica)) {
             return Ok(false);
         }
-        let silent = self.state.silent(volume);
+        let silent = crate::disaster::recovery::silent(&self.state, volume);
         let ReplaceAfter::After(after) = self.state.replace_after(volume) else { return Ok(false) };
         let overdue = |volume: &VolumeRecord, replica: &ReplicaRecord| {
             let guid = replica.guid.0;
@@ -493,7 +496,7 @@ impl Healer {
         if !volume.replicas.iter().any(|replica| overdue(volume, replica)) {
             return Ok(false);
         }
-        let candidates = self.state.candidates();
+        let candidates = crate::volume::volumes::candidates(&self.state);
         let change = |volume: &mut VolumeRecord| {
             let mut released = Vec::new();
             while let Some(at) = volume.replicas.iter().position(|r| overdue(volume, r)) {

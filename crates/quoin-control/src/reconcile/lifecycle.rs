@@ -94,7 +94,7 @@ impl Lifecycle {
         let mut news = Vec::new();
         step(&mut trial, &answers, &mut news);
         if trial.phase == VolumePhase::Deleting {
-            state.free_name(volume).await?;
+            crate::volume::volumes::free_name(state, volume).await?;
             if trial.replicas.is_empty() && trial.discarded.is_empty() {
                 let deleting = |v: &VolumeRecord| v.phase == VolumePhase::Deleting;
                 state.volumes.remove(&volume.id.0.to_string(), deleting).await?;
@@ -162,7 +162,7 @@ impl Lifecycle {
 
     /// An event when a volume's health turns.
     pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
-        let status = self.state.shown_status(volume);
+        let status = crate::status::shown(&self.state, volume);
         let now = status.health;
         // Who was taken in since the target's last report is not in that: the next one tells.
         let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
@@ -183,7 +183,7 @@ impl Lifecycle {
             "Degraded" => "VolumeDegraded",
             _ => "VolumeFaulted",
         };
-        let waiting = self.state.waiting_for(volume);
+        let waiting = crate::status::waiting_for(&self.state, volume);
         let message = if waiting.is_empty() {
             "all replicas are in sync".to_owned()
         } else {
@@ -197,7 +197,9 @@ impl Lifecycle {
     /// of yet, its last report being older than the membership that has them.
     fn is_not_yet_told(&self, volume: &VolumeRecord, status: &VolumeStatus) -> bool {
         let observed = self.state.observed();
-        let Some(seen) = self.state.serving(&observed, volume) else { return false };
+        let Some(seen) = crate::status::serving(&self.state, &observed, volume) else {
+            return false;
+        };
         let mut lacking = volume
             .replicas
             .iter()

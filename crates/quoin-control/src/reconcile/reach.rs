@@ -268,17 +268,15 @@ impl Dialler {
     }
 }
 
-impl State {
-    /// Pools to which a target says that it is connected.
-    pub(crate) fn pools_are_served<'a>(&self, pools: impl Iterator<Item = &'a str>) {
-        let pools: HashSet<&str> = pools.collect();
-        let turned: Vec<_> = {
-            let mut observed = self.observed();
-            pools.into_iter().filter(|pool| observed.reach.served(pool)).collect()
-        };
-        for pool in turned {
-            self.look_at(&self.volumes_of_pool(pool));
-        }
+/// Pools to which a target says that it is connected.
+pub(crate) fn pools_are_served<'a>(state: &State, pools: impl Iterator<Item = &'a str>) {
+    let pools: HashSet<&str> = pools.collect();
+    let turned: Vec<_> = {
+        let mut observed = state.observed();
+        pools.into_iter().filter(|pool| observed.reach.served(pool)).collect()
+    };
+    for pool in turned {
+        state.look_at(&state.volumes_of_pool(pool));
     }
 }
 

@@ -185,7 +185,7 @@ impl Balancer {
             *not_before = now + PAUSE;
         }
         let _one_at_a_time = state.creating.lock().await;
-        let candidates = state.candidates();
+        let candidates = crate::volume::volumes::candidates(state);
         // The volumes are looked at only where the pools are uneven.
         let verdict = match choose(&candidates, &[], at) {
             Verdict::Even => Verdict::Even,
@@ -233,8 +233,10 @@ impl Balancer {
     fn standings(&self, pools: HashSet<String>) -> Vec<Standing> {
         let volumes = self.state.volumes_of_pools(&pools).into_iter();
         let ready = volumes.filter(|volume| volume.phase == VolumePhase::Ready);
-        let standing =
-            |volume: Arc<VolumeRecord>| Standing { status: self.state.status(&volume), volume };
+        let standing = |volume: Arc<VolumeRecord>| Standing {
+            status: crate::status::of(&self.state, &volume),
+            volume,
+        };
         ready.map(standing).collect()
     }
 

@@ -96,7 +96,7 @@ impl Tender {
         if !volume.attachments.is_empty() {
             return self.give_back(&volume, now).await;
         }
-        let status = self.state.status(&volume);
+        let status = crate::status::of(&self.state, &volume);
         let work = self.work(&volume, &status, now);
         let next = match volume.owner.is_some() || work.is_some() || self.remembers(id) {
             true => Next::After(LOOK_EVERY),
@@ -228,7 +228,7 @@ impl Tender {
         let usable = nodes.iter().map(|node| node.name.clone()).filter(|node| {
             // Another one than now, if it is there but does not open it.
             volume.owner.as_ref() != Some(node)
-                && state.cordon_of_node(node).is_empty()
+                && crate::reconcile::cordon::of_node(state, node).is_empty()
                 && state.observed().node_online(node, state.settings.offline_after)
         });
         let load = |node: &String| state.volumes.index(|index| index.owned(node));

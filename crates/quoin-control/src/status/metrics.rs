@@ -111,7 +111,7 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
     }
     let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
     for volume in controller.state.volumes.list() {
-        let health = controller.state.shown_status(&volume).health.to_owned();
+        let health = crate::status::shown(&controller.state, &volume).health.to_owned();
         family.get_or_create(&Health { health }).inc();
         attached.inc_by(i64::from(!volume.attachments.is_empty()));
         bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));

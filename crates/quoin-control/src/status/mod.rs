@@ -49,227 +49,225 @@ pub(crate) struct VolumeStatus {
     pub replicas: Vec<ReplicaStatus>,
 }
 
-impl State {
-    pub(crate) fn waiting_for(&self, volume: &VolumeRecord) -> String {
-        self.status(volume).waiting_for
-    }
+pub(crate) fn waiting_for(state: &State, volume: &VolumeRecord) -> String {
+    of(state, volume).waiting_for
+}
 
-    pub(crate) fn status(&self, volume: &VolumeRecord) -> VolumeStatus {
-        let observed = self.observed();
-        let serving = self.serving(&observed, volume);
-        self.status_by(&observed, volume, serving, u64::MAX)
-    }
+pub(crate) fn of(state: &State, volume: &VolumeRecord) -> VolumeStatus {
+    let observed = state.observed();
+    let serving = serving(state, &observed, volume);
+    by(state, &observed, volume, serving, u64::MAX)
+}
 
-    /// As people are shown it. A target that has just begun to open a volume has reached nobody yet,
-    /// which says nothing about the replicas; their pools do. Nothing is decided by this.
-    pub(crate) fn shown_status(&self, volume: &VolumeRecord) -> VolumeStatus {
-        let observed = self.observed();
-        let serving = self.serving(&observed, volume);
-        if is_opening(&observed, volume, serving) {
-            // Some pools hold the beginning of the epoch that is opened, and others not yet.
-            let before = volume.epoch.saturating_sub(1);
-            let status = self.status_by(&observed, volume, None, before);
-            if status.health == "Online" {
-                let waits = serving.is_none_or(|seen| seen.state != "serving");
-                let waiting_for = if waits { status.waiting_for } else { String::new() };
-                return VolumeStatus { health: "Opening", waiting_for, ..status };
-            }
+/// As people are shown it. A target that has just begun to open a volume has reached nobody yet,
+/// which says nothing about the replicas; their pools do. Nothing is decided by this.
+pub(crate) fn shown(state: &State, volume: &VolumeRecord) -> VolumeStatus {
+    let observed = state.observed();
+    let serving = serving(state, &observed, volume);
+    if is_opening(&observed, volume, serving) {
+        // Some pools hold the beginning of the epoch that is opened, and others not yet.
+        let before = volume.epoch.saturating_sub(1);
+        let status = by(state, &observed, volume, None, before);
+        if status.health == "Online" {
+            let waits = serving.is_none_or(|seen| seen.state != "serving");
+            let waiting_for = if waits { status.waiting_for } else { String::new() };
+            return VolumeStatus { health: "Opening", waiting_for, ..status };
         }
-        self.status_by(&observed, volume, serving, u64::MAX)
     }
+    by(state, &observed, volume, serving, u64::MAX)
+}
 
-    /// `epoch_max`: where no target tells, a replica lags that missed an epoch up to this one.
-    fn status_by(
-        &self,
-        observed: &Observed,
-        volume: &VolumeRecord,
-        serving: Option<&VolumeSeen>,
-        epoch_max: u64,
-    ) -> VolumeStatus {
-        let replica = |r| self.replica_status(observed, volume, r, serving, epoch_max);
-        let replicas: Vec<_> = volume.replicas.iter().map(replica).collect();
-        let health = self.health(observed, volume, &replicas, serving);
-        let waiting_for = waits(volume, &replicas, serving, health);
-        VolumeStatus { health, waiting_for, replicas }
-    }
+/// `epoch_max`: where no target tells, a replica lags that missed an epoch up to this one.
+fn by(
+    state: &State,
+    observed: &Observed,
+    volume: &VolumeRecord,
+    serving: Option<&VolumeSeen>,
+    epoch_max: u64,
+) -> VolumeStatus {
+    let replica = |r| replica_status(state, observed, volume, r, serving, epoch_max);
+    let replicas: Vec<_> = volume.replicas.iter().map(replica).collect();
+    let health = health(state, observed, volume, &replicas, serving);
+    let waiting_for = waits(volume, &replicas, serving, health);
+    VolumeStatus { health, waiting_for, replicas }
+}
 
-    /// A target begins to open a volume.
-    pub(crate) fn opening_begins(&self, id: VolumeId) {
-        self.observed().openings.insert(id, Instant::now());
-    }
+/// A target begins to open a volume.
+pub(crate) fn opening_begins(state: &State, id: VolumeId) {
+    state.observed().openings.insert(id, Instant::now());
+}
 
-    /// The report of the target that owns the volume now.
-    pub(crate) fn serving<'a>(
-        &self,
-        observed: &'a Observed,
-        volume: &VolumeRecord,
-    ) -> Option<&'a VolumeSeen> {
-        let seen = observed.volumes.get(&volume.id.0)?;
-        let owner = volume.owner.as_deref()?;
-        let current = seen.node == owner && seen.epoch == volume.epoch && seen.state != "stopped";
-        (current && observed.node_online(owner, self.settings.offline_after)).then_some(seen)
-    }
+/// The report of the target that owns the volume now.
+pub(crate) fn serving<'a>(
+    state: &State,
+    observed: &'a Observed,
+    volume: &VolumeRecord,
+) -> Option<&'a VolumeSeen> {
+    let seen = observed.volumes.get(&volume.id.0)?;
+    let owner = volume.owner.as_deref()?;
+    let current = seen.node == owner && seen.epoch == volume.epoch && seen.state != "stopped";
+    (current && observed.node_online(owner, state.settings.offline_after)).then_some(seen)
+}
 
-    fn replica_status(
-        &self,
-        observed: &Observed,
-        volume: &VolumeRecord,
-        replica: &ReplicaRecord,
-        serving: Option<&VolumeSeen>,
-        epoch_max: u64,
-    ) -> ReplicaStatus {
-        let known = volume.is_known(replica);
-        let bad_blocks = observed
-            .pools
-            .get(&replica.pool)
-            .and_then(|pool| pool.replicas.get(&replica.guid.0))
-            .map_or(0, |held| held.bad_blocks);
-        let status = |phase, message: &str| {
-            let message = match (message.is_empty(), bad_blocks) {
-                (true, 1..) => format!("bad: {}", blocks(bad_blocks)),
-                _ => message.to_owned(),
-            };
-            ReplicaStatus { phase, message, known, bad_blocks, gone: false, lags: false }
+fn replica_status(
+    state: &State,
+    observed: &Observed,
+    volume: &VolumeRecord,
+    replica: &ReplicaRecord,
+    serving: Option<&VolumeSeen>,
+    epoch_max: u64,
+) -> ReplicaStatus {
+    let known = volume.is_known(replica);
+    let bad_blocks = observed
+        .pools
+        .get(&replica.pool)
+        .and_then(|pool| pool.replicas.get(&replica.guid.0))
+        .map_or(0, |held| held.bad_blocks);
+    let status = |phase, message: &str| {
+        let message = match (message.is_empty(), bad_blocks) {
+            (true, 1..) => format!("bad: {}", blocks(bad_blocks)),
+            _ => message.to_owned(),
         };
-        let gone = |message: &str| ReplicaStatus { gone: true, ..status("Offline", message) };
-        let lags = |phase, message| ReplicaStatus { lags: true, ..status(phase, message) };
-        let pool = &replica.pool;
-        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
-        if replica.phase == ReplicaPhase::Delete {
-            return status("Deleting", "");
-        }
-        if self.is_rolled_back(pool) {
-            return gone("an older state of the pool's disk came back");
-        }
-        let after = self.settings.offline_after;
-        let Some(seen) = observed.online_pool(pool, after) else {
-            // It may only be the pool's reports that do not come, or not yet.
-            let reached = progress.is_some_and(|progress| progress.state != "disconnected");
-            let unheard = observed.starting(after) && !observed.pools.contains_key(pool);
-            let message = match observed.unreachable(pool, after) {
-                Some(why) => format!("its pool is unreachable: {why}"),
-                None => "its pool is offline".to_owned(),
-            };
-            return match reached || unheard {
-                true => status("Offline", &message),
-                false => gone(&message),
-            };
+        ReplicaStatus { phase, message, known, bad_blocks, gone: false, lags: false }
+    };
+    let gone = |message: &str| ReplicaStatus { gone: true, ..status("Offline", message) };
+    let lags = |phase, message| ReplicaStatus { lags: true, ..status(phase, message) };
+    let pool = &replica.pool;
+    let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
+    if replica.phase == ReplicaPhase::Delete {
+        return status("Deleting", "");
+    }
+    if state.is_rolled_back(pool) {
+        return gone("an older state of the pool's disk came back");
+    }
+    let after = state.settings.offline_after;
+    let Some(seen) = observed.online_pool(pool, after) else {
+        // It may only be the pool's reports that do not come, or not yet.
+        let reached = progress.is_some_and(|progress| progress.state != "disconnected");
+        let unheard = observed.starting(after) && !observed.pools.contains_key(pool);
+        let message = match observed.unreachable(pool, after) {
+            Some(why) => format!("its pool is unreachable: {why}"),
+            None => "its pool is offline".to_owned(),
         };
-        let held = seen.replicas.get(&replica.guid.0);
-        match (replica.phase, held.map(|held| held.state)) {
-            // The target rebuilds a damaged one in place, and then knows best how it stands.
-            (_, Some(ReplicaState::Damaged)) if progress.is_none() => {
-                return lags("Offline", "it is damaged");
-            }
-            (_, Some(ReplicaState::Damaged)) => {}
-            (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
-                return status("Gone", "the pool has lost it");
-            }
-            (_, Some(ReplicaState::Present)) => {}
-            (ReplicaPhase::Keep, None) => {
-                return status("Offline", &format!("pool {pool} has not opened it yet"));
-            }
-            _ => return status("Creating", ""),
+        return match reached || unheard {
+            true => status("Offline", &message),
+            false => gone(&message),
+        };
+    };
+    let held = seen.replicas.get(&replica.guid.0);
+    match (replica.phase, held.map(|held| held.state)) {
+        // The target rebuilds a damaged one in place, and then knows best how it stands.
+        (_, Some(ReplicaState::Damaged)) if progress.is_none() => {
+            return lags("Offline", "it is damaged");
         }
-        match progress.map(|progress| progress.state.as_str()) {
-            Some("in-sync") if known => status("InSync", ""),
-            Some("in-sync" | "rebuilding") => status("Rebuilding", ""),
-            Some("catching-up") => status("CatchingUp", ""),
-            Some("disconnected") => gone("the target does not reach it"),
-            Some(other) => status("Offline", &format!("the target says: {other}")),
-            None if !known && serving.is_none() => {
-                status("Rebuilding", "it is rebuilt as soon as a target opens the volume")
-            }
-            None if !known => status("Rebuilding", ""),
-            None if serving.is_some() => gone("the target does not reach it"),
-            None => {
-                let best = volume.replicas.iter().filter(|r| volume.is_known(r)).filter_map(|r| {
-                    let pool = observed.pools.get(&r.pool)?;
-                    pool.replicas.get(&r.guid.0).map(|held| held.position)
-                });
-                let (own, best) = (held.map(|held| held.position), best.max());
-                // While a target writes that has not reported yet (the controller has just
-                // started), pools tell positions of different moments: only an epoch that a
-                // replica missed says that it lags.
-                let behind = match volume.owner {
-                    Some(_) => {
-                        let epoch = |p: Position| p.epoch.min(Epoch(epoch_max));
-                        own.map(epoch) < best.map(epoch)
-                    }
-                    None => own < best,
-                };
-                match behind {
-                    true => lags(
-                        "CatchingUp",
-                        "it lags; it catches up as soon as a target opens the volume",
-                    ),
-                    false => status("InSync", ""),
+        (_, Some(ReplicaState::Damaged)) => {}
+        (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
+            return status("Gone", "the pool has lost it");
+        }
+        (_, Some(ReplicaState::Present)) => {}
+        (ReplicaPhase::Keep, None) => {
+            return status("Offline", &format!("pool {pool} has not opened it yet"));
+        }
+        _ => return status("Creating", ""),
+    }
+    match progress.map(|progress| progress.state.as_str()) {
+        Some("in-sync") if known => status("InSync", ""),
+        Some("in-sync" | "rebuilding") => status("Rebuilding", ""),
+        Some("catching-up") => status("CatchingUp", ""),
+        Some("disconnected") => gone("the target does not reach it"),
+        Some(other) => status("Offline", &format!("the target says: {other}")),
+        None if !known && serving.is_none() => {
+            status("Rebuilding", "it is rebuilt as soon as a target opens the volume")
+        }
+        None if !known => status("Rebuilding", ""),
+        None if serving.is_some() => gone("the target does not reach it"),
+        None => {
+            let best = volume.replicas.iter().filter(|r| volume.is_known(r)).filter_map(|r| {
+                let pool = observed.pools.get(&r.pool)?;
+                pool.replicas.get(&r.guid.0).map(|held| held.position)
+            });
+            let (own, best) = (held.map(|held| held.position), best.max());
+            // While a target writes that has not reported yet (the controller has just
+            // started), pools tell positions of different moments: only an epoch that a
+            // replica missed says that it lags.
+            let behind = match volume.owner {
+                Some(_) => {
+                    let epoch = |p: Position| p.epoch.min(Epoch(epoch_max));
+                    own.map(epoch) < best.map(epoch)
                 }
+                None => own < best,
+            };
+            match behind {
+                true => lags(
+                    "CatchingUp",
+                    "it lags; it catches up as soon as a target opens the volume",
+                ),
+                false => status("InSync", ""),
             }
         }
     }
+}
 
-    fn health(
-        &self,
-        observed: &Observed,
-        volume: &VolumeRecord,
-        replicas: &[ReplicaStatus],
-        serving: Option<&VolumeSeen>,
-    ) -> &'static str {
-        if volume.phase != VolumePhase::Ready {
-            return "Unknown";
-        }
-        let unheard = volume.replicas.iter().any(|r| !observed.pools.contains_key(&r.pool));
-        if unheard && observed.starting(self.settings.offline_after) {
-            return "Unknown";
-        }
-        let known = |r: &&ReplicaStatus| r.known;
-        let count = |phases: &[&str]| {
-            replicas.iter().filter(known).filter(|r| phases.contains(&r.phase)).count()
-        };
-        let rf = usize::from(volume.membership.rf);
-        let needed = usize::from(open_quorum(volume.membership.rf, volume.membership.cf));
-        let present = count(&["InSync", "CatchingUp", "Rebuilding"]);
-        let serves = serving.is_some_and(|serving| serving.state == "serving");
-        if count(&["InSync"]) == rf && (serves || serving.is_none()) {
-            "Online"
-        } else if serves || present >= needed {
-            "Degraded"
-        } else {
-            "Faulted"
-        }
+fn health(
+    state: &State,
+    observed: &Observed,
+    volume: &VolumeRecord,
+    replicas: &[ReplicaStatus],
+    serving: Option<&VolumeSeen>,
+) -> &'static str {
+    if volume.phase != VolumePhase::Ready {
+        return "Unknown";
     }
+    let unheard = volume.replicas.iter().any(|r| !observed.pools.contains_key(&r.pool));
+    if unheard && observed.starting(state.settings.offline_after) {
+        return "Unknown";
+    }
+    let known = |r: &&ReplicaStatus| r.known;
+    let count = |phases: &[&str]| {
+        replicas.iter().filter(known).filter(|r| phases.contains(&r.phase)).count()
+    };
+    let rf = usize::from(volume.membership.rf);
+    let needed = usize::from(open_quorum(volume.membership.rf, volume.membership.cf));
+    let present = count(&["InSync", "CatchingUp", "Rebuilding"]);
+    let serves = serving.is_some_and(|serving| serving.state == "serving");
+    if count(&["InSync"]) == rf && (serves || serving.is_none()) {
+        "Online"
+    } else if serves || present >= needed {
+        "Degraded"
+    } else {
+        "Faulted"
+    }
+}
 
-    /// What the volume survives, in words: by where its replicas are, not by what was hoped.
-    pub(crate) fn contract(&self, volume: &VolumeRecord) -> String {
-        let (rf, cf) = (volume.membership.rf, volume.membership.cf);
-        let lost = cf.saturating_sub(1);
-        let mut hosts: Vec<_> = volume
-            .replicas
-            .iter()
-            .filter(|replica| volume.membership.known.iter().any(|m| m.id == replica.id))
-            .filter_map(|replica| self.pools.get(&replica.pool).map(|pool| pool.node.clone()))
-            .collect();
-        hosts.sort();
-        hosts.dedup();
-        let plural = |count: u8, what: &str| match count {
-            0 => format!("no {what}"),
-            1 => format!("one {what}"),
-            n => format!("{n} {what}s"),
-        };
-        if lost == 0 {
-            return "acknowledged writes are lost with the pool that holds them".to_owned();
-        }
-        if hosts.len() == usize::from(rf) || volume.spec.options.spread == Spread::Host {
-            return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
-        }
-        format!(
-            "acknowledged writes survive the loss of {}, not of one host: its {rf} replicas are \
-             on {}",
-            plural(lost, "pool"),
-            plural(hosts.len() as u8, "host")
-        )
+/// What the volume survives, in words: by where its replicas are, not by what was hoped.
+pub(crate) fn contract(state: &State, volume: &VolumeRecord) -> String {
+    let (rf, cf) = (volume.membership.rf, volume.membership.cf);
+    let lost = cf.saturating_sub(1);
+    let mut hosts: Vec<_> = volume
+        .replicas
+        .iter()
+        .filter(|replica| volume.membership.known.iter().any(|m| m.id == replica.id))
+        .filter_map(|replica| state.pools.get(&replica.pool).map(|pool| pool.node.clone()))
+        .collect();
+    hosts.sort();
+    hosts.dedup();
+    let plural = |count: u8, what: &str| match count {
+        0 => format!("no {what}"),
+        1 => format!("one {what}"),
+        n => format!("{n} {what}s"),
+    };
+    if lost == 0 {
+        return "acknowledged writes are lost with the pool that holds them".to_owned();
     }
+    if hosts.len() == usize::from(rf) || volume.spec.options.spread == Spread::Host {
+        return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
+    }
+    format!(
+        "acknowledged writes survive the loss of {}, not of one host: its {rf} replicas are \
+         on {}",
+        plural(lost, "pool"),
+        plural(hosts.len() as u8, "host")
+    )
 }
 
 /// Messages about volumes, pools and nodes, as people see them.
@@ -298,7 +296,7 @@ impl Status {
     }
 
     pub fn volume(&self, volume: &VolumeRecord) -> api::Volume {
-        let status = self.state.shown_status(volume);
+        let status = shown(&self.state, volume);
         let revision = self.state.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
         let phase = match volume.phase {
             VolumePhase::Pending => "Pending",
@@ -323,11 +321,11 @@ impl Status {
             replicas: self.replica_messages(volume, &status.replicas),
             created_at: Some(timestamp(volume.created_ms)),
             contract: match volume.may_have_lost_ms {
-                0 => self.state.contract(volume),
+                0 => contract(&self.state, volume),
                 _ => format!(
                     "{}; it was recovered by hand, and what only the replicas held that were given \
                      up then is lost",
-                    self.state.contract(volume)
+                    contract(&self.state, volume)
                 ),
             },
             resource_version: revision,
@@ -345,7 +343,7 @@ impl Status {
         attachment: &AttachmentRecord,
     ) -> api::Attachment {
         let observed = self.state.observed();
-        let serving = self.state.serving(&observed, volume);
+        let serving = serving(&self.state, &observed, volume);
         let online = observed.node_online(&attachment.node, self.state.settings.offline_after);
         let (phase, message) = match serving {
             Some(seen) if seen.state == "serving" => ("Attached", String::new()),
@@ -375,7 +373,7 @@ impl Status {
     }
 
     pub fn replicas(&self, volume: &VolumeRecord) -> Vec<api::Replica> {
-        let status = self.state.shown_status(volume);
+        let status = shown(&self.state, volume);
         self.replica_messages(volume, &status.replicas)
     }
 
@@ -385,7 +383,7 @@ impl Status {
         status: &[ReplicaStatus],
     ) -> Vec<api::Replica> {
         let observed = self.state.observed();
-        let serving = self.state.serving(&observed, volume);
+        let serving = serving(&self.state, &observed, volume);
         let message = |(replica, status): (&ReplicaRecord, &ReplicaStatus)| {
             let pool = observed.pools.get(&replica.pool);
             let held = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
@@ -442,7 +440,8 @@ impl Status {
                 observed.online_pool(&pool.name, self.state.settings.offline_after).is_some();
             let unreachable = observed.unreachable(&pool.name, self.state.settings.offline_after);
             let (capacity, used) = seen.map_or((0, 0), |s| (s.capacity_bytes, s.used_bytes));
-            let dying = self.state.why_dying(&pool.name).unwrap_or_default();
+            let dying =
+                crate::reconcile::dying::why_dying(&self.state, &pool.name).unwrap_or_default();
             let (state, message) = match seen {
                 _ if pool.rolled_back => {
                     ("Failed", "an older state of its disk came back; wipe it to rebuild")
@@ -478,7 +477,7 @@ impl Status {
                 dying: dying.clone(),
                 topology: pool.topology.clone().into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
-                cordon: self.state.cordon_of_pool(pool).to_owned(),
+                cordon: crate::reconcile::cordon::of_pool(&self.state, pool).to_owned(),
             }
         };
         self.state.pools.list().iter().map(|pool| message(pool)).collect()
@@ -503,7 +502,7 @@ impl Status {
             topology: node.topology.clone().into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
-            cordon: self.state.cordon_of_node(&node.name).to_owned(),
+            cordon: crate::reconcile::cordon::of_node(&self.state, &node.name).to_owned(),
             manages_volumes: self.admission.manages_volumes(&node.name),
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()

@@ -22,7 +22,7 @@ impl Status {
             )));
         };
         let observed = self.state.observed();
-        let Some(seen) = self.state.serving(&observed, volume) else {
+        let Some(seen) = crate::status::serving(&self.state, &observed, volume) else {
             let why = match observed.node_online(owner, self.state.settings.offline_after) {
                 true => "has not told yet how it holds it: ask again",
                 false => "does not report: see whether it runs there, and `quoin node list`",

@@ -73,14 +73,14 @@ impl Attachments {
         let change = |volume: &mut VolumeRecord| attach(volume, publish, term);
         let (volume, new) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::Busy(_)) => {
-                let waiting = self.state.waiting_for(&volume);
+                let waiting = crate::status::waiting_for(&self.state, &volume);
                 let name = &volume.spec.name;
                 return Err(Error::Busy(format!("volume {name:?} is not ready: {waiting}")));
             }
             other => other?,
         };
         if new {
-            self.state.opening_begins(volume.id.0);
+            crate::status::opening_begins(&self.state, volume.id.0);
             let message = format!("to node {node}");
             self.state.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
         }

@@ -79,8 +79,8 @@ impl Declarations {
                 declared.name, asked.resource_version
             )));
         }
-        let candidates = self.state.candidates();
-        let in_sync = self.state.in_sync_ids(&found);
+        let candidates = crate::volume::volumes::candidates(&self.state);
+        let in_sync = crate::volume::scale::in_sync_ids(&self.state, &found);
         let change = |volume: &mut VolumeRecord| {
             let mut said = fields(volume, &declared, &candidates)?;
             said.extend(replicas(volume, asked, &declared, &places, &candidates, &in_sync)?);
@@ -128,7 +128,12 @@ impl Declarations {
             let spec = spec::complete(&declared, self.state.settings.defaults)?;
             let size_bytes = spec::size(declared.size_bytes, 0)?;
             spec::check_file_system(&spec, size_bytes)?;
-            volumes::choose(&spec, size_bytes, &self.state.candidates(), &pools)?;
+            volumes::choose(
+                &spec,
+                size_bytes,
+                &crate::volume::volumes::candidates(&self.state),
+                &pools,
+            )?;
             return Ok((None, vec![said]));
         }
         let volume = self.catalog.create_in(&declared, declared.size_bytes, 0, &pools).await?;

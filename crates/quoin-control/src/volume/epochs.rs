@@ -84,7 +84,7 @@ impl Epochs {
         if let Err(why) = outcome {
             return Ok(Err(why));
         }
-        self.state.opening_begins(volume);
+        crate::status::opening_begins(&self.state, volume);
         let node = node.to_owned();
         let grant = Grant { volume, epoch: record.epoch(), incarnation, node, term };
         Ok(Ok(Granted {

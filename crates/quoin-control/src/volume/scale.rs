@@ -155,7 +155,7 @@ impl Replicas {
         if asked.replicas > volume.membership.drf.into() {
             check_replicas("replicas", asked.replicas, self.state.settings.replicas_max)?;
         }
-        let candidates = self.state.candidates();
+        let candidates = crate::volume::volumes::candidates(&self.state);
         let change = |volume: &mut VolumeRecord| scale(volume, asked, &candidates);
         let (volume, said) = self.state.update_volume(id, change).await?;
         if let Some(message) = said {
@@ -173,8 +173,8 @@ impl Replicas {
     ) -> Result<Arc<VolumeRecord>, Error> {
         let _one_at_a_time = self.state.creating.lock().await;
         let volume = self.state.volume(reference)?;
-        let candidates = self.state.candidates();
-        let in_sync = self.state.in_sync_ids(&volume);
+        let candidates = crate::volume::volumes::candidates(&self.state);
+        let in_sync = in_sync_ids(&self.state, &volume);
         let change = |volume: &mut VolumeRecord| {
             let Some(replica) = find(volume, asked, &candidates)? else { return Ok(None) };
             let of_it = volume.replicas.iter().filter(|r| r.id.0 == replica);
@@ -202,7 +202,7 @@ impl Replicas {
         if replicas.is_empty() {
             return Err(Error::invalid("replicas", "name those that are to leave"));
         }
-        let in_sync = self.state.in_sync_ids(&volume);
+        let in_sync = in_sync_ids(&self.state, &volume);
         let change = |volume: &mut VolumeRecord| remove(volume, replicas, &in_sync);
         let (volume, said) = self.state.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
@@ -212,16 +212,14 @@ impl Replicas {
     }
 }
 
-impl State {
-    /// Ids of the known replicas that have everything.
-    pub(crate) fn in_sync_ids(&self, volume: &VolumeRecord) -> Vec<ReplicaId> {
-        let status = self.status(volume);
-        let pairs = volume.replicas.iter().zip(&status.replicas);
-        pairs
-            .filter(|(replica, status)| volume.is_known(replica) && status.phase == "InSync")
-            .map(|(replica, _)| replica.id.0)
-            .collect()
-    }
+/// Ids of the known replicas that have everything.
+pub(crate) fn in_sync_ids(state: &State, volume: &VolumeRecord) -> Vec<ReplicaId> {
+    let status = crate::status::of(state, volume);
+    let pairs = volume.replicas.iter().zip(&status.replicas);
+    pairs
+        .filter(|(replica, status)| volume.is_known(replica) && status.phase == "InSync")
+        .map(|(replica, _)| replica.id.0)
+        .collect()
 }
 
 /// The replica that is meant; `None` where it is where it is to go, and has left the pool that it is

@@ -73,7 +73,7 @@ impl Catalog {
         }
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
-        let candidates = self.state.candidates();
+        let candidates = candidates(&self.state);
         let pools = match choose(&spec, size_bytes, &candidates, named) {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
@@ -110,7 +110,10 @@ impl Catalog {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
                 // Who reads the events alone must not take pools of one host for hosts.
-                let message = format!("{size} on pools {pools}: {}", self.state.contract(&volume));
+                let message = format!(
+                    "{size} on pools {pools}: {}",
+                    crate::status::contract(&self.state, &volume)
+                );
                 self.state.events.record(
                     Severity::Normal,
                     about(&volume),
@@ -207,7 +210,7 @@ impl Catalog {
                         message,
                     );
                 }
-                self.state.free_name(&volume).await
+                free_name(&self.state, &volume).await
             }
         }
     }
@@ -230,7 +233,7 @@ impl Catalog {
                 text::bytes(limit_bytes)
             )));
         }
-        let room = self.state.candidates();
+        let room = candidates(&self.state);
         if size > volume.size_bytes {
             placement::check_possible(&volume.spec, size, &room)?;
         }
@@ -298,57 +301,52 @@ impl Catalog {
             asked.name = "capacity".to_owned();
         }
         let spec = spec::complete(&asked, self.state.settings.defaults)?;
-        let candidates = self.state.candidates();
+        let candidates = candidates(&self.state);
         let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
         Ok((placement::unpromised(&spec, &candidates), largest))
     }
 }
 
-impl State {
-    pub(crate) async fn free_name(&self, volume: &VolumeRecord) -> Result<(), Error> {
-        let ours = |name: &NameRecord| name.volume_id == volume.id;
-        self.names.remove(&volume.spec.name, ours).await.map(drop)
-    }
+pub(crate) async fn free_name(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
+    let ours = |name: &NameRecord| name.volume_id == volume.id;
+    state.names.remove(&volume.spec.name, ours).await.map(drop)
+}
 
-    /// Every pool as placement sees it now.
-    pub(crate) fn candidates(&self) -> Vec<Candidate> {
-        let observed = self.observed();
-        let after = self.settings.offline_after;
-        let candidate = |pool: &Arc<PoolRecord>| {
-            let seen = observed.pools.get(&pool.name);
-            let cordon = self.cordon_of_pool(pool);
-            let unusable = match (seen, observed.online_pool(&pool.name, after)) {
-                _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
-                (_, Some(_)) => cordon.to_owned(),
-                (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
-                (Some(_), None) if observed.unreachable(&pool.name, after).is_some() => {
-                    format!(
-                        "unreachable: {}",
-                        observed.unreachable(&pool.name, after).unwrap_or("")
-                    )
-                }
-                _ => "offline".to_owned(),
-            };
-            // A pool that is opening has told nothing of its room yet.
-            let full = seen.filter(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0);
-            let full = full.map(|seen| match seen.warning.as_str() {
-                "" => "no bytes are free".to_owned(),
-                warning => warning.to_owned(),
-            });
-            Candidate {
-                full: full.unwrap_or_default(),
-                name: pool.name.clone(),
-                host: pool.node.clone(),
-                topology: pool.topology.clone(),
-                capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
-                used_bytes: seen.map_or(0, |seen| seen.used_bytes),
-                promised_bytes: self.volumes.index(|index| index.promised_bytes(&pool.name)),
-                unusable,
-                silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
+/// Every pool as placement sees it now.
+pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
+    let observed = state.observed();
+    let after = state.settings.offline_after;
+    let candidate = |pool: &Arc<PoolRecord>| {
+        let seen = observed.pools.get(&pool.name);
+        let cordon = crate::reconcile::cordon::of_pool(state, pool);
+        let unusable = match (seen, observed.online_pool(&pool.name, after)) {
+            _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
+            (_, Some(_)) => cordon.to_owned(),
+            (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
+            (Some(_), None) if observed.unreachable(&pool.name, after).is_some() => {
+                format!("unreachable: {}", observed.unreachable(&pool.name, after).unwrap_or(""))
             }
+            _ => "offline".to_owned(),
         };
-        self.pools.list().iter().map(candidate).collect()
-    }
+        // A pool that is opening has told nothing of its room yet.
+        let full = seen.filter(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0);
+        let full = full.map(|seen| match seen.warning.as_str() {
+            "" => "no bytes are free".to_owned(),
+            warning => warning.to_owned(),
+        });
+        Candidate {
+            full: full.unwrap_or_default(),
+            name: pool.name.clone(),
+            host: pool.node.clone(),
+            topology: pool.topology.clone(),
+            capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
+            used_bytes: seen.map_or(0, |seen| seen.used_bytes),
+            promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),
+            unusable,
+            silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
+        }
+    };
+    state.pools.list().iter().map(candidate).collect()
 }
 
 /// The fields of a spec that a volume is made with, each in words.

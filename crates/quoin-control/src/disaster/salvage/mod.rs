@@ -441,7 +441,7 @@ impl Recoveries {
         let mut record = record.clone();
         if record.phase == VolumePhase::Deleting {
             if let Some(before) = before {
-                self.state.free_name(before).await?;
+                crate::volume::volumes::free_name(&self.state, before).await?;
             }
         } else {
             self.take_name_of(&mut record, before).await?;
