@@ -68,9 +68,9 @@ const SUBJECTS: [Subject; 2] = [
             "crates/quoin-attach/src/**/*.rs",
             "crates/quoin-identity/src/**/*.rs",
             "crates/quoin-node/src/**/*.rs",
-            "crates/quoin-control/src/epochs.rs",
-            "crates/quoin-control/src/records.rs",
-            "crates/quoin-control/src/attach.rs",
+            "crates/quoin-control/src/volume/epochs.rs",
+            "crates/quoin-control/src/state/records.rs",
+            "crates/quoin-control/src/volume/attach.rs",
         ],
         packages: &[
             "quoin-pool",

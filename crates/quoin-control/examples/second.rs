@@ -15,7 +15,7 @@ async fn main() {
     let mut cluster = Cluster::of(30).await;
     for n in 0..VOLUMES {
         let asked = VolumeSpec { size_bytes: 4 << 20, ..spec(&format!("v{n}")) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
     }
     cluster.settle().await.unwrap();
     for n in 0..VOLUMES / 2 {
@@ -29,11 +29,11 @@ async fn main() {
     let controller = &cluster.controller;
     for _ in 0..5 {
         let began = std::time::Instant::now();
-        controller.heal().await.unwrap();
+        controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
         let healed = began.elapsed();
-        controller.tend_unused().await.unwrap();
+        controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
         let tended = began.elapsed();
-        controller.reconcile().await.unwrap();
+        controller.work.lifecycle.reconcile_all().await.unwrap();
         println!(
             "heal {healed:?}, tend {:?}, reconcile {:?}",
             tended - healed,
@@ -41,10 +41,10 @@ async fn main() {
         );
     }
     let pool = Scope::Pool("p1".into());
-    controller.set_cordon(&pool, Cordoning::Drain, false).await.unwrap();
+    controller.work.cordons.set(&pool, Cordoning::Drain, false).await.unwrap();
     for _ in 0..5 {
         let began = std::time::Instant::now();
-        controller.heal().await.unwrap();
+        controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
         println!("while a pool is drained: heal {:?}", began.elapsed());
     }
 }

@@ -1,36 +1,24 @@
-//! The controller: records, observed state, and the decisions from both.
+//! The controller: the state, and the parts that work on it.
 //!
-//! The other modules add its parts: [`crate::volumes`] (create, delete, resize), attach,
-//! epochs (the compare-and-swaps that targets request), reports, assignments, status,
-//! reconcile, members (tokens and certificates). gRPC is a thin layer above.
+//! gRPC is a thin layer above. Each reconciler owns its memory and runs in a task of its own
+//! ([`crate::reconcile`]).
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::VolumeRef;
 use quoin_identity::{Authority, Identity};
-use quoin_types::VolumeId;
-use rand::RngCore;
-use tokio::sync::watch;
 
 use crate::Error;
-use crate::admission::Replaced;
-use crate::changes::{Changes, Concern, Concerned};
-use crate::dying::{DyingLimits, DyingPolicy};
-use crate::events::{Events, Object, Severity};
-use crate::observed::Observed;
-use crate::policy::{RebalanceAt, ReplaceAfter};
-use crate::records::{
-    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
-    VolumeRecord,
-};
-use crate::salvage::Salvage;
-use crate::spec::Defaults;
-use crate::store::{Store, Watched, Writes};
-use crate::table::Table;
-use crate::term::OwnTerm;
-use crate::verification::VerifyRecord;
+use crate::api::assignments::Assignments;
+use crate::api::reports::Reports;
+use crate::membership::removal::Removals;
+use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::state::State;
+use crate::state::store::Store;
+use crate::status::Status;
+use crate::volume::policy::{RebalanceAt, ReplaceAfter};
+use crate::volume::spec::Defaults;
+use crate::{disaster, membership, reconcile, volume};
 
 /// Settings of a controller, fixed at its start.
 #[derive(Clone, Debug)]
@@ -54,208 +42,49 @@ pub struct Settings {
     pub replicas_max: u32,
 }
 
-/// Records of the cluster and the logic over them.
+/// State of a cluster, and the parts that work on it.
 pub struct Controller {
-    pub(crate) settings: Settings,
-    /// Store of all records, for backups.
-    pub(crate) store: Arc<dyn Store>,
-    pub(crate) identity: Identity,
-    pub(crate) authority: Mutex<Authority>,
-    pub(crate) replaced: Replaced,
-    pub(crate) volumes: Table<VolumeRecord>,
-    pub(crate) names: Table<NameRecord>,
-    pub(crate) pools: Table<PoolRecord>,
-    pub(crate) nodes: Table<NodeRecord>,
-    pub(crate) tokens: Table<TokenRecord>,
-    pub(crate) members: Table<MemberOfCluster>,
-    pub(crate) cordons: Table<CordonRecord>,
-    pub(crate) verifications: Table<VerifyRecord>,
-    pub(crate) recovery: Table<RecoveryRecord>,
-    pub(crate) salvage: Salvage,
-    pub(crate) term: OwnTerm,
-    pub(crate) events: Events,
-    pub(crate) observed: Mutex<Observed>,
-    /// Makes the check of a free name and its use one step.
-    pub(crate) creating: tokio::sync::Mutex<()>,
-    /// Results of the last writes of records.
-    pub(crate) writes: Arc<Writes>,
-    /// Number of times the store had been opened again at the last event about it.
-    opened_again: AtomicU64,
-    changes: Changes,
+    pub state: Arc<State>,
+    pub volumes: volume::Parts,
+    pub membership: membership::Parts,
+    pub removals: Removals,
+    pub work: reconcile::Parts,
+    pub disaster: disaster::Parts,
+    pub assignments: Assignments,
+    pub reports: Reports,
+    pub status: Status,
 }
 
 impl Controller {
-    /// Reads all records. [`Controller::reconcile`] completes changes that a crash interrupted.
+    /// Reads all records. [`reconcile::lifecycle::Lifecycle::reconcile_all`] completes changes that
+    /// a crash interrupted.
     pub async fn open(
         store: Arc<dyn Store>,
         identity: Identity,
         authority: Authority,
         settings: Settings,
     ) -> Result<Self, Error> {
-        let writes = Arc::new(Writes::default());
-        let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
-        let changes = Changes::default();
-        let controller = Self {
-            volumes: Table::load(store.clone(), changes.clone()).await?,
-            names: Table::load(store.clone(), changes.clone()).await?,
-            pools: Table::load(store.clone(), changes.clone()).await?,
-            nodes: Table::load(store.clone(), changes.clone()).await?,
-            tokens: Table::load(store.clone(), changes.clone()).await?,
-            members: Table::load(store.clone(), changes.clone()).await?,
-            cordons: Table::load(store.clone(), changes.clone()).await?,
-            verifications: Table::load(store.clone(), changes.clone()).await?,
-            recovery: Table::load(store.clone(), changes.clone()).await?,
-            salvage: Salvage::default(),
-            term: OwnTerm::load(store.clone(), changes.clone()).await?,
-            events: Events::load(store.clone()).await?,
-            store,
-            observed: Mutex::new(Observed::new()),
-            creating: tokio::sync::Mutex::new(()),
-            writes,
-            opened_again: AtomicU64::new(0),
-            authority: Mutex::new(authority),
-            replaced: Replaced::default(),
-            identity,
-            settings,
-            changes,
-        };
-        controller.drop_unused_names().await?;
-        Ok(controller)
+        let state = Arc::new(State::open(store, identity, settings).await?);
+        let membership = membership::Parts::new(&state, authority);
+        let volumes = volume::Parts::new(&state, &membership.terms);
+        let work = reconcile::Parts::new(&state, &volumes.verifier);
+        let disaster = disaster::Parts::new(&state, &membership, &work.lifecycle);
+        Ok(Self {
+            assignments: Assignments::new(
+                state.clone(),
+                volumes.verifier.clone(),
+                volumes.devices.clone(),
+                membership.terms.clone(),
+                disaster.salvage.clone(),
+            ),
+            reports: Reports::new(state.clone(), &work, &volumes),
+            status: Status::new(state.clone(), &work, &volumes, &membership),
+            removals: membership.removals(&state, &work),
+            disaster,
+            work,
+            membership,
+            volumes,
+            state,
+        })
     }
-
-    /// Reads the results of changes that the store did not answer. Records an event where the store
-    /// was opened again.
-    pub async fn read_unanswered(&self) -> Result<(), Error> {
-        let times = self.store.opened_again();
-        if self.opened_again.swap(times, Ordering::Relaxed) < times {
-            let message = "a write failed; the records were opened again, and what was answered before \
-                           is there. Look at the disk of the controller's directory";
-            let cluster = Object::new("cluster", "", "");
-            self.events.record(Severity::Warning, cluster, "RecordsOpenedAgain", message);
-        }
-        self.volumes.read_unanswered().await?;
-        self.names.read_unanswered().await?;
-        self.pools.read_unanswered().await?;
-        self.nodes.read_unanswered().await?;
-        self.tokens.read_unanswered().await?;
-        self.members.read_unanswered().await?;
-        self.cordons.read_unanswered().await?;
-        self.verifications.read_unanswered().await?;
-        self.recovery.read_unanswered().await?;
-        self.term.read_unanswered().await
-    }
-
-    pub fn identity(&self) -> &Identity {
-        &self.identity
-    }
-
-    pub fn events(&self) -> &Events {
-        &self.events
-    }
-
-    /// Counter that grows whenever an assignment or a status may have changed.
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.any()
-    }
-
-    /// Counter that grows whenever the assignment of a pool or a node may have changed.
-    pub fn changes_of(&self, concern: Concern) -> watch::Receiver<u64> {
-        self.changes.of(concern)
-    }
-
-    /// Announces a change of observed state; changes of records are announced by their tables.
-    pub(crate) fn announce(&self, concerned: &Concerned) {
-        self.changes.wake(concerned);
-    }
-
-    pub(crate) fn observed(&self) -> MutexGuard<'_, Observed> {
-        self.observed.lock().expect("no holder of this lock panics")
-    }
-
-    /// Finds the volume of a reference: by id or, where the id is empty, by name.
-    pub(crate) fn volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
-        let Some(reference) = reference else {
-            return Err(Error::invalid("volume", "an id or a name is needed"));
-        };
-        // A volume that is missing in records that do not rule may still exist.
-        self.check_ruling()?;
-        let missing = || missing(Some(reference));
-        if !reference.id.is_empty() {
-            // Each id has one text form only, so equal ids have equal text.
-            match self.volumes.get(&reference.id) {
-                Some(volume) => return Ok(volume),
-                None if reference.name.is_empty() => {
-                    return Err(missing());
-                }
-                None => {}
-            }
-        }
-        if reference.name.is_empty() {
-            return Err(Error::invalid("volume", "an id or a name is needed"));
-        }
-        self.names
-            .get(&reference.name)
-            .and_then(|name| self.volumes.get(&name.volume_id.0.to_string()))
-            .ok_or_else(missing)
-    }
-
-    /// Changes a volume's record. Where the owner changes, the former owner loses its grants.
-    /// Where the record loses a newcomer, the membership gets its next version: a joint View that
-    /// names the newcomer can never rule then, so no target that opens the volume waits for a
-    /// replica that is being deleted. The version stays where nothing has confirmed yet that the
-    /// record is current: that View may have ruled for long there.
-    pub(crate) async fn update_volume<T>(
-        &self,
-        id: VolumeId,
-        mut change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
-    ) -> Result<(Arc<VolumeRecord>, T), Error> {
-        self.check_ruling()?;
-        self.check_term()?;
-        let (name, term) = (id.to_string(), self.term());
-        let is_confirmed = {
-            let observed = self.observed();
-            observed.confirmed.contains(&id) && !observed.behind.contains(&id)
-        };
-        let change = |volume: &mut VolumeRecord| {
-            let before = volume.clone();
-            let value = change(volume)?;
-            if before.owner.is_some() && before.owner != volume.owner {
-                volume.fence(false, term)?;
-            }
-            volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
-            volume.generation += u64::from(volume.differs(&before));
-            Ok(value)
-        };
-        let updated = self.volumes.update(&name, change).await?;
-        updated.ok_or_else(|| Error::missing("volume", name))
-    }
-
-    /// Removes names without a volume: a name is written before its volume, and a crash in between
-    /// leaves the name only.
-    async fn drop_unused_names(&self) -> Result<(), Error> {
-        for name in self.names.list() {
-            let volume = self.volumes.get(&name.volume_id.0.to_string());
-            if volume.is_none_or(|volume| volume.spec.name != name.volume_name) {
-                self.names.remove(&name.volume_name, |found| *found == *name).await?;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Error for a reference that leads to no volume; it repeats the reference.
-pub(crate) fn missing(reference: Option<&VolumeRef>) -> Error {
-    let VolumeRef { id, name } = reference.cloned().unwrap_or_default();
-    let text = if name.is_empty() { id } else { name };
-    Error::missing("volume", text.chars().take(160).collect::<String>())
-}
-
-pub(crate) fn random_id() -> u128 {
-    let mut bytes = [0; 16];
-    rand::rng().fill_bytes(&mut bytes);
-    u128::from_le_bytes(bytes)
-}
-
-pub(crate) fn about(volume: &VolumeRecord) -> Object {
-    Object::new("volume", volume.id.0, &volume.spec.name)
 }

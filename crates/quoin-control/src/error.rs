@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use quoin_types::Term;
 use tonic::{Code, Status};
 
-use crate::store::StoreError;
+use crate::state::store::StoreError;
 
 /// Error of the control plane. Each message names the object, the rule and, if there is one, the
 /// remedy.

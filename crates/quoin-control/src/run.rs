@@ -18,15 +18,16 @@ use tower::Layer;
 use tower::layer::layer_fn;
 
 use crate::Error;
-use crate::backup::doubted_records;
+use crate::api::{Gate, Services};
 use crate::controller::{Controller, Settings};
-use crate::dying::{DyingLimits, DyingPolicy};
-use crate::metrics::Metrics;
-use crate::policy::{RebalanceAt, ReplaceAfter};
-use crate::scheduled_backup::BackupSchedule;
-use crate::service::{Gate, Services};
-use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
-use crate::store::Embedded;
+use crate::disaster::backup::doubted_records;
+use crate::disaster::scheduled_backup::BackupSchedule;
+use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::reconcile::reach::Dialler;
+use crate::state::store::Embedded;
+use crate::status::metrics::Metrics;
+use crate::volume::policy::{RebalanceAt, ReplaceAfter};
+use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
@@ -65,7 +66,7 @@ pub struct Options {
     pub dying_limits: DyingLimits,
     /// How unevenly pools may fill before replicas move.
     pub rebalance_at: RebalanceAt,
-    /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
+    /// Replicas of one volume at most: up to [`crate::volume::spec::REPLICAS_HARD_MAX`].
     pub replicas_max: u32,
     pub lifetimes: Lifetimes,
     /// Backups that the controller makes by itself.
@@ -195,7 +196,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         return Err(Error::NoAuthority(dir.to_owned()));
     }
     let was_made = Identity::load(&identity_dir(dir)).is_ok();
-    let was_restored = crate::backup::records_in_making(dir).exists();
+    let was_restored = crate::disaster::backup::records_in_making(dir).exists();
     let records_lost = records_lost || (has_authority && (was_made || was_restored));
     let authority = match Authority::create(dir, lifetimes) {
         // No records yet, so nobody has joined it: a crash came in between.
@@ -216,8 +217,9 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let settings = Options::new(dir).settings();
     let controller = Controller::open(store, identity, authority, settings).await?;
-    let (join_token, expires_ms) = controller.create_join_token("", 0, "", false).await?;
-    controller.events().flush().await?;
+    let (join_token, expires_ms) =
+        controller.membership.members.create_join_token("", 0, "", false).await?;
+    controller.state.events().flush().await?;
     Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
 }
 
@@ -272,9 +274,9 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
         loaded => loaded?,
     };
     let controller = Controller::open(store, identity, authority, options.settings()).await?;
-    controller.check_term()?;
+    controller.state.check_term()?;
     // A controller that slept past its certificate's end gets itself a new one.
-    controller.tend_certificates().await?;
+    controller.membership.members.tend_certificates().await?;
     Ok(controller)
 }
 
@@ -296,16 +298,17 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         tokio::spawn(schedule.clone().keep(controller.clone(), record, shutdown.clone()));
     }
     tracing::info!(
-        cluster = %controller.identity().cluster(),
+        cluster = %controller.state.identity().cluster(),
         admin_socket = %options.admin_socket.display(),
         agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
         "serving; pools and nodes connect to the address `agents`, if there is one"
     );
-    let dialling = tokio::spawn(controller.clone().keep_dialling(shutdown.clone()));
+    let dialler = Dialler::new(controller.state.clone(), controller.work.lifecycle.clone());
+    let dialling = tokio::spawn(Arc::new(dialler).keep_dialling(shutdown.clone()));
     let served = serve(controller.clone(), admin, agents, shutdown).await;
     dialling.abort();
     let _ = std::fs::remove_file(&options.admin_socket);
-    controller.events().flush().await?;
+    controller.state.events().flush().await?;
     served
 }
 
@@ -332,7 +335,7 @@ pub async fn serve(
             down(shutdown.clone()).await;
             return Ok(());
         };
-        let config = controller.identity().controller_config()?;
+        let config = controller.state.identity().controller_config()?;
         let incoming = serve_incoming(listener, config, IncomingLimits::default());
         let served = server(&controller)
             .add_routes(services.routes())
@@ -340,10 +343,10 @@ pub async fn serve(
         served.await.map_err(Error::from)
     };
     let local = async { local.await.map_err(Error::from) };
-    let mut superseded = controller.superseded();
+    let mut superseded = controller.membership.terms.superseded();
     tokio::select! {
         // The borrowed word is given back first: reading it again beside a writer would wait for ever.
-        () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.check_term(),
+        () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.state.check_term(),
         served = async { tokio::try_join!(local, remote) } => served.map(drop),
         () = tend(controller.clone()) => Ok(()),
         // Whoever holds a connection open does not hold up a shutdown.
@@ -365,12 +368,19 @@ fn server(
         .max_frame_size(1 << 20)
 }
 
-/// Work that is due by time alone. Never ends by itself. Certificates and events wait for nothing
-/// else.
+/// Work on what changes, and what is due by time alone. Never ends by itself. Nothing of it waits for
+/// anything else of it.
 async fn tend(controller: Arc<Controller>) {
-    let certificates = every_tick("certificates", || controller.tend_certificates());
-    let events = every_tick("events", || controller.events().flush());
-    tokio::join!(certificates, events, tend_volumes(&controller));
+    let _working = controller.work.spawn(&controller.state);
+    let certificates =
+        every_tick("certificates", || controller.membership.members.tend_certificates());
+    let events = every_tick("events", || controller.state.events().flush());
+    let records = every_tick("records", || controller.state.read_unanswered());
+    let absence = every_tick("absence", || {
+        controller.work.announce_absent();
+        std::future::ready(Ok(()))
+    });
+    tokio::join!(certificates, events, records, absence);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.
@@ -381,33 +391,6 @@ async fn every_tick<F: Future<Output = Result<(), Error>>>(what: &str, work: imp
         tick.tick().await;
         if let Err(error) = work().await {
             tracing::error!(%error, what, "not done this time, trying again");
-        }
-    }
-}
-
-async fn tend_volumes(controller: &Controller) {
-    let mut tick = tokio::time::interval(TICK);
-    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    for ticks in 0u64.. {
-        tick.tick().await;
-        controller.announce_absent();
-        // Reports bring on what follows from them; this is for what an error left over.
-        let now = tokio::time::Instant::now();
-        let read_again = controller.read_unanswered().await;
-        let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
-        let fenced = if ticks % 10 == 0 { controller.fence_left_over().await } else { Ok(()) };
-        // Tending first: what healing begins, this look does not know yet.
-        let ready = controller.standings();
-        for (what, done) in [
-            ("records", read_again),
-            ("reconcile", reconciled),
-            ("fence", fenced),
-            ("tend volumes", controller.tend_unused_of(&ready, now).await),
-            ("heal", controller.heal_those(&ready, now).await),
-        ] {
-            if let Err(error) = done {
-                tracing::error!(%error, what, "not done this time, trying again");
-            }
         }
     }
 }

@@ -49,6 +49,15 @@ pub fn is_news(kept: &[u8], told: &[u8]) -> bool {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Assignment(pub Vec<Wanted>);
 
+/// What changed of an assignment.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct AssignmentChange {
+    /// Those that are new or other than before.
+    pub wanted: Vec<Wanted>,
+    /// Those that are not assigned any more. They are kept until a deletion is ordered.
+    pub removed: Vec<ReplicaGuid>,
+}
+
 /// One replica as reported.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ReplicaState {
@@ -128,6 +137,41 @@ impl Assignment {
             }
         }
         (Assignment(taken), refused)
+    }
+}
+
+impl AssignmentChange {
+    /// As [`Assignment::from_message`]: what was said before of a replica that cannot be understood
+    /// now does not hold any more.
+    pub fn from_message(message: &control::PoolAssignment) -> (Self, Vec<String>) {
+        let (taken, mut refused) = Assignment::from_message(message);
+        let mut removed = Vec::new();
+        for guid in &message.removed {
+            match id("guid", guid) {
+                Ok(guid) => removed.push(guid),
+                Err(reason) => refused.push(format!("removed replica: {reason}")),
+            }
+        }
+        let is_taken = |guid: &ReplicaGuid| taken.0.iter().any(|w| w.identity.guid == *guid);
+        let named = message.replicas.iter().filter_map(|replica| id("guid", &replica.guid).ok());
+        removed.extend(named.filter(|guid| !is_taken(guid)));
+        (Self { wanted: taken.0, removed }, refused)
+    }
+}
+
+impl Assignment {
+    /// Takes a change in.
+    pub fn apply(&mut self, change: &AssignmentChange) {
+        let is_same = |one: &Wanted, other: &Wanted| one.identity.guid == other.identity.guid;
+        if !change.removed.is_empty() {
+            self.0.retain(|wanted| !change.removed.contains(&wanted.identity.guid));
+        }
+        for wanted in &change.wanted {
+            match self.0.iter_mut().find(|known| is_same(known, wanted)) {
+                Some(known) => known.clone_from(wanted),
+                None => self.0.push(wanted.clone()),
+            }
+        }
     }
 }
 
@@ -214,6 +258,30 @@ mod tests {
         let kept = control::VolumeSpec::decode(&third[..]).unwrap();
         assert_eq!(kept.name, "db", "who knows of no record reads the spec as ever");
         assert_eq!(control::Keepsake::decode(&third[..]).unwrap().record, b"three");
+    }
+
+    #[test]
+    fn changes_lead_to_the_same_as_whole_lists() {
+        let named = |guid: u128, phase: &str| control::ReplicaAssignment {
+            guid: ReplicaGuid(guid).to_string(),
+            phase: phase.into(),
+            ..message()
+        };
+        let whole = |replicas: &[control::ReplicaAssignment]| {
+            let replicas = replicas.to_vec();
+            let message = control::PoolAssignment { replicas, ..Default::default() };
+            Assignment::from_message(&message).0
+        };
+        let mut assignment = whole(&[named(3, "Init"), named(4, "Keep"), named(5, "Keep")]);
+        let (change, refused) = AssignmentChange::from_message(&control::PoolAssignment {
+            replicas: vec![named(3, "Keep"), named(6, "Recreate"), named(5, "Dance")],
+            removed: vec![ReplicaGuid(4).to_string(), "xyz".into()],
+            partial: true,
+            ..Default::default()
+        });
+        assert_eq!(refused.len(), 2, "{refused:?}");
+        assignment.apply(&change);
+        assert_eq!(assignment, whole(&[named(3, "Keep"), named(6, "Recreate")]));
     }
 
     #[test]

@@ -4,15 +4,19 @@
 //! and new ones are opened, since a grant proves itself. Only a start is told to the controller
 //! first, which may know that an older state of the disk came back ([`crate::shard::Recognition`]).
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_api::control::agent_client::AgentClient;
-use quoin_api::control::{AgentEvent, PoolAssignment, PoolReport, Scrub, WatchPoolRequest};
+use quoin_api::control::{
+    AgentEvent, PoolAssignment, PoolReport, ReplicaReport, Scrub, WatchPoolRequest,
+};
 use quoin_identity::{Contact, Identity, TermChannel};
 use quoin_replication::recognition::PoolCounts;
 use quoin_telemetry::notices::{Notice, Notices, Severity};
+use quoin_types::ReplicaGuid;
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use tokio::sync::{Notify, oneshot, watch};
@@ -20,7 +24,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use crate::address::Advertised;
-use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
 use crate::scrub::ScrubState;
 use crate::shard::Input;
 use crate::{Options, ShardHandle};
@@ -69,7 +73,7 @@ impl Control {
         let client = AgentClient::new(self.channel.clone());
         // The first one has the record of every volume of which a replica is here.
         let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
-        let request = WatchPoolRequest { pool: self.options.name.clone() };
+        let request = WatchPoolRequest { pool: self.options.name.clone(), partial: true };
         let assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         self.obey(assignments).await
@@ -105,11 +109,17 @@ impl Control {
             if let Some(least) = Mode::from_name(&message.data_security) {
                 self.protect(least);
             }
-            let (assignment, refused) = Assignment::from_message(&message);
+            let (input, refused) = if message.partial {
+                let (change, refused) = AssignmentChange::from_message(&message);
+                (Input::Reassign(change), refused)
+            } else {
+                let (assignment, refused) = Assignment::from_message(&message);
+                (Input::Assign(assignment), refused)
+            };
             for reason in refused {
                 self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
             }
-            self.shard.send(Input::Assign(assignment));
+            self.shard.send(input);
             self.shard.send(Input::Scrub { request: message.scrub_request });
             self.changed.notify_one();
             self.tell_holdings(message.holdings_request).await?;
@@ -150,6 +160,7 @@ impl Control {
     /// Reports until `shutdown`, then once more that the pool is leaving.
     pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
         let mut last = Vec::new();
+        let mut told = Told::new();
         // A pool whose address is not known is of no use yet.
         tokio::select! {
             () = self.address.settle() => {}
@@ -159,7 +170,7 @@ impl Control {
             let state = self.state().await;
             let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
             last.clone_from(&state.replicas);
-            self.report_once(state, false).await;
+            self.report_once(state, false, &mut told).await;
             let pause = if unsettled { REPORT_EVERY / 8 } else { REPORT_EVERY };
             let changed = tokio::select! {
                 () = tokio::time::sleep(pause) => false,
@@ -185,13 +196,20 @@ impl Control {
         let counts = *self.counts.lock().expect("never held across a panic");
         // What it holds is told while it serves; so is the count of starts.
         let counts = PoolCounts { starts: 0, ..counts };
-        self.report_once(PoolState { counts, ..PoolState::default() }, true).await;
+        let state = PoolState { counts, ..PoolState::default() };
+        self.report_once(state, true, &mut Told::new()).await;
     }
 
-    async fn report_once(&self, state: PoolState, leaving: bool) {
+    async fn report_once(&self, state: PoolState, leaving: bool, told: &mut Told) {
         let notices = self.notices.take();
         let trouble = self.trouble.lock().expect("never held across a panic").clone();
+        // A pool that is opening tells nothing that the next report could build on.
+        let is_open = state.counts.starts != 0 && !leaving;
+        let (since, replicas, removed) = told.since_last(&state.replicas, is_open);
         let report = PoolReport {
+            number: told.number,
+            since,
+            removed,
             pool: self.options.name.clone(),
             pool_id: self.pool_id.clone(),
             node: self.options.node.clone(),
@@ -203,7 +221,7 @@ impl Control {
             start_counter: state.counts.starts,
             start_nonce: state.counts.nonce,
             mark: state.counts.mark,
-            replicas: state.replicas.iter().map(ReplicaState::to_message).collect(),
+            replicas,
             topology: self.options.topology.clone().into_iter().collect(),
             error: trouble.unwrap_or_default(),
             leaving,
@@ -216,8 +234,10 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         match client.report_pool(request).await {
             // A pool that is opening has told no start that could be judged.
-            Ok(answer) if state.counts.starts != 0 && !leaving => {
-                let rolled_back = answer.into_inner().rolled_back;
+            Ok(answer) if is_open => {
+                let answer = answer.into_inner();
+                told.taken(answer.taken, state.replicas);
+                let rolled_back = answer.rolled_back;
                 let (nonce, mark) = (state.counts.nonce, state.counts.mark);
                 self.shard.send(Input::Judged { rolled_back, nonce, mark });
             }
@@ -227,6 +247,46 @@ impl Control {
                 self.notices.restore(notices);
             }
         }
+    }
+}
+
+/// What the controller knows of the replicas by the reports that it took.
+struct Told {
+    /// Of the report that is made next, or was made last.
+    number: u64,
+    /// By the last report, if it was taken.
+    replicas: Option<HashMap<ReplicaGuid, ReplicaState>>,
+}
+
+impl Told {
+    fn new() -> Self {
+        // Another process of the pool must not go on with the numbers of this one.
+        Self { number: u64::from(rand::random::<u32>()) << 32, replicas: None }
+    }
+
+    /// Begins the next report: the number of the report that it builds on, the replicas that changed
+    /// since, and those that are not there any more. 0: it builds on none, and lists all.
+    fn since_last(
+        &mut self,
+        now: &[ReplicaState],
+        is_open: bool,
+    ) -> (u64, Vec<ReplicaReport>, Vec<String>) {
+        let since = self.number;
+        self.number += 1;
+        let Some(before) = self.replicas.take().filter(|_| is_open) else {
+            return (0, now.iter().map(ReplicaState::to_message).collect(), Vec::new());
+        };
+        let changed = now.iter().filter(|replica| before.get(&replica.guid) != Some(replica));
+        let here: HashSet<_> = now.iter().map(|replica| replica.guid).collect();
+        let removed = before.keys().filter(|guid| !here.contains(guid));
+        let removed = removed.map(ToString::to_string).collect();
+        (since, changed.map(ReplicaState::to_message).collect(), removed)
+    }
+
+    /// The report was answered. `taken`: 0 where the controller knows nothing to build on.
+    fn taken(&mut self, taken: u64, replicas: Vec<ReplicaState>) {
+        let known = replicas.into_iter().map(|replica| (replica.guid, replica));
+        self.replicas = (taken == self.number).then(|| known.collect());
     }
 }
 
@@ -316,6 +376,38 @@ mod tests {
             _ => None,
         };
         taken.try_iter().filter_map(number).collect()
+    }
+
+    #[test]
+    fn a_report_says_what_changed_since_the_last_one_that_was_taken_and_all_where_none_was() {
+        let replica = |guid: u128, state: &'static str| ReplicaState {
+            volume: quoin_types::VolumeId(1),
+            replica: quoin_types::ReplicaId(1),
+            guid: ReplicaGuid(guid),
+            state,
+            quorum: true,
+            position: Default::default(),
+            stable: 0,
+            used_bytes: 0,
+            bad_blocks: 0,
+            repaired: 0,
+        };
+        let mut told = Told::new();
+        let mut report = |now: &[ReplicaState], is_open: bool, is_taken: bool| {
+            let before = told.number;
+            let (since, replicas, removed) = told.since_last(now, is_open);
+            told.taken(if is_taken { told.number } else { 0 }, now.to_vec());
+            assert!(since == 0 || since == before);
+            (since != 0, replicas.len(), removed.len())
+        };
+        let (first, second) = (replica(1, "open"), replica(2, "open"));
+        let one = std::slice::from_ref(&first);
+        assert_eq!(report(&[first.clone(), second.clone()], true, true), (false, 2, 0));
+        assert_eq!(report(&[first.clone(), second.clone()], true, true), (true, 0, 0));
+        assert_eq!(report(&[first.clone(), replica(2, "closed")], true, true), (true, 1, 0));
+        assert_eq!(report(&[first.clone(), replica(3, "created")], true, false), (true, 1, 1));
+        assert_eq!(report(one, true, true), (false, 1, 0), "the last was not taken");
+        assert_eq!(report(one, false, true), (false, 1, 0), "it opens");
     }
 
     #[tokio::test]

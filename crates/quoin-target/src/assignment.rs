@@ -72,6 +72,26 @@ pub fn parse(message: &NodeAssignment) -> (BTreeMap<VolumeId, Assigned>, Vec<Str
     (volumes, refused)
 }
 
+/// Takes an assignment in: the whole, a change, or what records that do not rule list.
+pub fn take(
+    known: &mut BTreeMap<VolumeId, Assigned>,
+    parsed: BTreeMap<VolumeId, Assigned>,
+    message: &NodeAssignment,
+) {
+    if message.complete {
+        *known = parsed;
+        return;
+    }
+    if message.partial {
+        // What was said before of a volume that cannot be understood now does not hold any more.
+        let named = message.targets.iter().map(|target| &target.volume_id).chain(&message.removed);
+        for volume in named.filter_map(|named| id::<VolumeId>("volume", named).ok()) {
+            known.remove(&volume);
+        }
+    }
+    known.extend(parsed);
+}
+
 fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
     let from = Some(order.from_replica_id.as_str()).filter(|from| !from.is_empty());
     let from = from.map(|from| id("replica", from)).transpose()?;
@@ -200,6 +220,39 @@ mod tests {
             membership_version: 7,
             used_since_epoch: 5,
         }
+    }
+
+    #[test]
+    fn changes_lead_to_the_same_as_whole_lists_and_records_that_do_not_rule_take_nothing_away() {
+        let named = |volume: u128, name: &str| TargetAssignment {
+            volume_id: VolumeId(volume).to_string(),
+            name: name.into(),
+            ..target()
+        };
+        let whole = |targets: &[TargetAssignment]| NodeAssignment {
+            targets: targets.to_vec(),
+            complete: true,
+            ..Default::default()
+        };
+        let mut known = BTreeMap::new();
+        let mut told = |message: &NodeAssignment| {
+            take(&mut known, parse(message).0, message);
+            known.values().map(|assigned| assigned.info.name.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&whole(&[named(1, "a"), named(2, "b"), named(3, "c")])), ["a", "b", "c"]);
+        let change = NodeAssignment {
+            targets: vec![
+                named(2, "B"),
+                named(4, "d"),
+                TargetAssignment { size_bytes: 0, ..named(1, "a") },
+            ],
+            removed: vec![VolumeId(3).to_string(), "xyz".into()],
+            partial: true,
+            ..Default::default()
+        };
+        assert_eq!(told(&change), ["B", "d"]);
+        assert_eq!(told(&NodeAssignment::default()), ["B", "d"]);
+        assert_eq!(told(&whole(&[named(4, "d")])), ["d"]);
     }
 
     fn parse_one(target: TargetAssignment) -> Result<Assigned, String> {

@@ -92,7 +92,7 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request = WatchNodeRequest { node: self.options.node.clone() };
+        let request = WatchNodeRequest { node: self.options.node.clone(), partial: true };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -134,11 +134,7 @@ impl Control {
         for reason in refused {
             self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
         }
-        if message.complete {
-            served.wanted = wanted;
-        } else {
-            served.wanted.extend(wanted);
-        }
+        assignment::take(&mut served.wanted, wanted, message);
         self.reconcile(&mut served);
     }
 

@@ -70,7 +70,7 @@ async fn ask(channel: Channel) -> Answers {
         },
         take_the_key: code(cluster.backup(BackupRequest::default()).await),
         act_as_p1: {
-            let watch = WatchPoolRequest { pool: "p1".into() };
+            let watch = WatchPoolRequest { pool: "p1".into(), partial: false };
             let watched = code(agent.watch_pool(watch).await);
             let reported = code(agent.report_pool(p1).await);
             assert_eq!(watched, reported);
@@ -82,7 +82,7 @@ async fn ask(channel: Channel) -> Answers {
             reported
         },
         act_as_n1: {
-            let watch = WatchNodeRequest { node: "n1".into() };
+            let watch = WatchNodeRequest { node: "n1".into(), partial: false };
             let watched = code(agent.watch_node(watch).await);
             let reported = code(agent.report_node(n1).await);
             assert_eq!(watched, reported);
@@ -186,7 +186,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
         // The pools report while the creation waits for them.
         while !created.is_finished() {
             for n in 1..=3 {
-                let told = server.controller.pool_assignment(&format!("p{n}")).replicas;
+                let told = server.controller.assignments.of_pool(&format!("p{n}")).replicas;
                 let report = PoolReport {
                     pool: format!("p{n}"),
                     pool_id: format!("id{n}"),
@@ -244,7 +244,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     let events = vec![event(&ids[0], "OfMine"), event(&ids[1], "OfAnother")];
     let report = NodeReport { node: "n1".into(), events, ..NodeReport::default() };
     AgentClient::new(channel.clone()).report_node(report).await.unwrap();
-    let told = server.controller.events().after(0);
+    let told = server.controller.state.events().after(0);
     let about = |reason: &str| {
         let event = told.iter().find(|event| event.reason == reason).unwrap();
         (event.object_kind.clone(), event.object_name.clone())
@@ -493,7 +493,7 @@ async fn assignments_and_events_come_as_they_change_and_a_shutdown_ends_them() {
     let server = Server::start().await;
     let node = server.member(Role::Node, "n1").await;
     let mut agent = AgentClient::new(node.channel(&server.address).unwrap());
-    let watch = WatchNodeRequest { node: "n1".into() };
+    let watch = WatchNodeRequest { node: "n1".into(), partial: false };
     let mut assignments = agent.watch_node(watch).await.unwrap().into_inner();
     let first = assignments.message().await.unwrap().unwrap();
     assert!(first.complete && first.targets.is_empty());

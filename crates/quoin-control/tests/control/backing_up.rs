@@ -10,7 +10,7 @@ use crate::cluster::Cluster;
 async fn a_backup_with_any_byte_changed_or_cut_off_anywhere_is_refused() {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
-    let bytes = cluster.controller.backup(true).await.unwrap();
+    let bytes = cluster.controller.disaster.backups.make(true).await.unwrap();
     assert!(Backup::parse(&bytes).unwrap().has_authority());
     for at in (0..bytes.len()).step_by(5).chain(bytes.len() - 80..bytes.len() - 1) {
         for bit in [0, 5, 7] {
@@ -29,7 +29,8 @@ async fn a_backup_with_any_byte_changed_or_cut_off_anywhere_is_refused() {
 async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;
-    let backup = Backup::parse(&cluster.controller.backup(true).await.unwrap()).unwrap();
+    let backup =
+        Backup::parse(&cluster.controller.disaster.backups.make(true).await.unwrap()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("state");
     assert_eq!(backup.restore(&state, false).await.unwrap(), None);
@@ -46,12 +47,12 @@ async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     drop(store);
     let options = quoin_control::Options::new(&state);
     let restored = quoin_control::open(&options).await.unwrap();
-    assert_eq!(restored.recovery_reason(), "they come from a backup");
-    assert!(restored.pool_assignment("p1").replicas.is_empty(), "nothing is ordered");
-    let assigned = restored.node_assignment("n1");
+    assert_eq!(restored.state.recovery_reason(), "they come from a backup");
+    assert!(restored.assignments.of_pool("p1").replicas.is_empty(), "nothing is ordered");
+    let assigned = restored.assignments.of_node("n1");
     assert!(assigned.targets.is_empty() && !assigned.complete, "what is served is served on");
     let asked = crate::cluster::by_name("db");
-    let refused = restored.delete_volume(asked.as_ref()).await.unwrap_err();
+    let refused = restored.volumes.catalog.delete(asked.as_ref()).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::Unavailable, "not deleted already");
     assert!(refused.to_string().contains("quoin controller recover"), "{refused}");
     // Another cluster's directory, and one with foreign files.

@@ -14,7 +14,7 @@ use crate::cluster::{Cluster, GIB, by_name, spec};
 const RESTED: Duration = Duration::from_secs(11);
 
 async fn cordon(cluster: &Cluster, pool: &str, action: Cordoning) {
-    cluster.controller.set_cordon(&Scope::Pool(pool.into()), action, false).await.unwrap();
+    cluster.controller.work.cordons.set(&Scope::Pool(pool.into()), action, false).await.unwrap();
 }
 
 /// Makes three pools of 100 GiB, and these volumes of one replica in the first: 15 GiB in each.
@@ -25,7 +25,7 @@ async fn uneven(asked: &[VolumeSpec]) -> Cluster {
     }
     for asked in asked {
         let single = VolumeSpec { replicas: 1, ..asked.clone() };
-        cluster.controller.create_volume(&single, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&single, 0).await.unwrap();
         cluster.settle().await.unwrap();
     }
     for pool in ["p2", "p3"] {
@@ -42,9 +42,9 @@ fn four() -> Vec<VolumeSpec> {
 
 /// Balances now and once more after a rest.
 async fn looks(cluster: &mut Cluster, now: &mut Instant) {
-    cluster.controller.heal_at(*now).await.unwrap();
+    cluster.controller.work.healer.look_at_all(*now).await.unwrap();
     *now += RESTED;
-    cluster.controller.heal_at(*now).await.unwrap();
+    cluster.controller.work.healer.look_at_all(*now).await.unwrap();
     cluster.settle().await.unwrap();
 }
 
@@ -66,14 +66,14 @@ async fn carry_out(cluster: &mut Cluster, volume: &VolumeRecord, new: &ReplicaRe
     let swap = cluster.swap(name, epoch, 9, |known| {
         known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
     });
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.unpublish_volume(by_name(name).as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name(name).as_ref(), "n1").await.unwrap();
     cluster.settle().await.unwrap();
 }
 
 fn told(cluster: &Cluster, reason: &str) -> Vec<String> {
-    let events = cluster.controller.events().after(0).into_iter();
+    let events = cluster.controller.state.events().after(0).into_iter();
     events.filter(|e| e.reason == reason).map(|e| e.message).collect()
 }
 
@@ -83,7 +83,7 @@ const NAMES: [&str; 4] = ["v0", "v1", "v2", "v3"];
 async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_even() {
     let mut cluster = uneven(&four()).await;
     let mut now = Instant::now();
-    cluster.controller.heal_at(now).await.unwrap();
+    cluster.controller.work.healer.look_at_all(now).await.unwrap();
     assert!(moving(&cluster, &NAMES).is_empty(), "not before pools had time to speak");
     for (count, percent, to) in [(1, "60%", "p2"), (2, "45%", "p3")] {
         looks(&mut cluster, &mut now).await;
@@ -94,7 +94,7 @@ async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_eve
         assert_eq!(cluster.shown(&volume.spec.name).changing, "1 replica moving");
         let said = told(&cluster, "ReplicaRebalances");
         assert!(said.len() == count && said[count - 1].contains(percent), "{said:?}");
-        let shown = cluster.controller.pool_messages();
+        let shown = cluster.controller.status.pools();
         assert!(shown[0].message.contains("rebalancing"), "{}", shown[0].message);
         let (volume, new) = (volume.clone(), new.clone());
         carry_out(&mut cluster, &volume, &new).await;
@@ -104,16 +104,16 @@ async fn replicas_move_one_at_a_time_with_a_rest_between_until_the_pools_are_eve
         looks(&mut cluster, &mut now).await;
         assert!(moving(&cluster, &NAMES).is_empty(), "they are even enough");
     }
-    assert_eq!(cluster.controller.balance().begun, 2);
-    assert!((149_000..=151_000).contains(&cluster.controller.balance().spread));
-    assert!(cluster.controller.pool_messages().iter().all(|pool| pool.message.is_empty()));
+    assert_eq!(cluster.controller.work.balancer.counts().begun, 2);
+    assert!((149_000..=151_000).contains(&cluster.controller.work.balancer.counts().spread));
+    assert!(cluster.controller.status.pools().iter().all(|pool| pool.message.is_empty()));
 }
 
 #[tokio::test]
 async fn what_must_be_made_elsewhere_comes_first_and_a_move_gives_way_to_it() {
     let mut cluster = uneven(&four()).await;
     let wide = VolumeSpec { replicas: 2, ..spec("wide") };
-    cluster.controller.create_volume(&wide, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&wide, 0).await.unwrap();
     cluster.settle().await.unwrap();
     assert!(cluster.volume("wide").replicas.iter().all(|r| r.pool != "p1"));
     // One pool of it is drained: no balancing meanwhile.
@@ -142,7 +142,7 @@ async fn what_must_be_made_elsewhere_comes_first_and_a_move_gives_way_to_it() {
     assert!(moving(&cluster, &NAMES).is_empty());
     let said = told(&cluster, "RebalanceGivenUp");
     assert!(said.len() == 1 && said[0].contains("p2 is away"), "{said:?}");
-    assert_eq!(cluster.controller.balance().given_up, 1);
+    assert_eq!(cluster.controller.work.balancer.counts().given_up, 1);
     let volume = cluster.volume(&name);
     assert!(volume.discarded.iter().any(|gone| gone.guid == new.guid));
 }
@@ -158,7 +158,7 @@ async fn a_volume_whose_policy_is_off_stays_and_what_cannot_be_evened_out_is_sai
     assert!(moving(&cluster, &NAMES).is_empty());
     let said = told(&cluster, "RebalanceWaits");
     assert!(said.len() == 1 && said[0].contains("fuller than pool p2"), "{said:?}");
-    assert!(cluster.controller.pool_messages()[0].message.contains("fuller than pool p2"));
+    assert!(cluster.controller.status.pools()[0].message.contains("fuller than pool p2"));
 }
 
 #[tokio::test]
@@ -204,8 +204,13 @@ async fn a_replica_stays_in_the_pool_that_was_named_for_it() {
     for name in NAMES {
         let (volume, db) = (cluster.volume(name), by_name(name));
         let (id, pool) = (volume.replicas[0].id.0, "p3");
-        let moved =
-            cluster.controller.move_replica(db.as_ref(), &Move::of(id).to(pool)).await.unwrap();
+        let moved = cluster
+            .controller
+            .volumes
+            .replicas
+            .move_replica(db.as_ref(), &Move::of(id).to(pool))
+            .await
+            .unwrap();
         cluster.settle().await.unwrap();
         let new = moved.replicas.iter().find(|r| !moved.is_known(r)).unwrap();
         carry_out(&mut cluster, &moved, new).await;
@@ -231,6 +236,8 @@ async fn a_person_moves_a_replica_elsewhere_though_it_is_on_its_way_by_itself() 
     let id = new.id.0;
     let moved = cluster
         .controller
+        .volumes
+        .replicas
         .move_replica(by_name.as_ref(), &Move::of(id).to(elsewhere))
         .await
         .unwrap();
@@ -238,8 +245,12 @@ async fn a_person_moves_a_replica_elsewhere_though_it_is_on_its_way_by_itself() 
     assert_eq!(fresh.len(), 2, "the one that is known, and the one that was asked for");
     assert!(fresh.iter().any(|r| r.pool == elsewhere && r.cause == Cause::Asked));
     assert!(moved.discarded.iter().any(|gone| gone.guid == new.guid));
-    // A user's request is not taken back for another pool.
-    let again =
-        cluster.controller.move_replica(by_name.as_ref(), &Move::of(id).to(&new.pool)).await;
+    // What a person asked for is not taken back for another pool.
+    let again = cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(by_name.as_ref(), &Move::of(id).to(&new.pool))
+        .await;
     assert!(again.unwrap_err().to_string().contains("already on its way"));
 }

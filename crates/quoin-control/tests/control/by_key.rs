@@ -39,7 +39,7 @@ async fn a_node_that_was_replaced_can_do_nothing_with_its_certificate_not_even_r
     // An open connection, with a stream on it.
     let channel = first.channel(&server.address).unwrap();
     let mut agent = AgentClient::new(channel);
-    let watch = WatchNodeRequest { node: "n1".into() };
+    let watch = WatchNodeRequest { node: "n1".into(), partial: false };
     let mut assignments = agent.watch_node(watch).await.unwrap().into_inner();
     assignments.message().await.unwrap().unwrap();
 
@@ -143,7 +143,7 @@ async fn an_admin_that_is_removed_governs_nothing_any_more_and_its_streams_end()
         }
     };
     assert_eq!(ended.code(), Code::PermissionDenied, "{ended}");
-    assert_eq!(server.controller.admins().len(), 1);
+    assert_eq!(server.controller.membership.admission.admins().len(), 1);
 
     let again = server.token("admin", "", 60).await;
     join(&server.address, &again, Role::Admin, "ops", &server.home("ops-2")).await.unwrap();
@@ -173,7 +173,7 @@ async fn an_authority_that_is_replaced_at_once_ends_every_certificate_until_its_
     assert!(matches!(fresh.code(), Code::Unavailable | Code::Unknown), "{fresh}");
     let home = server.home("p1");
     join(&server.address, &unused, Role::Pool, "p1", &home).await.unwrap_err();
-    assert!(server.controller.join_tokens().is_empty());
+    assert!(server.controller.membership.members.join_tokens().is_empty());
 
     // The way in the message: a new token, the certificate removed, the key kept.
     let token = server.token("node", "n1", 60).await;

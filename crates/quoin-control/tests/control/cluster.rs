@@ -223,7 +223,7 @@ impl SimPool {
     }
 
     pub fn obey(&mut self, controller: &Controller) {
-        let assignment = controller.pool_assignment(&self.name);
+        let assignment = controller.assignments.of_pool(&self.name);
         assert!(!assignment.complete, "deletions are named one by one");
         self.told.clear();
         for told in assignment.replicas {
@@ -340,7 +340,7 @@ impl Cluster {
         let pool = self.pools.iter_mut().find(|p| p.name == pool).unwrap();
         pool.online = false;
         let last_words = PoolReport { leaving: true, ..pool.report() };
-        self.controller.report_pool(&last_words).await.unwrap();
+        self.controller.reports.pool(&last_words).await.unwrap();
     }
 
     pub async fn with(store: Arc<Memory>, pools: Vec<SimPool>) -> Self {
@@ -362,39 +362,40 @@ impl Cluster {
     pub async fn settle(&mut self) -> Result<(), Error> {
         for node in ["n1", "n2"] {
             let report = NodeReport { node: node.into(), ..NodeReport::default() };
-            self.controller.report_node(&report).await?;
+            self.controller.reports.node(&report).await?;
         }
         for _ in 0..6 {
             for pool in self.pools.iter_mut().filter(|pool| pool.online) {
                 pool.obey(&self.controller);
-                self.controller.report_pool(&pool.report()).await?;
+                self.controller.reports.pool(&pool.report()).await?;
             }
         }
-        self.controller.reconcile().await
+        self.controller.work.lifecycle.reconcile_all().await
     }
 
     pub async fn create(&mut self, name: &str) -> Arc<VolumeRecord> {
-        self.controller.create_volume(&spec(name), 0).await.unwrap();
+        self.controller.volumes.catalog.create(&spec(name), 0).await.unwrap();
         self.settle().await.unwrap();
         self.volume(name)
     }
 
     pub fn volume(&self, name: &str) -> Arc<VolumeRecord> {
-        self.controller.get_volume(by_name(name).as_ref()).unwrap()
+        self.controller.volumes.catalog.get(by_name(name).as_ref()).unwrap()
     }
 
     pub fn shown(&self, name: &str) -> quoin_api::control::Volume {
-        self.controller.volume_message(&self.volume(name))
+        self.controller.status.volume(&self.volume(name))
     }
 
     pub async fn attach(&self, name: &str, node: &str) -> Result<Arc<VolumeRecord>, Error> {
         let publish = quoin_control::Publish { node: node.into(), ..Default::default() };
-        self.controller.publish_volume(by_name(name).as_ref(), &publish).await
+        self.controller.volumes.attachments.publish(by_name(name).as_ref(), &publish).await
     }
 
     pub async fn open_volume(&self, id: VolumeId, node: &str, incarnation: u128) -> Epoch {
         let incarnation = Incarnation(incarnation);
-        let acquired = self.controller.acquire_epoch(id, node, incarnation, Epoch(0)).await;
+        let acquired =
+            self.controller.volumes.epochs.acquire(id, node, incarnation, Epoch(0)).await;
         acquired.unwrap().unwrap().epoch
     }
 
@@ -446,7 +447,7 @@ impl Cluster {
     ) -> Vec<u8> {
         let mut report = self.report_of(name, state);
         more(&mut report);
-        self.controller.report_volume(&report).await.unwrap()
+        self.controller.reports.volume(&report).await.unwrap()
     }
 
     pub fn report_of(&self, name: &str, state: &str) -> VolumeReport {
@@ -462,7 +463,7 @@ impl Cluster {
     }
 
     pub fn reasons(&self) -> Vec<String> {
-        self.controller.events().after(0).into_iter().map(|event| event.reason).collect()
+        self.controller.state.events().after(0).into_iter().map(|event| event.reason).collect()
     }
 }
 

@@ -13,25 +13,29 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
     let db = by_name("db");
     match number {
         0 => cluster.settle().await?,
-        1 => drop(cluster.controller.create_volume(&spec("db"), 0).await?),
+        1 => drop(cluster.controller.volumes.catalog.create(&spec("db"), 0).await?),
         2 => cluster.settle().await?,
         3 => {
             let publish = Publish { node: "n1".into(), ..Publish::default() };
-            cluster.controller.publish_volume(db.as_ref(), &publish).await?;
+            cluster.controller.volumes.attachments.publish(db.as_ref(), &publish).await?;
         }
         4 => {
             let id = cluster.volume("db").id.0;
             let before = cluster.volume("db").epoch;
-            let acquired =
-                cluster.controller.acquire_epoch(id, "n1", Incarnation(3), Epoch(0)).await?;
+            let acquired = cluster
+                .controller
+                .volumes
+                .epochs
+                .acquire(id, "n1", Incarnation(3), Epoch(0))
+                .await?;
             let granted = acquired.expect("n1 is the owner");
             assert!(granted.epoch.0 > before, "an epoch was granted twice");
         }
         5 => {
             let pool = cluster.volume("db").replicas[0].pool.clone();
             let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
-            // Only known data is lost here, so that a repeat of the step loses nothing more.
-            let volume = cluster.controller.get_volume(db.as_ref())?;
+            // Only what is known is lost here, so that a repeat of the step loses nothing more.
+            let volume = cluster.controller.volumes.catalog.get(db.as_ref())?;
             let known = &volume.membership.known[0].guid.0.to_string();
             pool.holds.remove(known);
             cluster.settle().await?;
@@ -43,19 +47,26 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
                 let (epoch, who) = (Epoch(volume.epoch), volume.incarnation.0.0);
                 let new = volume.replicas[0].guid.0;
                 let asked = cluster.swap("db", epoch, who, |known| known[0].guid = new);
-                cluster.controller.swap_membership(&asked).await?.1.expect("nothing else changed");
+                cluster
+                    .controller
+                    .volumes
+                    .epochs
+                    .swap_membership(&asked)
+                    .await?
+                    .1
+                    .expect("nothing else changed");
             }
         }
-        7 => drop(cluster.controller.resize_volume(db.as_ref(), 2 * GIB, 0).await?),
+        7 => drop(cluster.controller.volumes.catalog.resize(db.as_ref(), 2 * GIB, 0).await?),
         8 => {
             let volume = cluster.volume("db");
             assert_eq!((volume.size_bytes, volume.membership.retired.len()), (2 * GIB, 1));
-            cluster.controller.unpublish_volume(db.as_ref(), "n1").await?;
+            cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await?;
         }
         9 => {
-            for volume in cluster.controller.list_volumes(0, "")?.0 {
+            for volume in cluster.controller.volumes.catalog.list(0, "")?.0 {
                 let id = VolumeRef { id: volume.id.0.to_string(), name: String::new() };
-                cluster.controller.delete_volume(Some(&id)).await?;
+                cluster.controller.volumes.catalog.delete(Some(&id)).await?;
             }
         }
         10 => cluster.settle().await?,
@@ -85,7 +96,7 @@ async fn live(crash_after: i64, last_write_lands: bool) -> bool {
                 cluster.settle().await.unwrap();
             }
         }
-        if let Ok(volume) = cluster.controller.get_volume(by_name("db").as_ref()) {
+        if let Ok(volume) = cluster.controller.volumes.catalog.get(by_name("db").as_ref()) {
             let membership = quoin_types::Membership::from(&volume.membership);
             membership.check().expect("the membership keeps its rules at every moment");
         }
@@ -116,10 +127,10 @@ async fn a_write_without_an_answer_is_looked_at_by_the_tick_and_an_opening_of_th
         cluster.reasons().iter().filter(|reason| *reason == "RecordsOpenedAgain").count()
     };
     cluster.store.fail_at(0, true, false);
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap_err();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap_err();
     cluster.store.opened_again.store(1, Ordering::SeqCst);
     for _ in 0..2 {
-        cluster.controller.read_unanswered().await.unwrap();
+        cluster.controller.state.read_unanswered().await.unwrap();
         assert_eq!(told(&cluster), 1);
     }
     // The step was carried out all the same, and the rest follows by itself.

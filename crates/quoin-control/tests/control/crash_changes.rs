@@ -50,7 +50,7 @@ impl Run {
         let mut cluster = Cluster::with(Memory::new(), pools(1..=6)).await;
         let replicas = if let Story::Grow(from, _) = story { from } else { 3 };
         let asked = VolumeSpec { replicas, ..spec("db") };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
         cluster.attach("db", "n1").await.unwrap();
         let before = VolumeRecord::clone(&cluster.volume("db"));
@@ -83,32 +83,34 @@ impl Run {
         match self.story {
             Story::Grow(_, replicas) => {
                 let asked = Scale { replicas, ..Scale::default() };
-                controller.scale_volume(db.as_ref(), &asked).await?;
+                controller.volumes.replicas.scale(db.as_ref(), &asked).await?;
             }
             Story::Factor => {
                 let asked = Scale { consistency_factor: Some(3), ..Scale::default() };
-                controller.scale_volume(db.as_ref(), &asked).await?;
+                controller.volumes.replicas.scale(db.as_ref(), &asked).await?;
             }
             Story::Move => {
                 let asked = Move { pool: self.target_of_move(), ..Move::of(first) };
-                controller.move_replica(db.as_ref(), &asked).await?;
+                controller.volumes.replicas.move_replica(db.as_ref(), &asked).await?;
             }
             Story::Replace => {
                 let asked = Move { unless_in_sync: true, ..Move::of(first) };
-                controller.move_replica(db.as_ref(), &asked).await?;
+                controller.volumes.replicas.move_replica(db.as_ref(), &asked).await?;
             }
-            Story::Remove => match controller.remove_replicas(db.as_ref(), &[first]).await {
-                // The replica has left: there is nothing of that name to remove.
-                Err(Error::NotFound { .. }) if self.known().len() == 2 => {}
-                answer => drop(answer?),
-            },
+            Story::Remove => {
+                match controller.volumes.replicas.remove(db.as_ref(), &[first]).await {
+                    // It has left: there is nothing of that name to remove.
+                    Err(Error::NotFound { .. }) if self.known().len() == 2 => {}
+                    answer => drop(answer?),
+                }
+            }
             Story::Recover => {
                 let ids: Vec<ReplicaId> = self.before.replicas.iter().map(|r| r.id.0).collect();
                 let accept_loss_of = "db".into();
                 let keep = vec![ids[0]];
                 let recovery = Recovery { keep, destroyed: vec![ids[2]], accept_loss_of };
-                match controller.recover_volume(db.as_ref(), &recovery).await {
-                    // The volume is recovered: the abandoned replicas are no replicas of it.
+                match controller.disaster.volumes.recover(db.as_ref(), &recovery).await {
+                    // It is recovered: what was given up is no replica of it.
                     Err(Error::NotFound { .. } | Error::Precondition(_))
                         if self.cluster.volume("db").may_have_lost_ms > 0 => {}
                     answer => drop(answer?),
@@ -116,7 +118,7 @@ impl Run {
             }
             Story::DrainNode => {
                 let scope = Scope::Node(self.host());
-                controller.set_cordon(&scope, Cordoning::Drain, false).await?;
+                controller.work.cordons.set(&scope, Cordoning::Drain, false).await?;
             }
         }
         Ok(())
@@ -160,12 +162,13 @@ impl Run {
         if volume.epoch() != self.epoch || volume.incarnation.0 != Incarnation(self.incarnation) {
             self.incarnation += 1;
             let (id, who) = (volume.id.0, Incarnation(self.incarnation));
-            let asked = self.cluster.controller.acquire_epoch(id, "n1", who, Epoch(0)).await?;
+            let asked =
+                self.cluster.controller.volumes.epochs.acquire(id, "n1", who, Epoch(0)).await?;
             let Ok(granted) = asked else { return Ok(()) };
             assert!(granted.epoch > self.epoch, "an epoch was granted twice");
             self.epoch = granted.epoch;
         }
-        let told = self.cluster.controller.node_assignment("n1").targets;
+        let told = self.cluster.controller.assignments.of_node("n1").targets;
         let Some(told) = told.into_iter().next() else { return Ok(()) };
         let member = |r: &quoin_api::control::ReplicaAddress| Member {
             id: r.replica_id.parse().unwrap(),
@@ -198,21 +201,21 @@ impl Run {
         }
         let mut asked = self.cluster.swap("db", self.epoch, self.incarnation, |_| {});
         (asked.known, asked.rf, asked.cf) = (next.known, next.rf, next.cf);
-        // Refused where the record changed meanwhile; the target reads it anew.
-        self.cluster.controller.swap_membership(&asked).await.map(drop)
+        // Refused where the record went on meanwhile; it is looked at anew.
+        self.cluster.controller.volumes.epochs.swap_membership(&asked).await.map(drop)
     }
 
     /// Carries out once everything that happens without the operator.
     async fn go_on(&mut self) -> Result<(), Error> {
         self.cluster.settle().await?;
         let now = Instant::now();
-        self.cluster.controller.tend_unused_at(now).await?;
-        self.cluster.controller.tend_unused_at(now + LEASES_OVER_AFTER * 2).await?;
+        self.cluster.controller.work.tender.look_at_all(now).await?;
+        self.cluster.controller.work.tender.look_at_all(now + LEASES_OVER_AFTER * 2).await?;
         self.check();
         self.target().await?;
         self.check();
         self.cluster.settle().await?;
-        self.cluster.controller.heal().await?;
+        self.cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await?;
         self.check();
         Ok(())
     }
@@ -247,7 +250,7 @@ impl Run {
         let drained = || match self.story {
             Story::DrainNode => {
                 let scope = Scope::Node(self.host());
-                self.cluster.controller.cordon_status(&scope).unwrap().state == "drained"
+                self.cluster.controller.work.cordons.status(&scope).unwrap().state == "drained"
             }
             _ => true,
         };

@@ -18,14 +18,14 @@ fn wish(replicas: u32, pools: &[&str]) -> ApplyVolumeRequest {
 }
 
 async fn apply(cluster: &mut Cluster, asked: &ApplyVolumeRequest) -> Vec<String> {
-    let (_, said) = cluster.controller.apply_volume(asked).await.unwrap();
+    let (_, said) = cluster.controller.volumes.declarations.apply(asked).await.unwrap();
     cluster.settle().await.unwrap();
     said
 }
 
 async fn refused(cluster: &Cluster, asked: &ApplyVolumeRequest) -> String {
     let before = cluster.volume("db");
-    let refusal = cluster.controller.apply_volume(asked).await.unwrap_err();
+    let refusal = cluster.controller.volumes.declarations.apply(asked).await.unwrap_err();
     assert_eq!(*cluster.volume("db"), *before, "a refusal changes nothing");
     refusal.to_string()
 }
@@ -58,9 +58,15 @@ async fn carry_out(cluster: &mut Cluster) {
         known.retain(|m| !leaving.contains(&m.id) && new.iter().all(|n| n.id != m.id));
         known.extend(&new);
     });
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.unpublish_volume(crate::cluster::by_name("db").as_ref(), "").await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .attachments
+        .unpublish(crate::cluster::by_name("db").as_ref(), "")
+        .await
+        .unwrap();
 }
 
 /// Proves SCALE-CONF-06, SCALE-ID-06, SCALE-STORY-01.
@@ -84,7 +90,10 @@ async fn a_volume_is_made_where_it_is_declared_and_the_same_document_again_chang
         replicas: wish(0, &["p9"]).replicas,
         ..ApplyVolumeRequest::default()
     };
-    assert!(matches!(cluster.controller.apply_volume(&nowhere).await, Err(Error::NotFound { .. })));
+    assert!(matches!(
+        cluster.controller.volumes.declarations.apply(&nowhere).await,
+        Err(Error::NotFound { .. })
+    ));
 }
 
 /// Proves SCALE-STORY-01, SCALE-STORY-04, SCALE-VALID-01, SCALE-VALID-03, SCALE-TEST-10,

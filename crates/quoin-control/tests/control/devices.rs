@@ -27,11 +27,11 @@ async fn reports(
 ) -> Vec<ServedElsewhere> {
     let report =
         NodeReport { node: node.into(), devices, knows_devices: true, ..NodeReport::default() };
-    cluster.controller.report_node(&report).await.unwrap()
+    cluster.controller.reports.node(&report).await.unwrap()
 }
 
 async fn detach(cluster: &Cluster, node: &str) {
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), node).await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), node).await.unwrap();
 }
 
 async fn opened() -> Cluster {
@@ -43,7 +43,7 @@ async fn opened() -> Cluster {
 }
 
 fn told_since(cluster: &Cluster, node: &str) -> u64 {
-    cluster.controller.node_assignment(node).targets[0].used_since_epoch
+    cluster.controller.assignments.of_node(node).targets[0].used_since_epoch
 }
 
 #[tokio::test]
@@ -68,7 +68,7 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
     let served = reports(&cluster, "n1", vec![mounted.clone()]).await;
     assert_eq!((served[0].node.as_str(), served[0].name.as_str()), ("n2", "db"));
     assert!(served[0].since_epoch > first && served[0].since_epoch <= epoch.0);
-    assert_eq!(cluster.controller.node_assignment("n1").served_elsewhere, served);
+    assert_eq!(cluster.controller.assignments.of_node("n1").served_elsewhere, served);
     let shown = cluster.shown("db").devices.remove(0);
     assert!(shown.node == "n1" && shown.dead.contains("served by n2 since epoch"), "{shown:?}");
     // Each report gets the answer, and users get one event.
@@ -102,12 +102,12 @@ async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_
     detach(&cluster, "n1").await;
     for n in 1..=4 {
         let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
-        cluster.controller.report_node(&report).await.unwrap();
+        cluster.controller.reports.node(&report).await.unwrap();
     }
     let scale = quoin_control::Scale { replicas: 4, ..Default::default() };
-    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let lent = cluster.volume("db").owner.clone().unwrap();
     assert_ne!(lent, "n1");
     let epoch = cluster.open_volume(id, &lent, 10).await;
@@ -131,17 +131,18 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
         knows_devices: true,
         ..TargetReport::default()
     };
-    assert!(cluster.controller.report_target(&report).await.unwrap().is_empty());
-    let refused = cluster.controller.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
+    assert!(cluster.controller.reports.target(&report).await.unwrap().is_empty());
+    let refused =
+        cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
     // A report without devices, as CSI's without an attach process, removes none.
     let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
-    cluster.controller.report_node(&csi).await.unwrap();
-    assert!(cluster.controller.check_unused(by_name("db").as_ref(), "n1").is_err());
+    cluster.controller.reports.node(&csi).await.unwrap();
+    assert!(cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").is_err());
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
     cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
-    let served = cluster.controller.report_target(&report).await.unwrap();
+    let served = cluster.controller.reports.target(&report).await.unwrap();
     assert_eq!((served.len(), served[0].node.as_str()), (1, "n2"));
 }
 
@@ -150,7 +151,7 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     let cluster = opened().await;
     let db = by_name("db");
     let refused = |node: &str| {
-        let outcome = cluster.controller.check_unused(db.as_ref(), node);
+        let outcome = cluster.controller.volumes.devices.check_unused(db.as_ref(), node);
         outcome.map_err(|error| (error.code(), error.to_string()))
     };
     let since = told_since(&cluster, "n1");
@@ -167,12 +168,12 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
 
     // A node that has left does not report open devices.
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&last_words).await.unwrap();
+    cluster.controller.reports.node(&last_words).await.unwrap();
     let (code, said) = refused("").unwrap_err();
     assert_eq!(code, Code::FailedPrecondition);
     assert!(said.contains("node n1 has not reported") && said.contains("--force"), "{said}");
-    // Orchestrators have unstaged it, or consider the node gone.
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    // Orchestrators have unstaged it, or take the node for gone.
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     assert_eq!(refused(""), Ok(()));
 }
 
@@ -191,10 +192,11 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
     assert!(matches!(written, Ok(Swap::Done(_))));
     cluster.restart().await;
     assert_eq!(cluster.volume("db").holder, "");
-    let said = cluster.controller.check_unused(db.as_ref(), "").unwrap_err().to_string();
+    let said =
+        cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err().to_string();
     assert!(said.contains("node n1 has not reported since the controller started"), "{said}");
     detach(&cluster, "n1").await;
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 }
 
 /// The proof is a recent report alone: a controller that has just started knows nothing, and an
@@ -207,10 +209,10 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     let serving = cluster.report_of("db", "serving");
     cluster.restart().await;
-    // Its target reports first, and proves that the node is there.
-    cluster.controller.report_volume(&serving).await.unwrap();
+    // Its target speaks first, and proves that the node is there.
+    cluster.controller.reports.volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
-        let refused = cluster.controller.check_unused(db.as_ref(), "").unwrap_err();
+        let refused = cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         refused.to_string()
     };
@@ -220,7 +222,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     assert!(refused(&cluster).contains("in use on node n1"));
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 
     // An old report proves nothing about the present.
     cluster.offline_after = Duration::from_millis(500);
@@ -228,8 +230,8 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
     let hangs = NodeReport { node: "n1".into(), ..NodeReport::default() };
     loop {
-        cluster.controller.report_node(&hangs).await.unwrap();
-        match cluster.controller.check_unused(db.as_ref(), "") {
+        cluster.controller.reports.node(&hangs).await.unwrap();
+        match cluster.controller.volumes.devices.check_unused(db.as_ref(), "") {
             Err(error) if error.to_string().contains("node n1 has not said for") => break,
             _ => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -238,7 +240,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // A node that holds no epoch has had no device of the volume.
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
-    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
 }
 
 #[tokio::test]
@@ -251,7 +253,7 @@ async fn hostile_reports_of_devices_are_refused_by_field() {
     for devices in [vec![long], vec![mounts], vec![volume], vec![good; 4097]] {
         let node = "n1".into();
         let report = NodeReport { node, devices, knows_devices: true, ..NodeReport::default() };
-        let error = cluster.controller.report_node(&report).await.unwrap_err();
+        let error = cluster.controller.reports.node(&report).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
     }
 }
@@ -274,10 +276,10 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     report.replicas.iter_mut().filter(|replica| replica.guid == first).for_each(|replica| {
         (replica.position_epoch, replica.position_lsn) = (epoch, 3);
     });
-    cluster.controller.report_pool(&report).await.unwrap();
+    cluster.controller.reports.pool(&report).await.unwrap();
     let shown = cluster.shown("db");
     assert_eq!((shown.health.as_str(), shown.replicas[1].phase.as_str()), ("Opening", "InSync"));
-    cluster.controller.report_pool(&pool.report()).await.unwrap();
+    cluster.controller.reports.pool(&pool.report()).await.unwrap();
     let replicas = all("disconnected").into_iter().map(|(guid, state)| ReplicaProgress {
         guid: guid.into(),
         state: state.into(),
@@ -321,27 +323,27 @@ async fn a_deleted_volume_is_on_no_list_and_its_name_is_free_while_pools_still_c
     let first = cluster.create("db").await;
     cluster.create("other").await;
     let reference = Some(VolumeRef { id: first.id.0.to_string(), name: String::new() });
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
-    // No pool has received the order yet.
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
+    // No pool has heard of it yet.
     let names = |cluster: &Cluster| -> Vec<String> {
-        let (page, end) = cluster.controller.list_volumes(0, "").unwrap();
+        let (page, end) = cluster.controller.volumes.catalog.list(0, "").unwrap();
         assert_eq!(end, "");
         page.iter().map(|volume| volume.spec.name.clone()).collect()
     };
     assert_eq!(names(&cluster), ["other"]);
-    let (page, token) = cluster.controller.list_volumes(1, "").unwrap();
+    let (page, token) = cluster.controller.volumes.catalog.list(1, "").unwrap();
     assert_eq!((page.len(), token.as_str()), (1, ""), "nothing comes after it");
     assert_eq!(
-        cluster.controller.get_volume(by_name("db").as_ref()).unwrap_err().code(),
+        cluster.controller.volumes.catalog.get(by_name("db").as_ref()).unwrap_err().code(),
         Code::NotFound
     );
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
-    let second = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    let second = cluster.controller.volumes.catalog.create(&spec("db"), 0).await.unwrap();
     assert_ne!(second.id, first.id);
     assert_eq!(names(&cluster).len(), 2);
-    // The first one is deleted by its id, and the second one is not affected.
-    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    // The first one goes by its id, and takes nothing of the second along.
+    cluster.controller.volumes.catalog.delete(reference.as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.volume("db").id, second.id);
     assert_eq!(names(&cluster).len(), 2);

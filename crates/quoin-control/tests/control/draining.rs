@@ -10,7 +10,7 @@ fn pool(name: &str) -> Scope {
 }
 
 async fn drain(cluster: &Cluster, scope: &Scope) -> Result<CordonStatus, Error> {
-    cluster.controller.set_cordon(scope, Cordoning::Drain, false).await
+    cluster.controller.work.cordons.set(scope, Cordoning::Drain, false).await
 }
 
 /// Attaches a volume, and swaps in its newcomers as a target would, until there are none.
@@ -33,11 +33,11 @@ async fn carry_out(cluster: &mut Cluster, name: &str) {
         let swap = cluster.swap(name, epoch, incarnation, |known| {
             known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
         });
-        cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+        cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
         cluster.settle().await.unwrap();
-        cluster.controller.heal().await.unwrap();
+        cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
     }
-    cluster.controller.unpublish_volume(by_name(name).as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name(name).as_ref(), "n1").await.unwrap();
     cluster.settle().await.unwrap();
 }
 
@@ -46,7 +46,7 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
     let mut cluster = Cluster::of(4).await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
     for asked in [spec("db"), single] {
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
     }
     let from = cluster.volume("db").replicas[0].pool.clone();
@@ -59,37 +59,48 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
     cluster.restart().await;
     cluster.settle().await.unwrap();
     carry_out(&mut cluster, "db").await;
-    cluster.controller.heal().await.unwrap();
+    cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
     carry_out(&mut cluster, "single").await;
-    cluster.controller.heal().await.unwrap();
-    assert_eq!(cluster.controller.cordon_status(&pool(&from)).unwrap().state, "drained");
+    cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
+    assert_eq!(cluster.controller.work.cordons.status(&pool(&from)).unwrap().state, "drained");
     assert!(cluster.reasons().contains(&"Drained".to_owned()));
     assert!(cluster.pools.iter().find(|p| p.name == from).unwrap().holds.is_empty());
     // A volume of a single replica moved as well, or was not there.
     let now = cluster.volume("single").replicas[0].pool.clone();
     assert!(now != from && (alone == from || now == alone));
-    let shown = cluster.controller.pool_messages();
+    let shown = cluster.controller.status.pools();
     assert!(shown.iter().any(|p| p.name == from && p.cordon == "drained"));
-    // New replicas are placed there again once it is opened.
-    let text =
-        cluster.controller.create_volume(&VolumeSpec { replicas: 4, ..spec("wide") }, 0).await;
+    // New replicas go there again once it is opened.
+    let text = cluster
+        .controller
+        .volumes
+        .catalog
+        .create(&VolumeSpec { replicas: 4, ..spec("wide") }, 0)
+        .await;
     assert!(text.unwrap_err().to_string().contains(&format!("{from} (drained)")));
-    cluster.controller.set_cordon(&pool(&from), Cordoning::Uncordon, false).await.unwrap();
-    cluster.controller.create_volume(&VolumeSpec { replicas: 4, ..spec("wide") }, 0).await.unwrap();
+    cluster.controller.work.cordons.set(&pool(&from), Cordoning::Uncordon, false).await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .catalog
+        .create(&VolumeSpec { replicas: 4, ..spec("wide") }, 0)
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
 async fn a_drain_with_nowhere_to_go_is_refused_for_each_volume_with_the_reason() {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
-    let planned = cluster.controller.set_cordon(&pool("p1"), Cordoning::Drain, true).await.unwrap();
+    let planned =
+        cluster.controller.work.cordons.set(&pool("p1"), Cordoning::Drain, true).await.unwrap();
     assert!(planned.replicas[0].state == "stuck" && planned.state.is_empty(), "{planned:?}");
     let refusal = drain(&cluster, &pool("p1")).await.unwrap_err();
     let text = refusal.to_string();
     assert!(matches!(refusal, Error::Precondition(_)));
     assert!(text.contains("\"db\" would be left with 2 of 3 good copies"), "{text}");
     assert!(text.contains("0 found"), "{text}");
-    let status = cluster.controller.cordon_status(&pool("p1")).unwrap();
+    let status = cluster.controller.work.cordons.status(&pool("p1")).unwrap();
     assert!(status.state.is_empty() && status.replicas.len() == 1, "nothing was begun");
     assert!(cluster.volume("db").replicas.len() == 3);
     assert!(matches!(drain(&cluster, &pool("p9")).await, Err(Error::NotFound { .. })));
@@ -103,7 +114,7 @@ async fn a_refused_drain_has_a_line_for_each_volume_once_and_counts_those_that_a
     for n in 0..23 {
         let by_pool = quoin_api::control::Spread::Pool.into();
         let asked = VolumeSpec { replicas: 4, spread: by_pool, ..spec(&format!("v{n:02}")) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
     }
     cluster.settle().await.unwrap();
     let text = drain(&cluster, &Scope::Node("h1".into())).await.unwrap_err().to_string();
@@ -141,10 +152,10 @@ async fn a_drain_that_goes_well_warns_of_nothing() {
     let swap = cluster.swap("db", epoch, 7, |known| {
         known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
     });
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
     let warnings = |cluster: &Cluster| {
-        let events = cluster.controller.events().after(0).into_iter();
+        let events = cluster.controller.state.events().after(0).into_iter();
         events.filter(|e| e.severity != "Normal").map(|e| e.message).collect::<Vec<_>>()
     };
     assert_eq!(warnings(&cluster), Vec::<String>::new());
@@ -159,7 +170,7 @@ async fn a_drain_that_goes_well_warns_of_nothing() {
 async fn a_drain_that_would_take_the_last_good_copy_is_refused() {
     let mut cluster = Cluster::of(4).await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
-    cluster.controller.create_volume(&single, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&single, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let alone = cluster.volume("single").replicas[0].pool.clone();
     cluster.goes(&alone).await;
@@ -171,7 +182,7 @@ async fn a_drain_that_would_take_the_last_good_copy_is_refused() {
 async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
     let mut cluster = Cluster::new().await;
     let cordon = async |cluster: &Cluster, name: &str, action| {
-        cluster.controller.set_cordon(&pool(name), action, false).await.unwrap();
+        cluster.controller.work.cordons.set(&pool(name), action, false).await.unwrap();
     };
     // Both volumes are in p1, and only p3 may take them: 80 GiB of it, 40 for each.
     for name in ["p2", "p3"] {
@@ -179,15 +190,16 @@ async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
     }
     for n in 0..2 {
         let asked = VolumeSpec { size_bytes: 50 << 30, replicas: 1, ..spec(&format!("v{n}")) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
     }
     cordon(&cluster, "p3", Cordoning::Uncordon).await;
     let mut report = cluster.pools[0].report();
     report.replicas.iter_mut().for_each(|replica| replica.used_bytes = 40 << 30);
     report.used_bytes = 80 << 30;
-    cluster.controller.report_pool(&report).await.unwrap();
-    let plan = cluster.controller.set_cordon(&pool("p1"), Cordoning::Drain, true).await.unwrap();
+    cluster.controller.reports.pool(&report).await.unwrap();
+    let plan =
+        cluster.controller.work.cordons.set(&pool("p1"), Cordoning::Drain, true).await.unwrap();
     let mut states: Vec<_> = plan.replicas.iter().map(|r| (r.state.as_str(), &*r.to)).collect();
     states.sort_unstable();
     assert_eq!(states, [("stuck", ""), ("waits", "p3")], "{plan:?}");
@@ -198,18 +210,22 @@ async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
 #[tokio::test]
 async fn a_cordoned_pool_keeps_what_it_has_and_takes_nothing_new() {
     let mut cluster = Cluster::of(4).await;
-    cluster.controller.set_cordon(&pool("p2"), Cordoning::Cordon, false).await.unwrap();
+    cluster.controller.work.cordons.set(&pool("p2"), Cordoning::Cordon, false).await.unwrap();
     let volume = cluster.create("db").await;
     assert!(volume.replicas.iter().all(|r| r.pool != "p2"));
-    cluster.controller.heal().await.unwrap();
+    cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
     assert_eq!(*cluster.volume("db"), *volume);
     cluster.restart().await;
     cluster.settle().await.unwrap();
-    let shown = cluster.controller.pool_messages();
+    let shown = cluster.controller.status.pools();
     assert!(shown.iter().any(|p| p.name == "p2" && p.cordon == "cordoned"), "it outlives us");
     let id = volume.replicas[0].id.0;
-    let text =
-        cluster.controller.move_replica(by_name("db").as_ref(), &Move::of(id).to("p2")).await;
+    let text = cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(by_name("db").as_ref(), &Move::of(id).to("p2"))
+        .await;
     assert!(text.unwrap_err().to_string().contains("cordoned"));
 }
 
@@ -227,8 +243,8 @@ async fn a_node_is_drained_with_all_its_pools_and_names_the_volumes_that_use_it(
     assert_eq!(status.replicas.len(), usize::from(on_h1));
     let status = drain(&cluster, &Scope::Node("n1".into())).await.unwrap();
     assert_eq!((status.state.as_str(), &status.attached[..]), ("drained", &["db".to_owned()][..]));
-    let nodes = cluster.controller.node_messages();
+    let nodes = cluster.controller.status.nodes();
     assert!(nodes.iter().any(|n| n.name == "n1" && n.cordon == "drained"));
-    let pools = cluster.controller.pool_messages();
+    let pools = cluster.controller.status.pools();
     assert!(pools.iter().filter(|p| !p.cordon.is_empty()).count() == 2);
 }

@@ -9,11 +9,11 @@ async fn report(cluster: &Cluster, pool: &str, operations: u64, errors: u64) {
     let from = cluster.pools.iter().find(|p| p.name == pool).unwrap();
     let wear = Some(PoolWear { operations, errors, bad: 0, stalls: 0 });
     let report = quoin_api::control::PoolReport { wear, ..from.report() };
-    cluster.controller.report_pool(&report).await.unwrap();
+    cluster.controller.reports.pool(&report).await.unwrap();
 }
 
 fn shown(cluster: &Cluster, name: &str) -> Pool {
-    let pools = cluster.controller.pool_messages();
+    let pools = cluster.controller.status.pools();
     pools.into_iter().find(|pool| pool.name == name).unwrap()
 }
 
@@ -37,9 +37,10 @@ async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_ag
 
     // The pool takes nothing new, and its replicas are made elsewhere.
     let four = VolumeSpec { replicas: 4, ..spec("four") };
-    let refused = cluster.controller.create_volume(&four, 0).await.unwrap_err().to_string();
+    let refused =
+        cluster.controller.volumes.catalog.create(&four, 0).await.unwrap_err().to_string();
     assert!(refused.contains(&name), "{refused}");
-    cluster.controller.heal().await.unwrap();
+    cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let volume = cluster.volume("db");
     let newcomers: Vec<_> = volume.replicas.iter().filter(|r| !volume.is_known(r)).collect();
     assert_eq!(newcomers.len(), 1, "one change at a time");
@@ -51,7 +52,7 @@ async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_ag
     report(&cluster, &name, 900_000, 800).await;
     assert_eq!(shown(&cluster, &name).state, "Dying");
     let scope = Scope::Pool(name.clone());
-    cluster.controller.set_cordon(&scope, Cordoning::Uncordon, false).await.unwrap();
+    cluster.controller.work.cordons.set(&scope, Cordoning::Uncordon, false).await.unwrap();
     report(&cluster, &name, 900_100, 800).await;
     assert_eq!(shown(&cluster, &name).state, "Online");
     report(&cluster, &name, 900_200, 900).await;

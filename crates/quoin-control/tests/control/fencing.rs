@@ -12,7 +12,7 @@ use crate::server::Server;
 /// Returns the order of every pool about the volume's epochs; the same for all of them.
 fn told(cluster: &Cluster) -> (u64, bool) {
     let told = |pool: &crate::cluster::SimPool| {
-        let assignment = cluster.controller.pool_assignment(&pool.name);
+        let assignment = cluster.controller.assignments.of_pool(&pool.name);
         let fences = assignment.replicas.iter().map(|r| (r.fence_epoch, r.fence_at_once));
         fences.collect::<Vec<_>>()
     };
@@ -35,11 +35,11 @@ async fn opened() -> (Cluster, Epoch) {
 async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
     let (mut cluster, epoch) = opened().await;
     let db = by_name("db");
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     let (fence, at_once) = told(&cluster);
     assert!(fence > epoch.0 && !at_once);
-    // A repeat fences nothing more.
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    // Repeated, it takes nothing more.
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     assert_eq!(told(&cluster), (fence, false));
     cluster.restart().await;
     assert_eq!(told(&cluster), (fence, false), "a fence outlives the controller's process");
@@ -51,8 +51,8 @@ async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
     assert!(next.0 > fence);
     assert_eq!(told(&cluster), (fence, false), "the new owner is not fenced");
 
-    // A node that is not trusted any more is given no time.
-    cluster.controller.detach_volume(db.as_ref(), "", true).await.unwrap();
+    // One that is not trusted any more is given no time.
+    cluster.controller.volumes.attachments.detach(db.as_ref(), "", true).await.unwrap();
     let (second, at_once) = told(&cluster);
     assert!(second > next.0 && at_once);
 }
@@ -62,7 +62,7 @@ async fn a_volume_that_was_never_opened_needs_no_fence() {
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
     assert_eq!(told(&cluster), (0, false));
     cluster.attach("db", "n2").await.unwrap();
     assert_eq!(cluster.open_volume(volume.id.0, "n2", 1).await, Epoch(1));
@@ -72,9 +72,9 @@ async fn a_volume_that_was_never_opened_needs_no_fence() {
 async fn a_detach_that_came_later_than_a_detach_cuts_what_is_still_open() {
     let (cluster, _) = opened().await;
     let db = by_name("db");
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     let (fence, _) = told(&cluster);
-    cluster.controller.detach_volume(db.as_ref(), "n1", true).await.unwrap();
+    cluster.controller.volumes.attachments.detach(db.as_ref(), "n1", true).await.unwrap();
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
 }
@@ -85,17 +85,17 @@ async fn a_detach_that_came_later_than_a_detach_cuts_what_is_still_open() {
 async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence() {
     let (mut cluster, _) = opened().await;
     let db = by_name("db");
-    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap();
     let (fence, _) = told(&cluster);
     cluster.settle().await.unwrap();
     cluster.attach("db", "n2").await.unwrap();
     let claim = cluster.report_of("db", "serving");
     assert_eq!((claim.node.as_str(), claim.epoch), ("n2", fence));
-    assert!(cluster.controller.report_volume(&claim).await.unwrap().is_empty());
+    assert!(cluster.controller.reports.volume(&claim).await.unwrap().is_empty());
     assert_ne!(cluster.shown("db").health, "Online", "nor is what it says believed");
 
-    // The node is cut off above that epoch all the same, whoever signed what for it before.
-    cluster.controller.detach_volume(db.as_ref(), "n2", true).await.unwrap();
+    // It is cut off above that epoch all the same, whoever signed what for it before.
+    cluster.controller.volumes.attachments.detach(db.as_ref(), "n2", true).await.unwrap();
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
 
@@ -104,19 +104,19 @@ async fn a_node_that_asked_for_no_epoch_gets_no_grant_by_naming_that_of_a_fence(
     let id = cluster.volume("db").id.0;
     cluster.open_volume(id, "n2", 10).await;
     let serving = cluster.report_of("db", "serving");
-    let grant = cluster.controller.report_volume(&serving).await.unwrap();
-    let grant = cluster.controller.identity().verify_grant(&grant).unwrap();
+    let grant = cluster.controller.reports.volume(&serving).await.unwrap();
+    let grant = cluster.controller.state.identity().verify_grant(&grant).unwrap();
     assert_eq!((grant.epoch.0, grant.incarnation), (serving.epoch, Incarnation(10)));
 }
 
 #[tokio::test]
 async fn a_node_that_is_removed_is_cut_off_from_all_that_it_ever_opened_last() {
     let (cluster, _) = opened().await;
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
     let (fence, _) = told(&cluster);
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&last_words).await.unwrap();
-    cluster.controller.remove_node("n1", false).await.unwrap();
+    cluster.controller.reports.node(&last_words).await.unwrap();
+    cluster.controller.removals.node("n1", false).await.unwrap();
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
 }
@@ -125,22 +125,22 @@ async fn a_node_that_is_removed_is_cut_off_from_all_that_it_ever_opened_last() {
 async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_was_taken_back() {
     let (cluster, epoch) = opened().await;
     let old = cluster.report_of("db", "serving");
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
-    cluster.controller.report_volume(&old).await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.reports.volume(&old).await.unwrap();
     let (fence, at_once) = told(&cluster);
     assert!(!at_once, "it has lost the volume, and may be closing it");
     cluster.attach("db", "n1").await.unwrap();
-    assert!(cluster.controller.report_volume(&old).await.unwrap().is_empty());
+    assert!(cluster.controller.reports.volume(&old).await.unwrap().is_empty());
     let (cut, at_once) = told(&cluster);
     assert!(cut > fence && at_once);
-    cluster.controller.report_volume(&old).await.unwrap();
+    cluster.controller.reports.volume(&old).await.unwrap();
     assert_eq!(told(&cluster), (cut, true), "once is enough");
     let id = cluster.volume("db").id.0;
     assert!(cluster.open_volume(id, "n1", 9).await > epoch);
     let now = cluster.report_of("db", "serving");
-    assert!(!cluster.controller.report_volume(&now).await.unwrap().is_empty());
-    // A late report of an earlier use changes nothing.
-    cluster.controller.report_volume(&old).await.unwrap();
+    assert!(!cluster.controller.reports.volume(&now).await.unwrap().is_empty());
+    // What came late of before it changes nothing.
+    cluster.controller.reports.volume(&old).await.unwrap();
     assert_eq!(cluster.volume("db").epoch, now.epoch);
 }
 
@@ -148,7 +148,7 @@ async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_w
 async fn no_target_gets_an_epoch_as_the_incarnation_that_stands_for_none() {
     let (cluster, _) = opened().await;
     let id = cluster.volume("db").id.0;
-    let asked = cluster.controller.acquire_epoch(id, "n1", Incarnation(0), Epoch(0)).await;
+    let asked = cluster.controller.volumes.epochs.acquire(id, "n1", Incarnation(0), Epoch(0)).await;
     assert_eq!(asked.unwrap_err().code(), Code::InvalidArgument);
 }
 
@@ -159,7 +159,7 @@ async fn an_epoch_that_a_target_asks_for_may_not_be_far_above_the_record_s() {
     let volume = cluster.volume("db");
     let ask = |epoch: u64| {
         let asked = (volume.id.0, "n1", Incarnation(9), Epoch(epoch));
-        cluster.controller.acquire_epoch(asked.0, asked.1, asked.2, asked.3)
+        cluster.controller.volumes.epochs.acquire(asked.0, asked.1, asked.2, asked.3)
     };
     let farthest = volume.epoch + EPOCHS_AHEAD_MAX;
     for epoch in [farthest + 1, farthest + 2, u64::MAX] {
@@ -196,7 +196,7 @@ async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
     });
     while !created.is_finished() {
         for n in 1..=3 {
-            let told = server.controller.pool_assignment(&format!("p{n}")).replicas;
+            let told = server.controller.assignments.of_pool(&format!("p{n}")).replicas;
             let made = told.into_iter().map(|told| ReplicaReport {
                 replica_id: told.replica_id,
                 guid: told.guid,
@@ -230,7 +230,7 @@ async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
     let home = server.home("second");
     let second =
         quoin_identity::join(&server.address, &token, Role::Node, "n1", &home).await.unwrap();
-    let told = server.controller.pool_assignment("p1").replicas.remove(0);
+    let told = server.controller.assignments.of_pool("p1").replicas.remove(0);
     assert!(told.fence_epoch > granted.epoch && told.fence_at_once);
     // The volume is still attached to the node of that name, which is another one now.
     let mut agent = AgentClient::new(second.channel(&server.address).unwrap());

@@ -19,8 +19,8 @@ async fn returns(cluster: &mut Cluster, pool: &str) {
 /// Heals now, and again after this time.
 async fn looks(cluster: &mut Cluster, later: Duration) {
     let now = Instant::now();
-    cluster.controller.heal_at(now).await.unwrap();
-    cluster.controller.heal_at(now + later).await.unwrap();
+    cluster.controller.work.healer.look_at_all(now).await.unwrap();
+    cluster.controller.work.healer.look_at_all(now + later).await.unwrap();
     cluster.settle().await.unwrap();
 }
 
@@ -29,7 +29,7 @@ fn newcomers(volume: &VolumeRecord) -> Vec<String> {
 }
 
 fn told(cluster: &Cluster, reason: &str) -> Vec<String> {
-    let events = cluster.controller.events().after(0).into_iter();
+    let events = cluster.controller.state.events().after(0).into_iter();
     events.filter(|e| e.reason == reason).map(|e| e.message).collect()
 }
 
@@ -62,7 +62,7 @@ async fn a_replica_is_replaced_elsewhere_once_it_is_gone_for_longer_than_replace
     let swap = cluster.swap("db", epoch, 9, |known| {
         known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
     });
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     looks(&mut cluster, LONG).await;
     assert_eq!(cluster.volume("db").membership.retired, [old.guid]);
     let membership = cluster.volume("db").membership.clone();
@@ -76,7 +76,7 @@ async fn off_is_a_policy_and_a_volume_may_have_another_one_than_its_cluster() {
     let mut cluster = Cluster::new().await;
     for (name, after) in [("never", "off"), ("soon", "5s"), ("usual", "")] {
         let asked = VolumeSpec { replace_after: after.into(), ..spec(name) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
     }
     cluster.settle().await.unwrap();
     let shown = ["never", "soon", "usual"].map(|name| cluster.shown(name).replace_after);
@@ -94,11 +94,48 @@ async fn off_is_a_policy_and_a_volume_may_have_another_one_than_its_cluster() {
 }
 
 #[tokio::test]
+async fn a_newcomer_whose_pool_goes_away_is_made_elsewhere_unless_a_person_named_the_pool() {
+    let mut cluster = Cluster::new().await;
+    for name in ["free", "named"] {
+        let asked = VolumeSpec { replace_after: "off".into(), ..spec(name) };
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
+    }
+    cluster.settle().await.unwrap();
+    cluster.pools.extend(pools(4..=4));
+    cluster.settle().await.unwrap();
+    for (name, to) in [("free", ""), ("named", "p4")] {
+        let replica = cluster.volume(name).replicas[0].id.0;
+        let asked = Move::of(replica).to(to);
+        cluster
+            .controller
+            .volumes
+            .replicas
+            .move_replica(by_name(name).as_ref(), &asked)
+            .await
+            .unwrap();
+        assert_eq!(newcomers(&cluster.volume(name)), ["p4"]);
+    }
+    cluster.settle().await.unwrap();
+    cluster.pools.extend(pools(5..=5));
+    cluster.settle().await.unwrap();
+    cluster.goes("p4").await;
+    looks(&mut cluster, Duration::from_secs(29)).await;
+    assert_eq!(newcomers(&cluster.volume("free")), ["p4"], "it may come back by itself");
+    looks(&mut cluster, Duration::from_secs(31)).await;
+    assert_eq!(newcomers(&cluster.volume("free")), ["p5"]);
+    let said = told(&cluster, "ReplicaHeals");
+    assert!(said.len() == 1 && said[0].contains("before it counted"), "{said:?}");
+    looks(&mut cluster, LONG).await;
+    assert_eq!(newcomers(&cluster.volume("named")), ["p4"]);
+    assert_eq!(newcomers(&cluster.volume("free")), ["p5"], "that one is there");
+}
+
+#[tokio::test]
 async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() {
     let mut cluster = Cluster::of(5).await;
     cluster.create("db").await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
-    cluster.controller.create_volume(&single, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&single, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let pools: Vec<_> = cluster.volume("db").replicas.iter().map(|r| r.pool.clone()).collect();
     let alone = cluster.volume("single").replicas[0].pool.clone();
@@ -114,7 +151,7 @@ async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() 
     assert!(said.iter().any(|m| m.contains("last good copy") && m.contains(&alone)), "{said:?}");
     assert!(said.iter().any(|m| m.contains("2 are needed")), "{said:?}");
     assert!(said.len() <= 6, "each reason is told once: {said:?}");
-    assert!(cluster.controller.healing().stuck >= 3);
+    assert!(cluster.controller.work.healer.counts().stuck >= 3);
     // With a majority there again, the third is replaced.
     returns(&mut cluster, &pools[0]).await;
     looks(&mut cluster, LONG).await;
@@ -148,7 +185,7 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     cluster.settle().await.unwrap();
     for (name, replicas) in [("a-safe", 5), ("b-safe", 5), ("c-risky", 3), ("d-risky", 3)] {
         let asked = VolumeSpec { replicas, ..spec(name) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
     }
     let names = ["a-safe", "b-safe", "c-risky", "d-risky"];
@@ -157,11 +194,9 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     for pool in ["p2", "p3", "p4", "p5"] {
         cluster
             .controller
-            .set_cordon(
-                &quoin_control::Scope::Pool(pool.into()),
-                quoin_control::Cordoning::Cordon,
-                false,
-            )
+            .work
+            .cordons
+            .set(&quoin_control::Scope::Pool(pool.into()), quoin_control::Cordoning::Cordon, false)
             .await
             .unwrap();
     }
@@ -171,6 +206,8 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
             let id = volume.replicas[0].id.0;
             cluster
                 .controller
+                .volumes
+                .replicas
                 .move_replica(by_name(name).as_ref(), &Move::of(id).to("p1"))
                 .await
                 .unwrap();
@@ -182,8 +219,14 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
             let swap = cluster.swap(name, epoch, 9, |known| {
                 known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
             });
-            cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
-            cluster.controller.unpublish_volume(by_name(name).as_ref(), "n1").await.unwrap();
+            cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
+            cluster
+                .controller
+                .volumes
+                .attachments
+                .unpublish(by_name(name).as_ref(), "n1")
+                .await
+                .unwrap();
             cluster.settle().await.unwrap();
         }
     }
@@ -193,7 +236,7 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     looks(&mut cluster, LONG).await;
     let begun = names.map(|name| newcomers(&cluster.volume(name)).len());
     assert_eq!(begun, [0, 0, 1, 1], "those that can lose the least, and two at a time");
-    assert_eq!(cluster.controller.healing().waiting, 2);
+    assert_eq!(cluster.controller.work.healer.counts().waiting, 2);
     looks(&mut cluster, LONG).await;
     assert_eq!(names.map(|name| newcomers(&cluster.volume(name)).len()), begun);
 }
@@ -219,10 +262,10 @@ async fn a_newcomer_whose_pool_goes_away_is_made_in_another_one() {
 async fn one_change_of_a_volume_is_made_at_a_time() {
     let mut cluster = Cluster::of(5).await;
     let asked = VolumeSpec { replicas: 3, ..spec("db") };
-    cluster.controller.create_volume(&asked, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let scale = quoin_control::Scale { replicas: 4, ..Default::default() };
-    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
     let pool = cluster.volume("db").replicas[0].pool.clone();
     cluster.goes(&pool).await;

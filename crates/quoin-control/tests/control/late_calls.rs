@@ -54,13 +54,13 @@ async fn scene(since: Since) -> Scene {
         Since::Nothing => {}
         Since::OpenedAgain => drop(cluster.open_volume(id, "n1", OWN).await),
         Since::Restarted => drop(cluster.open_volume(id, "n1", OTHER).await),
-        _ => cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap(),
+        _ => cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await.unwrap(),
     }
     match since {
         Since::AttachedAgain => drop(cluster.attach("db", "n1").await.unwrap()),
         Since::Moved | Since::MovedAndOpened => drop(cluster.attach("db", "n2").await.unwrap()),
         Since::Deleted => {
-            cluster.controller.delete_volume(db.as_ref()).await.unwrap();
+            cluster.controller.volumes.catalog.delete(db.as_ref()).await.unwrap();
             cluster.settle().await.unwrap();
         }
         _ => {}
@@ -79,8 +79,9 @@ async fn an_epoch_is_granted_to_the_owner_alone_and_never_the_same_one_twice() {
         let mut last = epoch;
         // The request, and the same one again, as a network may deliver it.
         for _ in 0..2 {
-            let before = cluster.controller.get_volume(by_name("db").as_ref()).ok();
-            let asked = cluster.controller.acquire_epoch(id, "n1", Incarnation(OWN), epoch).await;
+            let before = cluster.controller.volumes.catalog.get(by_name("db").as_ref()).ok();
+            let asked =
+                cluster.controller.volumes.epochs.acquire(id, "n1", Incarnation(OWN), epoch).await;
             let owns = before.as_ref().is_some_and(|v| v.owner.as_deref() == Some("n1"));
             match asked.unwrap() {
                 Ok(granted) => {
@@ -90,7 +91,7 @@ async fn an_epoch_is_granted_to_the_owner_alone_and_never_the_same_one_twice() {
                 }
                 Err(_) => {
                     assert!(!owns, "{since:?}");
-                    let now = cluster.controller.get_volume(by_name("db").as_ref()).ok();
+                    let now = cluster.controller.volumes.catalog.get(by_name("db").as_ref()).ok();
                     assert_eq!(before, now, "{since:?}: a refusal changes nothing");
                 }
             }
@@ -112,19 +113,23 @@ async fn a_swap_counts_once_under_the_epoch_of_the_record_and_under_no_other() {
         });
         let asked = quoin_control::MembershipSwap { node: "n1".into(), ..asked };
         let before = Membership::from(&volume.membership);
-        let (now, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
+        let (now, outcome) =
+            cluster.controller.volumes.epochs.swap_membership(&asked).await.unwrap();
         let current = since == Since::Nothing;
         assert_eq!(outcome.is_ok(), current, "{since:?}: {outcome:?}");
         assert_eq!(now.version, before.version + u64::from(current), "{since:?}");
-        // Repeated late: the same answer, and nothing more changes.
-        let (again, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
+        // Told again, late: the same answer, and nothing more changes.
+        let (again, outcome) =
+            cluster.controller.volumes.epochs.swap_membership(&asked).await.unwrap();
         assert_eq!((outcome.is_ok(), &again), (current, &now), "{since:?}");
         if current {
             // After the next change the old one is over, whatever it requests.
             let next = cluster.swap("db", epoch, OWN, |known| known.reverse());
-            let (third, outcome) = cluster.controller.swap_membership(&next).await.unwrap();
+            let (third, outcome) =
+                cluster.controller.volumes.epochs.swap_membership(&next).await.unwrap();
             assert!(outcome.is_ok() && third.version == now.version + 1);
-            let (stays, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
+            let (stays, outcome) =
+                cluster.controller.volumes.epochs.swap_membership(&asked).await.unwrap();
             assert!(outcome.is_err());
             assert_eq!(stays, third);
         }
@@ -133,7 +138,9 @@ async fn a_swap_counts_once_under_the_epoch_of_the_record_and_under_no_other() {
         let mut foreign = asked.clone();
         foreign.version = cluster.volume("db").membership.version;
         foreign.known[0] = stranger;
-        assert!(cluster.controller.swap_membership(&foreign).await.unwrap().1.is_err());
+        assert!(
+            cluster.controller.volumes.epochs.swap_membership(&foreign).await.unwrap().1.is_err()
+        );
         cluster.settle().await.unwrap();
         drop(report);
     }
@@ -144,13 +151,13 @@ async fn a_report_counts_for_the_owner_at_the_records_epoch_and_gets_a_grant_the
     for since in ALL {
         let Scene { cluster, report, .. } = scene(since).await;
         let shown = |cluster: &Cluster| {
-            let volume = cluster.controller.get_volume(by_name("db").as_ref()).ok()?;
-            Some(cluster.controller.volume_message(&volume).waiting_for)
+            let volume = cluster.controller.volumes.catalog.get(by_name("db").as_ref()).ok()?;
+            Some(cluster.controller.status.volume(&volume).waiting_for)
         };
         let before = shown(&cluster);
         for _ in 0..2 {
             let late = VolumeReport { waiting_for: "late words".into(), ..report.clone() };
-            let grant = cluster.controller.report_volume(&late).await;
+            let grant = cluster.controller.reports.volume(&late).await;
             let current = since == Since::Nothing;
             assert_eq!(grant.is_ok_and(|grant| !grant.is_empty()), current, "{since:?}");
             let heard = shown(&cluster).is_some_and(|text| text.contains("late words"));

@@ -13,28 +13,28 @@ use crate::server::Server;
 async fn a_pool_leaves_only_when_it_is_away_and_no_volume_needs_it() {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
-    let online = cluster.controller.remove_pool("p1", false).await.unwrap_err();
+    let online = cluster.controller.removals.pool("p1", false).await.unwrap_err();
     assert_eq!(online.code(), Code::FailedPrecondition);
     assert!(online.to_string().contains("online"), "{online}");
 
     cluster.goes("p1").await;
-    let needed = cluster.controller.remove_pool("p1", false).await.unwrap_err();
+    let needed = cluster.controller.removals.pool("p1", false).await.unwrap_err();
     assert_eq!(needed.code(), Code::FailedPrecondition);
     assert!(needed.to_string().contains("\"db\""), "{needed}");
 
     // A volume that is to be deleted waits for the pool, and goes with it.
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.store.keys("volume/").len(), 1, "it waits for p1");
-    cluster.controller.remove_pool("p1", false).await.unwrap();
+    cluster.controller.removals.pool("p1", false).await.unwrap();
     assert_eq!(cluster.store.keys("volume/").len(), 0);
     let names: Vec<_> =
-        cluster.controller.pool_messages().into_iter().map(|pool| pool.name).collect();
+        cluster.controller.status.pools().into_iter().map(|pool| pool.name).collect();
     assert_eq!(names, ["p2", "p3"]);
-    let again = cluster.controller.remove_pool("p1", false).await.unwrap_err();
+    let again = cluster.controller.removals.pool("p1", false).await.unwrap_err();
     assert_eq!(again.code(), Code::NotFound);
     cluster.restart().await;
-    assert_eq!(cluster.controller.pool_messages().len(), 2, "it is gone for good");
+    assert_eq!(cluster.controller.status.pools().len(), 2, "it is gone for good");
 }
 
 #[tokio::test]
@@ -43,17 +43,17 @@ async fn a_node_leaves_only_when_it_is_away_and_has_nothing_attached() {
     cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&last_words).await.unwrap();
-    let attached = cluster.controller.remove_node("n1", false).await.unwrap_err();
+    cluster.controller.reports.node(&last_words).await.unwrap();
+    let attached = cluster.controller.removals.node("n1", false).await.unwrap_err();
     assert!(attached.to_string().contains("\"db\""), "{attached}");
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
-    let online = cluster.controller.remove_node("n2", false).await.unwrap_err();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    let online = cluster.controller.removals.node("n2", false).await.unwrap_err();
     assert!(online.to_string().contains("online"), "{online}");
-    cluster.controller.remove_node("n1", false).await.unwrap();
-    assert_eq!(cluster.controller.node_messages().len(), 1);
-    // The user's statement that its processes have ended is accepted with force.
-    cluster.controller.remove_node("n2", true).await.unwrap();
-    assert!(cluster.controller.node_messages().is_empty());
+    cluster.controller.removals.node("n1", false).await.unwrap();
+    assert_eq!(cluster.controller.status.nodes().len(), 1);
+    // With force, the word that its processes have ended is taken.
+    cluster.controller.removals.node("n2", true).await.unwrap();
+    assert!(cluster.controller.status.nodes().is_empty());
 }
 
 #[tokio::test]
@@ -71,7 +71,7 @@ async fn who_was_removed_may_do_nothing_and_his_name_is_free_for_another_key() {
     assert!(refused.message().contains("was removed"), "{}", refused.message());
     let renewal = old.renew(&server.address).await.unwrap_err();
     assert!(renewal.to_string().contains("was removed"), "{renewal}");
-    assert!(server.controller.pool_messages().is_empty(), "it did not come back");
+    assert!(server.controller.status.pools().is_empty(), "it did not come back");
 
     let token = server.token("pool", "", 60).await;
     let new = join(&server.address, &token, Role::Pool, "p1", &server.home("new")).await.unwrap();

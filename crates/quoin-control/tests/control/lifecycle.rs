@@ -13,7 +13,7 @@ use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
 async fn a_volume_is_pending_until_every_pool_has_created_its_replica_and_then_ready() {
     let mut cluster = Cluster::new().await;
     cluster.pools[2].online = false;
-    let volume = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
+    let volume = cluster.controller.volumes.catalog.create(&spec("db"), 0).await.unwrap();
     assert_eq!(volume.membership.known.len(), 3);
     cluster.settle().await.unwrap();
     let shown = cluster.shown("db");
@@ -23,7 +23,8 @@ async fn a_volume_is_pending_until_every_pool_has_created_its_replica_and_then_r
     let attached = cluster.attach("db", "n1").await.unwrap_err();
     assert_eq!(attached.code(), Code::Unavailable);
     assert!(attached.to_string().contains("pool p3"), "{attached}");
-    let acquired = cluster.controller.acquire_epoch(volume.id.0, "n1", Incarnation(1), Epoch(0));
+    let acquired =
+        cluster.controller.volumes.epochs.acquire(volume.id.0, "n1", Incarnation(1), Epoch(0));
     assert!(acquired.await.unwrap().is_err(), "no target opens before the volume is formed");
 
     cluster.pools[2].online = true;
@@ -58,17 +59,17 @@ async fn never_more_than_rf_replicas_are_made_with_quorum_on() {
 async fn creating_again_finds_the_same_volume_and_refuses_a_different_one_by_field() {
     let mut cluster = Cluster::new().await;
     let first = cluster.create("db").await;
-    let again = cluster.controller.create_volume(&spec("db"), 2 * GIB).await.unwrap();
+    let again = cluster.controller.volumes.catalog.create(&spec("db"), 2 * GIB).await.unwrap();
     assert_eq!(first.id, again.id);
     let smaller = VolumeSpec { size_bytes: GIB / 2, ..spec("db") };
-    let fits = cluster.controller.create_volume(&smaller, GIB).await.unwrap();
+    let fits = cluster.controller.volumes.catalog.create(&smaller, GIB).await.unwrap();
     assert_eq!(first.id, fits.id, "the size that it has lies within what is asked");
     for (field, asked) in [
         ("size", VolumeSpec { size_bytes: 2 * GIB, ..spec("db") }),
         ("replicas", VolumeSpec { replicas: 2, ..spec("db") }),
         ("fsType", VolumeSpec { fs_type: "xfs".into(), ..spec("db") }),
     ] {
-        let error = cluster.controller.create_volume(&asked, 0).await.unwrap_err();
+        let error = cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap_err();
         assert_eq!(error.code(), Code::AlreadyExists);
         assert!(error.to_string().contains(field), "{error}");
     }
@@ -78,13 +79,13 @@ async fn creating_again_finds_the_same_volume_and_refuses_a_different_one_by_fie
 async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive() {
     let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), "h1")).collect();
     let mut cluster = Cluster::with(crate::cluster::Memory::new(), pools).await;
-    let error = cluster.controller.create_volume(&spec("db"), 0).await.unwrap_err();
+    let error = cluster.controller.volumes.catalog.create(&spec("db"), 0).await.unwrap_err();
     assert_eq!(error.code(), Code::ResourceExhausted);
     assert!(error.to_string().contains("need 3 hosts"), "{error}");
     assert!(cluster.store.keys("volume").is_empty(), "a refusal leaves nothing behind");
     let mut asked = spec("db");
     asked.set_spread(quoin_api::control::Spread::Pool);
-    cluster.controller.create_volume(&asked, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let contract = cluster.shown("db").contract;
     assert!(contract.contains("survive the loss of one pool, not of one host"), "{contract}");
@@ -93,7 +94,7 @@ async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive
 
 /// Returns the events about volumes that were made.
 fn creations(cluster: &Cluster) -> Vec<String> {
-    let events = cluster.controller.events().after(0).into_iter();
+    let events = cluster.controller.state.events().after(0).into_iter();
     events.filter(|event| event.reason == "VolumeCreated").map(|event| event.message).collect()
 }
 
@@ -110,18 +111,18 @@ async fn the_event_of_a_creation_says_what_the_volume_survives() {
 async fn no_volume_takes_another_s_id_for_its_name_and_a_name_that_looks_like_one_is_found() {
     let mut cluster = Cluster::new().await;
     let id = cluster.create("db").await.id.0.to_string();
-    let error = cluster.controller.create_volume(&spec(&id), 0).await.unwrap_err();
+    let error = cluster.controller.volumes.catalog.create(&spec(&id), 0).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.to_string().contains("the id of volume \"db\""), "{error}");
 
     let alike = "0123456789abcdef0123456789abcdef";
     let volume = cluster.create(alike).await;
     let asked = |id: &str, name: &str| Some(VolumeRef { id: id.into(), name: name.into() });
-    let found = cluster.controller.get_volume(asked(alike, alike).as_ref()).unwrap();
+    let found = cluster.controller.volumes.catalog.get(asked(alike, alike).as_ref()).unwrap();
     assert_eq!(found.id, volume.id);
-    // A caller that gives an id alone never means a name: it may be that of a deleted volume.
-    assert!(cluster.controller.get_volume(asked(alike, "").as_ref()).is_err());
-    let found = cluster.controller.get_volume(asked(&id, "nobody's").as_ref()).unwrap();
+    // Who gives an id alone never means a name: it may be that of a volume which is gone.
+    assert!(cluster.controller.volumes.catalog.get(asked(alike, "").as_ref()).is_err());
+    let found = cluster.controller.volumes.catalog.get(asked(&id, "nobody's").as_ref()).unwrap();
     assert_eq!(found.id.0.to_string(), id);
 }
 
@@ -130,28 +131,29 @@ async fn an_attached_volume_is_not_deleted_and_a_deleted_one_goes_when_every_poo
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
-    let error = cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap_err();
+    let error =
+        cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert!(error.to_string().contains("node n1"), "{error}");
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
 
     cluster.pools[1].online = false;
     let by_id = Some(VolumeRef { id: volume.id.0.to_string(), name: String::new() });
-    cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_id.as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
-    let left = cluster.controller.get_volume(by_id.as_ref()).unwrap();
-    let shown = cluster.controller.volume_message(&left);
+    let left = cluster.controller.volumes.catalog.get(by_id.as_ref()).unwrap();
+    let shown = cluster.controller.status.volume(&left);
     assert_eq!(shown.phase, "Deleting");
     assert_eq!(shown.waiting_for, "pool p2 to remove its replica");
-    // Meanwhile the name is free, and a repeated delete is no error.
-    cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    // Meanwhile the name is free, and deleting again is no error.
+    cluster.controller.volumes.catalog.delete(by_id.as_ref()).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
     assert_eq!(cluster.attach("db", "n1").await.unwrap_err().code(), Code::NotFound);
 
     cluster.restart().await;
     cluster.pools[1].online = true;
     cluster.settle().await.unwrap();
-    assert!(cluster.controller.get_volume(by_id.as_ref()).is_err());
+    assert!(cluster.controller.volumes.catalog.get(by_id.as_ref()).is_err());
     assert!(cluster.store.keys("volume").is_empty());
     assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()));
 }
@@ -162,7 +164,7 @@ async fn a_volume_grows_and_never_shrinks() {
     cluster.create("db").await;
     let resize = |size, limit| {
         let controller = &cluster.controller;
-        async move { controller.resize_volume(by_name("db").as_ref(), size, limit).await }
+        async move { controller.volumes.catalog.resize(by_name("db").as_ref(), size, limit).await }
     };
     assert_eq!(resize(2 * GIB, 0).await.unwrap().size_bytes, 2 * GIB);
     assert_eq!(resize(GIB, 0).await.unwrap().size_bytes, 2 * GIB, "asking less changes nothing");
@@ -171,7 +173,7 @@ async fn a_volume_grows_and_never_shrinks() {
     assert_eq!(resize(1 << 63, 0).await.unwrap_err().code(), Code::OutOfRange);
     // Pools have 100 GiB, of which 80 may be used.
     assert_eq!(resize(500 * GIB, 0).await.unwrap_err().code(), Code::OutOfRange);
-    let told = cluster.controller.pool_assignment("p1").replicas[0].size_bytes;
+    let told = cluster.controller.assignments.of_pool("p1").replicas[0].size_bytes;
     assert_eq!(told, 2 * GIB);
 }
 
@@ -185,18 +187,25 @@ async fn one_node_at_a_time_has_a_volume_and_asking_twice_is_the_same_as_once() 
     assert_eq!(second.code(), Code::FailedPrecondition);
     assert!(second.to_string().contains("attached to node n1"), "{second}");
     let differently = Publish { node: "n1".into(), read_only: true, ..Publish::default() };
-    let differs = cluster.controller.publish_volume(by_name("db").as_ref(), &differently).await;
+    let differs =
+        cluster.controller.volumes.attachments.publish(by_name("db").as_ref(), &differently).await;
     assert_eq!(differs.unwrap_err().code(), Code::AlreadyExists);
     assert_eq!(cluster.attach("db", "n9").await.unwrap_err().code(), Code::NotFound);
-    assert_eq!(cluster.controller.node_assignment("n1").targets.len(), 1);
-    assert!(cluster.controller.node_assignment("n2").targets.is_empty());
+    assert_eq!(cluster.controller.assignments.of_node("n1").targets.len(), 1);
+    assert!(cluster.controller.assignments.of_node("n2").targets.is_empty());
 
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "").await.unwrap();
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
-    cluster.controller.unpublish_volume(by_name("nothing").as_ref(), "n1").await.unwrap();
-    assert!(cluster.controller.node_assignment("n1").targets.is_empty());
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .attachments
+        .unpublish(by_name("nothing").as_ref(), "n1")
+        .await
+        .unwrap();
+    assert!(cluster.controller.assignments.of_node("n1").targets.is_empty());
     cluster.attach("db", "n2").await.unwrap();
-    let target = cluster.controller.node_assignment("n2").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n2").targets.remove(0);
     assert_eq!(target.replicas.len(), 3);
     assert!(target.replicas.iter().all(|r| !r.candidate && !r.address.is_empty()));
 }
@@ -208,13 +217,13 @@ async fn epochs_only_grow_only_for_the_owner_and_outlive_the_controller() {
     cluster.attach("db", "n1").await.unwrap();
     let acquire = |cluster: &Cluster, node: &'static str, at_least: u64| {
         let controller = &cluster.controller;
-        let acquired = controller.acquire_epoch(id, node, Incarnation(7), Epoch(at_least));
+        let acquired = controller.volumes.epochs.acquire(id, node, Incarnation(7), Epoch(at_least));
         futures::executor::block_on(acquired)
     };
     let granted = acquire(&cluster, "n1", 0).unwrap().unwrap();
     assert_eq!(granted.epoch, Epoch(1));
     assert!(granted.membership.formed);
-    let grant = cluster.controller.identity().verify_grant(&granted.grant).unwrap();
+    let grant = cluster.controller.state.identity().verify_grant(&granted.grant).unwrap();
     assert_eq!((grant.volume, grant.epoch, grant.node.as_str()), (id, Epoch(1), "n1"));
     assert_eq!(acquire(&cluster, "n1", 0).unwrap().unwrap().epoch, Epoch(2), "never twice");
     assert_eq!(acquire(&cluster, "n1", 40).unwrap().unwrap().epoch, Epoch(41));
@@ -222,7 +231,7 @@ async fn epochs_only_grow_only_for_the_owner_and_outlive_the_controller() {
     assert!(acquire(&cluster, "n1", u64::MAX).is_err(), "the numbers must not be used up");
     cluster.restart().await;
     assert_eq!(acquire(&cluster, "n1", 0).unwrap().unwrap().epoch, Epoch(42));
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
     assert!(acquire(&cluster, "n1", 0).unwrap().unwrap_err().contains("attached to no node"));
     cluster.attach("db", "n2").await.unwrap();
     assert!(acquire(&cluster, "n1", 0).unwrap().is_err(), "the former owner stays fenced");
@@ -235,7 +244,7 @@ async fn of_many_acquisitions_at_once_no_two_get_the_same_epoch() {
     let mut cluster = Cluster::new().await;
     let id = cluster.create("db").await.id.0;
     cluster.attach("db", "n1").await.unwrap();
-    let acquire = |n| cluster.controller.acquire_epoch(id, "n1", Incarnation(n), Epoch(0));
+    let acquire = |n| cluster.controller.volumes.epochs.acquire(id, "n1", Incarnation(n), Epoch(0));
     let all = futures::future::join_all((1..=20).map(acquire)).await;
     let mut epochs: Vec<_> = all.into_iter().map(|one| one.unwrap().unwrap().epoch).collect();
     epochs.sort();
@@ -260,7 +269,7 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     let grant = cluster
         .serving("db", &[(&guids[0], "in-sync"), (&guids[1], "in-sync"), (&guids[2], "in-sync")])
         .await;
-    assert_eq!(cluster.controller.identity().verify_grant(&grant).unwrap().epoch, Epoch(1));
+    assert_eq!(cluster.controller.state.identity().verify_grant(&grant).unwrap().epoch, Epoch(1));
     let shown = cluster.shown("db");
     assert_eq!((shown.health.as_str(), shown.waiting_for.as_str()), ("Online", ""));
     assert_eq!(shown.attachments[0].phase, "Attached");
@@ -278,7 +287,7 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
 
     // A target that reports is proof enough of its node.
     let leaving = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
-    cluster.controller.report_node(&leaving).await.unwrap();
+    cluster.controller.reports.node(&leaving).await.unwrap();
     assert_eq!(cluster.shown("db").attachments[0].message, "node n1 is offline");
     let all = [(&*guids[0], "in-sync"), (&*guids[1], "in-sync"), (&*guids[2], "in-sync")];
     cluster.serving("db", &all).await;
@@ -287,13 +296,13 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     // A new controller knows nothing yet, and reports that instead of a false alarm.
     cluster.restart().await;
     assert_eq!(cluster.shown("db").health, "Unknown");
-    let refused = cluster.controller.create_volume(&spec("new"), 0).await.unwrap_err();
+    let refused = cluster.controller.volumes.catalog.create(&spec("new"), 0).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
     // Members without a report for any time count as offline from here on.
     let patient = std::mem::replace(&mut cluster.offline_after, Duration::ZERO);
     cluster.restart().await;
     assert_eq!(cluster.shown("db").health, "Faulted");
-    cluster.controller.announce_absent();
+    cluster.controller.work.announce_absent();
     assert!(cluster.reasons().contains(&"PoolOffline".to_owned()));
     let waiting = cluster.shown("db").waiting_for;
     assert!(waiting.contains("pool p1: its pool is offline"), "{waiting}");
@@ -311,14 +320,14 @@ async fn volumes_are_listed_in_pages_and_a_foreign_token_is_aborted() {
     for name in ["a", "b", "c"] {
         cluster.create(name).await;
     }
-    let (first, token) = cluster.controller.list_volumes(2, "").unwrap();
+    let (first, token) = cluster.controller.volumes.catalog.list(2, "").unwrap();
     assert_eq!(first.len(), 2);
-    let (second, end) = cluster.controller.list_volumes(2, &token).unwrap();
+    let (second, end) = cluster.controller.volumes.catalog.list(2, &token).unwrap();
     assert_eq!((second.len(), end.as_str()), (1, ""));
     let mut names: Vec<_> = first.iter().chain(&second).map(|v| v.spec.name.clone()).collect();
     names.sort();
     assert_eq!(names, ["a", "b", "c"]);
-    let error = cluster.controller.list_volumes(2, "invalid-token").unwrap_err();
+    let error = cluster.controller.volumes.catalog.list(2, "invalid-token").unwrap_err();
     assert_eq!(error.code(), Code::Aborted);
 }
 
@@ -330,7 +339,7 @@ async fn hostile_reports_are_refused_by_field() {
     cluster.open_volume(volume.id.0, "n1", 9).await;
     let many = cluster.report_of("db", "opening");
     let many = VolumeReport { silent: vec![format!("{:032x}", 7); 17], ..many };
-    let error = cluster.controller.report_volume(&many).await.unwrap_err();
+    let error = cluster.controller.reports.volume(&many).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.to_string().contains("silent"), "{error}");
 
@@ -342,7 +351,7 @@ async fn hostile_reports_are_refused_by_field() {
     let mut state = good.clone();
     state.replicas.push(quoin_api::control::ReplicaReport::default());
     for (field, report) in [("error", long), ("pool", name), ("state", state)] {
-        let error = cluster.controller.report_pool(&report).await.unwrap_err();
+        let error = cluster.controller.reports.pool(&report).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         assert!(error.to_string().contains(field), "{error}");
     }
@@ -357,22 +366,23 @@ async fn what_keeps_a_pool_from_taking_more_is_shown_while_it_serves_on() {
         ..cluster.pools[0].report()
     };
     for (free_bytes, state) in [(1 << 20, "Online"), (0, "Full")] {
-        cluster.controller.report_pool(&report(free_bytes, "the disk is full")).await.unwrap();
-        let shown = cluster.controller.pool_messages().remove(0);
+        cluster.controller.reports.pool(&report(free_bytes, "the disk is full")).await.unwrap();
+        let shown = cluster.controller.status.pools().remove(0);
         assert_eq!((shown.state.as_str(), shown.message.as_str()), (state, "the disk is full"));
     }
     let long = report(0, &"x".repeat(2000));
-    assert!(cluster.controller.report_pool(&long).await.is_err());
+    assert!(cluster.controller.reports.pool(&long).await.is_err());
 }
 
 #[tokio::test]
 async fn a_volume_too_small_for_its_file_system_is_refused_at_its_creation() {
     let cluster = Cluster::new().await;
     let asked = |size_bytes| VolumeSpec { fs_type: "xfs".into(), size_bytes, ..spec("small") };
-    let refusal = cluster.controller.create_volume(&asked(299 << 20), 0).await.unwrap_err();
+    let refusal =
+        cluster.controller.volumes.catalog.create(&asked(299 << 20), 0).await.unwrap_err();
     assert_eq!(refusal.code(), Code::OutOfRange);
     assert!(refusal.to_string().contains("300 MiB") && refusal.to_string().contains("ext4"));
-    cluster.controller.create_volume(&asked(300 << 20), 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&asked(300 << 20), 0).await.unwrap();
 }
 
 #[tokio::test]
@@ -386,7 +396,7 @@ async fn a_name_that_is_taken_is_refused_by_what_there_is_and_what_was_asked_fie
         durability: quoin_api::control::Durability::Media.into(),
         ..spec("db")
     };
-    let refusal = cluster.controller.create_volume(&asked, 0).await.unwrap_err();
+    let refusal = cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap_err();
     assert_eq!(refusal.code(), Code::AlreadyExists);
     let text = refusal.to_string();
     for words in [
@@ -400,7 +410,8 @@ async fn a_name_that_is_taken_is_refused_by_what_there_is_and_what_was_asked_fie
     }
     assert!(!text.contains("consistencyFactor"), "2 of 2 as 2 of 3: {text}");
     let small = VolumeSpec { size_bytes: GIB / 2, ..spec("db") };
-    let text = cluster.controller.create_volume(&small, GIB / 2).await.unwrap_err().to_string();
+    let text =
+        cluster.controller.volumes.catalog.create(&small, GIB / 2).await.unwrap_err().to_string();
     assert!(text.contains("it has 1 GiB, at most 512 MiB are asked for"), "{text}");
 }
 
@@ -414,16 +425,16 @@ async fn nothing_is_made_or_grown_in_pools_without_a_free_byte() {
             warning: "the disk below it is full".into(),
             ..pool.report()
         };
-        cluster.controller.report_pool(&full).await.unwrap();
+        cluster.controller.reports.pool(&full).await.unwrap();
     }
-    let refusal = cluster.controller.create_volume(&spec("more"), 0).await.unwrap_err();
+    let refusal = cluster.controller.volumes.catalog.create(&spec("more"), 0).await.unwrap_err();
     assert_eq!(refusal.code(), Code::ResourceExhausted);
     let text = refusal.to_string();
     for name in ["p1", "p2", "p3"] {
         assert!(text.contains(&format!("{name} (full: the disk below it is full)")), "{text}");
     }
     assert!(text.contains("free space") && text.contains("add a pool"), "{text}");
-    let grown = cluster.controller.resize_volume(by_name("db").as_ref(), 2 * GIB, 0).await;
+    let grown = cluster.controller.volumes.catalog.resize(by_name("db").as_ref(), 2 * GIB, 0).await;
     let text = grown.unwrap_err().to_string();
     assert!(text.contains("is full: the disk below it is full"), "{text}");
     // Space there counts as space.
@@ -449,8 +460,8 @@ async fn an_event_about_a_replica_names_its_pool() {
     cluster.reports("db", "serving", |report| report.events = told.to_vec()).await;
     let pool = cluster.pools.iter().find(|pool| pool.name == replica.pool).unwrap();
     let report = PoolReport { events: vec![event("it is damaged")], ..pool.report() };
-    cluster.controller.report_pool(&report).await.unwrap();
-    let events = cluster.controller.events().after(0).into_iter();
+    cluster.controller.reports.pool(&report).await.unwrap();
+    let events = cluster.controller.state.events().after(0).into_iter();
     let said: Vec<_> = events.filter(|e| e.reason == "Told").map(|e| e.message).collect();
     let name = &replica.pool;
     assert_eq!(

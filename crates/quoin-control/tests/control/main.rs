@@ -17,6 +17,7 @@ mod healing;
 mod late_calls;
 mod leaving;
 mod lifecycle;
+mod partial;
 mod recovering;
 mod replacement;
 mod salvage;

@@ -8,7 +8,8 @@ use crate::cluster::{Cluster, by_name, spec};
 
 async fn refused(cluster: &Cluster, recovery: &Recovery) -> String {
     let before = cluster.volume("db");
-    let refusal = cluster.controller.recover_volume(by_name("db").as_ref(), recovery).await;
+    let refusal =
+        cluster.controller.disaster.volumes.recover(by_name("db").as_ref(), recovery).await;
     assert_eq!(*cluster.volume("db"), *before, "a refusal changes nothing");
     refusal.unwrap_err().to_string()
 }
@@ -48,8 +49,13 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     cluster.attach("db", "n1").await.unwrap();
     let old = cluster.open_volume(volume.id.0, "n1", 5).await;
     let accepted = Recovery { accept_loss_of: "db".into(), ..sure };
-    let recovered =
-        cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await.unwrap();
+    let recovered = cluster
+        .controller
+        .disaster
+        .volumes
+        .recover(by_name("db").as_ref(), &accepted)
+        .await
+        .unwrap();
     let membership = &recovered.membership;
     assert_eq!((membership.rf, membership.cf, membership.drf), (1, 1, 3));
     assert_eq!(membership.known.len(), 1);
@@ -58,21 +64,22 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     // The target that had it open may change nothing any more.
     let late = cluster.swap("db", old, 5, |_| {});
     let late = quoin_control::MembershipSwap { node: "n1".into(), ..late };
-    assert!(cluster.controller.swap_membership(&late).await.unwrap().1.is_err());
-    // The volume is given back to the node that it is attached to, for a new epoch.
+    assert!(cluster.controller.volumes.epochs.swap_membership(&late).await.unwrap().1.is_err());
+    // It is given back to the node that it is attached to, for a new epoch.
     let now = tokio::time::Instant::now();
-    cluster.controller.tend_unused_at(now).await.unwrap();
+    cluster.controller.work.tender.look_at_all(now).await.unwrap();
     assert!(cluster.volume("db").owner.is_none(), "its target has not seen it yet");
     let later = now + std::time::Duration::from_secs(4);
-    cluster.controller.tend_unused_at(later).await.unwrap();
+    cluster.controller.work.tender.look_at_all(later).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert!(!target.maintenance && target.desired_replication_factor == 3);
     assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);
     assert!(cluster.shown("db").contract.contains("recovered by hand"));
     assert!(cluster.reasons().contains(&"VolumeRecovered".to_owned()));
-    // The kept replica is not given up a second time.
-    let again = cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await;
+    // What it was made from is not given up a second time.
+    let again =
+        cluster.controller.disaster.volumes.recover(by_name("db").as_ref(), &accepted).await;
     assert!(matches!(again, Err(Error::NotFound { .. } | Error::Precondition(_))));
 }
 
@@ -87,7 +94,7 @@ async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_af
         allow_loss_on_single_failure: true,
         ..spec("db")
     };
-    cluster.controller.create_volume(&wanted, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&wanted, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     let ids: Vec<ReplicaId> = volume.replicas.iter().map(|r| r.id.0).collect();
@@ -100,7 +107,8 @@ async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_af
         accept_loss_of: "db".into(),
     };
     let db = by_name("db");
-    let recovered = cluster.controller.recover_volume(db.as_ref(), &recovery).await.unwrap();
+    let recovered =
+        cluster.controller.disaster.volumes.recover(db.as_ref(), &recovery).await.unwrap();
     let membership = quoin_types::Membership::from(&recovered.membership);
     assert_eq!((membership.rf, membership.cf, membership.drf), (3, 3, 5));
     assert_eq!(membership.open_quorum(), 3);

@@ -69,7 +69,7 @@ async fn what_a_pool_has_lost_is_made_anew_under_another_guid_and_shown_to_the_t
     let volume = cluster.volume("db");
     assert_eq!(volume.known_guid(asked.replica), Some(asked.old), "the known list is the target's");
     assert_eq!(volume.replicas[0].phase, ReplicaPhase::Keep, "born once, then only kept");
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     let candidates: Vec<_> = target.replicas.iter().filter(|r| r.candidate).collect();
     assert_eq!(candidates.len(), 1);
     assert_eq!(candidates[0].guid, asked.new.to_string());
@@ -86,23 +86,26 @@ async fn what_a_pool_has_lost_is_made_anew_under_another_guid_and_shown_to_the_t
 async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_retired() {
     let mut cluster = Cluster::new().await;
     let asked = lost(&mut cluster).await;
-    let (membership, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (membership, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     outcome.unwrap();
     assert_eq!(membership.version, asked.swap.version + 1);
     assert_eq!(membership.known.len(), 3);
     assert_eq!(membership.retired, [asked.old]);
     assert!(membership.check().is_ok());
     assert!(known(&cluster.volume("db"), &asked));
-    // The answer was lost; the target repeats the request and learns that it is done.
-    let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    // The answer got lost; the target asks again and learns that it is done.
+    let (again, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     outcome.unwrap();
     assert_eq!(again, membership);
     cluster.restart().await;
     cluster.settle().await.unwrap();
-    let (again, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (again, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_ok() && again == membership);
     assert_eq!(cluster.shown("db").health, "Online");
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert!(target.replicas.iter().all(|replica| !replica.candidate));
 }
 
@@ -133,14 +136,16 @@ async fn a_swap_of_another_epoch_version_node_or_guid_is_refused_and_changes_not
         asked.with(|s| s.known.clear()),
     ];
     for wrong in wrong {
-        let (membership, outcome) = cluster.controller.swap_membership(&wrong).await.unwrap();
+        let (membership, outcome) =
+            cluster.controller.volumes.epochs.swap_membership(&wrong).await.unwrap();
         assert!(outcome.is_err(), "{wrong:?}");
         assert_eq!(membership.version, asked.swap.version);
     }
     assert_eq!(*cluster.volume("db"), *before);
     // A newer target has opened: the older one's swap comes too late.
     cluster.open_volume(asked.swap.volume, "n1", 10).await;
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.unwrap_err().contains("is over"));
 }
 
@@ -152,10 +157,11 @@ async fn a_lost_newcomer_gets_yet_another_guid() {
     wipe(&mut cluster, &pool).await;
     let third = cluster.volume("db").replicas[0].guid.0;
     assert!(third != asked.new && third != asked.old);
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_err(), "the newcomer that was lost must not become known");
     let retry = asked.instead(third);
-    cluster.controller.swap_membership(&retry).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&retry).await.unwrap().1.unwrap();
 }
 
 #[tokio::test]
@@ -171,7 +177,8 @@ async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
     assert!(volume.discarded.is_empty(), "and the newcomer is removed: {:?}", volume.discarded);
     let pool = cluster.pools.iter().find(|p| p.name == pool_name).unwrap();
     assert!(!pool.holds.contains_key(&asked.new.to_string()));
-    let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
+    let (_, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_err());
     assert_eq!(cluster.shown("db").health, "Opening");
 }
@@ -181,7 +188,7 @@ async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
 async fn a_retired_replica_that_turns_up_again_is_removed_and_never_known() {
     let mut cluster = Cluster::new().await;
     let asked = lost(&mut cluster).await;
-    cluster.controller.swap_membership(&asked.swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&asked.swap).await.unwrap().1.unwrap();
     let pool_name = cluster.volume("db").replicas[0].pool.clone();
     let pool = cluster.pools.iter_mut().find(|p| p.name == pool_name).unwrap();
     pool.holds.insert(asked.old.to_string(), (asked.swap.volume.to_string(), true));
@@ -206,21 +213,21 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     let silent = PoolReport { start_counter: 0, ..pool.report() };
     let leaving = PoolReport { leaving: true, start_counter: 1, ..pool.report() };
     for report in [silent, leaving] {
-        cluster.controller.report_pool(&report).await.unwrap();
+        cluster.controller.reports.pool(&report).await.unwrap();
     }
     assert!(!cluster.reasons().contains(&"PoolRolledBack".to_owned()));
-    cluster.controller.report_pool(&empty).await.unwrap();
+    cluster.controller.reports.pool(&empty).await.unwrap();
     assert_eq!(cluster.shown("db").replicas[0].phase, "InSync", "silence is no loss");
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
     pool.start_counter = 4;
     cluster.settle().await.unwrap();
     assert!(cluster.reasons().contains(&"PoolRolledBack".to_owned()));
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     let unusable = target.replicas.iter().filter(|replica| replica.address.is_empty()).count();
     assert_eq!(unusable, 1);
     cluster.restart().await;
     cluster.settle().await.unwrap();
-    let shown = cluster.controller.pool_messages();
+    let shown = cluster.controller.status.pools();
     let failed: Vec<_> = shown.iter().filter(|pool| pool.state == "Failed").collect();
     assert_eq!(failed.len(), 1, "a restart forgets nothing");
     // New storage under the same name is a new pool, whose replicas are gone.
@@ -230,7 +237,7 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     pool.wipe();
     cluster.settle().await.unwrap();
     assert!(cluster.reasons().contains(&"PoolReplaced".to_owned()));
-    assert!(cluster.controller.pool_messages().iter().all(|pool| pool.state == "Online"));
+    assert!(cluster.controller.status.pools().iter().all(|pool| pool.state == "Online"));
     assert_ne!(cluster.volume("db").replicas[0].guid, volume.replicas[0].guid);
 }
 
@@ -244,7 +251,11 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
         (cluster.pools[0].start_counter, cluster.pools[0].start_nonce) = (counter, nonce);
         cluster.settle().await.unwrap();
         let name = cluster.pools[0].name.clone();
-        assert_eq!(cluster.controller.is_rolled_back(&name), is_older, "start {counter} {nonce}");
+        assert_eq!(
+            cluster.controller.state.is_rolled_back(&name),
+            is_older,
+            "start {counter} {nonce}"
+        );
     }
     // An earlier build reports none.
     let name = cluster.pools[1].name.clone();
@@ -253,7 +264,7 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
         (cluster.pools[1].start_counter) += u64::from(nonce == 7);
         cluster.settle().await.unwrap();
     }
-    assert!(!cluster.controller.is_rolled_back(&name));
+    assert!(!cluster.controller.state.is_rolled_back(&name));
 }
 
 /// An image of the pool's present life counts its starts on, and its mark is below the value that
@@ -266,16 +277,21 @@ async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
         let pool = &mut cluster.pools[0];
         (pool.start_counter, pool.start_nonce, pool.mark) = (starts, nonce, mark);
         let report = pool.report();
-        cluster.controller.report_pool(&report).await.unwrap();
-        cluster.controller.is_rolled_back(&name)
+        cluster.controller.reports.pool(&report).await.unwrap();
+        cluster.controller.state.is_rolled_back(&name)
     };
     for (starts, nonce, mark) in [(5, 50, 0), (5, 50, 1), (6, 60, 1), (6, 60, 3), (6, 60, 2)] {
         assert!(!tell(starts, nonce, mark).await, "{starts} {nonce} {mark}");
     }
     assert!(tell(7, 70, 2).await, "a report that was overtaken takes nothing back");
     assert!(tell(9, 90, 9).await, "only a person can take it back");
-    let message =
-        cluster.controller.events().after(0).into_iter().find(|e| e.reason == "PoolRolledBack");
+    let message = cluster
+        .controller
+        .state
+        .events()
+        .after(0)
+        .into_iter()
+        .find(|e| e.reason == "PoolRolledBack");
     assert!(message.is_some_and(|e| e.message.contains("mark 2") && e.message.contains("mark 3")));
 }
 
@@ -291,9 +307,9 @@ async fn the_mark_of_a_pools_last_report_is_kept() {
         let of_another = PoolReport { start_nonce: 51, mark: 9, ..leaving.clone() };
         let next = PoolReport { start_counter: 6, start_nonce: 60, mark, ..report.clone() };
         for report in [&report, &leaving, &of_another, &next] {
-            cluster.controller.report_pool(report).await.unwrap();
+            cluster.controller.reports.pool(report).await.unwrap();
         }
-        assert_eq!(cluster.controller.is_rolled_back(&report.pool), is_older, "mark {mark}");
+        assert_eq!(cluster.controller.state.is_rolled_back(&report.pool), is_older, "mark {mark}");
     }
 }
 
@@ -310,8 +326,8 @@ async fn the_counts_of_a_replaced_pool_are_not_held_against_the_new_one() {
     let opening = PoolReport { start_counter: 0, start_nonce: 0, ..new.clone() };
     let opened = PoolReport { start_counter: 2, start_nonce: 2, ..new };
     for report in [&report, &opening, &opened] {
-        cluster.controller.report_pool(report).await.unwrap();
-        assert!(!cluster.controller.is_rolled_back(&name));
+        cluster.controller.reports.pool(report).await.unwrap();
+        assert!(!cluster.controller.state.is_rolled_back(&name));
     }
 }
 

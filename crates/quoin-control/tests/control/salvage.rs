@@ -29,16 +29,16 @@ async fn recover(
         loop {
             for (pool, deleted) in answers {
                 let reporting = cluster.pools.iter().find(|p| p.name == *pool).unwrap();
-                controller.report_pool(&reporting.report()).await.unwrap();
-                let request = controller.pool_assignment(pool).holdings_request;
+                controller.reports.pool(&reporting.report()).await.unwrap();
+                let request = controller.assignments.of_pool(pool).holdings_request;
                 let told = Told::nothing_but_deleted(deleted.iter().copied());
-                controller.take_holdings(pool, request, told);
+                controller.disaster.salvage.take(pool, request, told);
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     tokio::select! {
-        recovered = controller.recover_records(&asked) => recovered.unwrap(),
+        recovered = controller.disaster.records.recover(&asked) => recovered.unwrap(),
         () = answering => unreachable!("it goes on for ever"),
     }
 }
@@ -47,7 +47,7 @@ async fn recover(
 async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_its_pool() {
     let mut cluster = Cluster::of(3).await;
     let wanted = VolumeSpec { replicas: 2, consistency_factor: 2, ..spec("db") };
-    cluster.controller.create_volume(&wanted, 0).await.unwrap();
+    cluster.controller.volumes.catalog.create(&wanted, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     let [moved, last] = &volume.replicas[..] else { panic!("{:?}", volume.replicas) };
@@ -62,14 +62,20 @@ async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_it
     let (finding, _) = &recovered.findings[0];
     assert!(finding.message.contains("that may hold copies"), "{}", finding.message);
     let phase_of = |cluster: &Cluster, pool: &str, guid: &str| {
-        let ordered = cluster.controller.pool_assignment(pool).replicas;
+        let ordered = cluster.controller.assignments.of_pool(pool).replicas;
         ordered.into_iter().find(|replica| replica.guid == guid).map(|replica| replica.phase)
     };
     let guid = last.guid.0.to_string();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Keep"));
     assert_eq!(cluster.volume("db").spec.name, "db", "its name is taken");
-    // A user may still delete it.
-    cluster.controller.delete_volume(crate::cluster::by_name("db").as_ref()).await.unwrap();
+    // A person may still delete it.
+    cluster
+        .controller
+        .volumes
+        .catalog
+        .delete(crate::cluster::by_name("db").as_ref())
+        .await
+        .unwrap();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Delete"));
 }
 
@@ -108,10 +114,10 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     let controller = server.controller.clone();
     let recovering = tokio::spawn(async move {
         let asked = RecoverRecords { dry_run: true, ..RecoverRecords::default() };
-        controller.recover_records(&asked).await
+        controller.disaster.records.recover(&asked).await
     });
     let request = loop {
-        match server.controller.pool_assignment("p1").holdings_request {
+        match server.controller.assignments.of_pool("p1").holdings_request {
             0 => tokio::time::sleep(Duration::from_millis(10)).await,
             request => break request,
         }
@@ -123,8 +129,12 @@ async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
     let recovered = recovering.await.unwrap().unwrap();
     assert_eq!((recovered.pools, recovered.missing_pools.len()), (vec!["p1".to_owned()], 0));
     following.abort();
-    assert_eq!(server.controller.pool_assignment("p1").holdings_request, 0, "it is asked no more");
-    // The report is refused already, where its first piece came late.
+    assert_eq!(
+        server.controller.assignments.of_pool("p1").holdings_request,
+        0,
+        "it is asked no more"
+    );
+    // Refused already, where its first piece came late.
     let _ = pieces.unbounded_send(piece(request));
     let refused = left_open.await.unwrap().unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");

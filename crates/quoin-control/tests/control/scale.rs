@@ -22,7 +22,7 @@ async fn opened() -> (Cluster, Epoch) {
 }
 
 fn told(cluster: &Cluster) -> TargetAssignment {
-    cluster.controller.node_assignment("n1").targets.remove(0)
+    cluster.controller.assignments.of_node("n1").targets.remove(0)
 }
 
 fn newcomers(volume: &VolumeRecord) -> Vec<Member> {
@@ -32,13 +32,13 @@ fn newcomers(volume: &VolumeRecord) -> Vec<Member> {
 
 async fn refused(cluster: &Cluster, scale: Scale) -> String {
     let before = cluster.volume("db");
-    let refusal = cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await;
+    let refusal = cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await;
     assert_eq!(*cluster.volume("db"), *before, "a refusal changes nothing");
     refusal.unwrap_err().to_string()
 }
 
 async fn swap(cluster: &mut Cluster, asked: &MembershipSwap) -> Result<(), String> {
-    let (_, outcome) = cluster.controller.swap_membership(asked).await.unwrap();
+    let (_, outcome) = cluster.controller.volumes.epochs.swap_membership(asked).await.unwrap();
     cluster.settle().await.unwrap();
     outcome
 }
@@ -50,7 +50,7 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     let (mut cluster, epoch) = opened().await;
     assert_eq!(told(&cluster).desired_replication_factor, 3);
     let db = by_name("db");
-    cluster.controller.scale_volume(db.as_ref(), &to(5)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &to(5)).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     assert_eq!(
@@ -70,8 +70,8 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     let fresh: Vec<_> = target.replicas.iter().filter(|r| r.candidate).collect();
     assert!(fresh.len() == 2 && fresh.iter().all(|r| !r.beside));
     assert_eq!(cluster.shown("db").changing, "2 replicas being added");
-    // Requested once more: nothing new.
-    cluster.controller.scale_volume(db.as_ref(), &to(5)).await.unwrap();
+    // Asked for once more: nothing new.
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &to(5)).await.unwrap();
     assert_eq!(cluster.volume("db").replicas.len(), 5);
     let both = cluster.swap("db", epoch, 9, |known| known.extend(&new));
     swap(&mut cluster, &both).await.unwrap();
@@ -92,12 +92,13 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
 async fn the_known_list_is_part_of_the_volume_and_a_target_is_told_it_after_any_restart() {
     let (mut cluster, epoch) = opened().await;
     let db = by_name("db");
-    cluster.controller.scale_volume(db.as_ref(), &to(4)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &to(4)).await.unwrap();
     assert_eq!(told(&cluster).desired_replication_factor, 4, "told at once, with no restart");
     cluster.settle().await.unwrap();
     let new = newcomers(&cluster.volume("db"));
     let asked = cluster.swap("db", epoch, 9, |known| known.extend(&new));
-    let (answered, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
+    let (answered, outcome) =
+        cluster.controller.volumes.epochs.swap_membership(&asked).await.unwrap();
     outcome.unwrap();
     for round in 0..2 {
         let shown = cluster.shown("db").membership.unwrap();
@@ -109,7 +110,9 @@ async fn the_known_list_is_part_of_the_volume_and_a_target_is_told_it_after_any_
         let (incarnation, at_least) = (quoin_types::Incarnation(20 + round), Epoch(0));
         let granted = cluster
             .controller
-            .acquire_epoch(asked.volume, "n1", incarnation, at_least)
+            .volumes
+            .epochs
+            .acquire(asked.volume, "n1", incarnation, at_least)
             .await
             .unwrap()
             .unwrap();
@@ -136,8 +139,8 @@ async fn what_a_volume_cannot_be_scaled_to_is_refused_by_name_and_changes_nothin
     assert!(refused(&cluster, named(&[&used])).await.contains("holds a replica"));
     assert!(refused(&cluster, named(&["p9"])).await.contains("p9"));
     assert!(refused(&cluster, named(&["p4", "p5"])).await.contains("1 are needed"));
-    cluster.controller.scale_volume(by_name("db").as_ref(), &to(5)).await.unwrap();
-    // The volume on its way to five does not turn round by itself.
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &to(5)).await.unwrap();
+    // On its way to five it does not turn round by itself.
     assert!(refused(&cluster, to(4)).await.contains("take back the newcomers"));
 }
 
@@ -160,7 +163,13 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     let db = by_name("db");
     let old = cluster.volume("db").replicas[0].clone();
     let free = cluster.pools.iter().find(|p| p.holds.is_empty()).unwrap().name.clone();
-    cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(&free)).await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(db.as_ref(), &Move::of(old.id.0).to(&free))
+        .await
+        .unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     let [new] = newcomers(&volume)[..] else { panic!() };
@@ -170,12 +179,23 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     assert!(fresh.len() == 1 && fresh[0].beside && fresh[0].pool == free);
     assert_eq!(cluster.shown("db").changing, "1 replica moving");
     assert_eq!(cluster.shown("db").health, "Online", "the old one serves on");
-    // Repeated without a pool or with the same: the same move. To another one: refused now.
-    cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0)).await.unwrap();
+    // Again, without a pool or with the same: the same move. To another one: not now.
+    cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(db.as_ref(), &Move::of(old.id.0))
+        .await
+        .unwrap();
     assert_eq!(*cluster.volume("db"), *volume);
     let mut free = cluster.pools.iter().filter(|p| p.holds.is_empty());
     let other = &free.next().unwrap().name;
-    let other = cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(other)).await;
+    let other = cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(db.as_ref(), &Move::of(old.id.0).to(other))
+        .await;
     assert!(other.unwrap_err().to_string().contains("already on its way"));
     let asked = cluster.swap("db", epoch, 9, |known| {
         known.iter_mut().filter(|m| m.id == new.id).for_each(|m| m.guid = new.guid);
@@ -194,7 +214,13 @@ async fn a_replica_on_a_pool_that_is_away_is_replaced_elsewhere_and_not_made_ane
 {
     let (mut cluster, _) = opened().await;
     let old = cluster.volume("db").replicas[0].clone();
-    cluster.controller.move_replica(by_name("db").as_ref(), &Move::of(old.id.0)).await.unwrap();
+    cluster
+        .controller
+        .volumes
+        .replicas
+        .move_replica(by_name("db").as_ref(), &Move::of(old.id.0))
+        .await
+        .unwrap();
     let pool = cluster.pools.iter_mut().find(|p| p.name == old.pool).unwrap();
     pool.wipe();
     cluster.settle().await.unwrap();
@@ -211,7 +237,7 @@ async fn replicas_leave_by_name_while_those_that_stay_are_in_sync_and_are_retire
     let db = by_name("db");
     let ids: Vec<ReplicaId> = cluster.volume("db").replicas.iter().map(|r| r.id.0).collect();
     let remove = async |cluster: &Cluster, ids: &[ReplicaId]| {
-        cluster.controller.remove_replicas(by_name("db").as_ref(), ids).await
+        cluster.controller.volumes.replicas.remove(by_name("db").as_ref(), ids).await
     };
     let guids: Vec<String> =
         cluster.volume("db").replicas.iter().map(|r| r.guid.0.to_string()).collect();
@@ -242,7 +268,7 @@ async fn replicas_leave_by_name_while_those_that_stay_are_in_sync_and_are_retire
     assert_eq!(volume.membership.retired.len(), 1);
     assert_eq!(volume.replicas.len(), 2);
     assert!(cluster.pools.iter().all(|p| !p.holds.contains_key(&guids[0])));
-    cluster.controller.scale_volume(db.as_ref(), &to(3)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &to(3)).await.unwrap();
     assert_eq!(newcomers(&cluster.volume("db")).len(), 1);
 }
 
@@ -250,11 +276,11 @@ async fn replicas_leave_by_name_while_those_that_stay_are_in_sync_and_are_retire
 async fn a_newcomer_that_is_not_known_yet_is_given_up_by_name_at_once() {
     let (mut cluster, epoch) = opened().await;
     let db = by_name("db");
-    cluster.controller.scale_volume(db.as_ref(), &to(4)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &to(4)).await.unwrap();
     cluster.settle().await.unwrap();
     let [new] = newcomers(&cluster.volume("db"))[..] else { panic!() };
     let late = cluster.swap("db", epoch, 9, |known| known.push(new));
-    cluster.controller.remove_replicas(db.as_ref(), &[new.id]).await.unwrap();
+    cluster.controller.volumes.replicas.remove(db.as_ref(), &[new.id]).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     assert_eq!((volume.membership.drf, volume.replicas.len()), (3, 3));
@@ -273,7 +299,7 @@ async fn the_consistency_factor_is_the_formulas_until_another_one_is_asked_for()
         ..Scale::default()
     };
     assert_eq!(told(&cluster).consistency_factor, 0);
-    cluster.controller.scale_volume(db.as_ref(), &factor(3, false)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &factor(3, false)).await.unwrap();
     assert_eq!(told(&cluster).consistency_factor, 3);
     let with = |cf| MembershipSwap { cf, ..cluster.swap("db", epoch, 9, |_| {}) };
     let (one, three) = (with(1), with(3));
@@ -281,7 +307,7 @@ async fn the_consistency_factor_is_the_formulas_until_another_one_is_asked_for()
     swap(&mut cluster, &three).await.unwrap();
     assert_eq!(cluster.volume("db").membership.cf, 3);
     // Back to the formula.
-    cluster.controller.scale_volume(db.as_ref(), &factor(0, false)).await.unwrap();
+    cluster.controller.volumes.replicas.scale(db.as_ref(), &factor(0, false)).await.unwrap();
     assert_eq!(told(&cluster).consistency_factor, 2);
     let two = MembershipSwap { cf: 2, ..cluster.swap("db", epoch, 9, |_| {}) };
     swap(&mut cluster, &two).await.unwrap();
@@ -301,7 +327,7 @@ async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever
     let replace = Move { unless_in_sync: true, ..Move::of(old.id.0) };
     let unchanged = async |cluster: &Cluster, asked: &Move| {
         let before = cluster.volume("db");
-        cluster.controller.move_replica(db.as_ref(), asked).await.unwrap();
+        cluster.controller.volumes.replicas.move_replica(db.as_ref(), asked).await.unwrap();
         assert_eq!(*cluster.volume("db"), *before, "{asked:?}");
     };
     // The replica is in sync where it is.
@@ -309,18 +335,25 @@ async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever
     unchanged(&cluster, &Move::of(old.id.0).to(&old.pool)).await;
     let refused = async |cluster: &Cluster, asked: Move| {
         let before = cluster.volume("db");
-        let refusal = cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap_err();
+        let refusal = cluster
+            .controller
+            .volumes
+            .replicas
+            .move_replica(db.as_ref(), &asked)
+            .await
+            .unwrap_err();
         assert_eq!(*cluster.volume("db"), *before, "{asked:?}");
         assert!(matches!(refusal, Error::NotFound { .. }), "{refusal}");
     };
     refused(&cluster, of_pool(&free)).await;
     refused(&cluster, of_pool("p9").to(&other.pool)).await;
     let asked = of_pool("p9").to(&other.pool);
-    let refusal = cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap_err();
+    let refusal =
+        cluster.controller.volumes.replicas.move_replica(db.as_ref(), &asked).await.unwrap_err();
     assert!(refusal.to_string().contains("pool \"p9\" does not exist"), "{refusal}");
     // The replica is on its way, and then there.
     let asked = of_pool(&old.pool).to(&free);
-    cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap();
+    cluster.controller.volumes.replicas.move_replica(db.as_ref(), &asked).await.unwrap();
     for again in [asked.clone(), Move::of(old.id.0).to(&free), Move::of(old.id.0), replace.clone()]
     {
         unchanged(&cluster, &again).await;

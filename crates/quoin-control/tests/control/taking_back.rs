@@ -17,7 +17,7 @@ async fn growing() -> (Cluster, VolumeRecord, Epoch) {
     cluster.attach("db", "n1").await.unwrap();
     let epoch = cluster.open_volume(volume.id.0, "n1", 9).await;
     let four = Scale { replicas: 4, ..Scale::default() };
-    cluster.controller.scale_volume(by_name("db").as_ref(), &four).await.unwrap();
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &four).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = VolumeRecord::clone(&cluster.volume("db"));
     (cluster, volume, epoch)
@@ -28,7 +28,7 @@ fn newcomer(volume: &VolumeRecord) -> ReplicaId {
 }
 
 async fn take_back(cluster: &Cluster, id: ReplicaId) {
-    cluster.controller.remove_replicas(by_name("db").as_ref(), &[id]).await.unwrap();
+    cluster.controller.volumes.replicas.remove(by_name("db").as_ref(), &[id]).await.unwrap();
 }
 
 #[tokio::test]
@@ -45,14 +45,14 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     let after = cluster.volume("db");
     assert_eq!(after.membership.version, version + 1);
     assert_eq!(after.membership.known, volume.membership.known);
-    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert_eq!(target.membership_version, version + 1, "its target is told");
-    let (now, refused) = cluster.controller.swap_membership(&late).await.unwrap();
+    let (now, refused) = cluster.controller.volumes.epochs.swap_membership(&late).await.unwrap();
     assert!(refused.is_err() && now.version == version + 1);
     // The target's next request is for the present list.
     let same = cluster.swap("db", epoch, 9, |_| {});
     let same = quoin_control::MembershipSwap { version, ..same };
-    let (now, done) = cluster.controller.swap_membership(&same).await.unwrap();
+    let (now, done) = cluster.controller.volumes.epochs.swap_membership(&same).await.unwrap();
     assert!(done.is_ok() && now.version == version + 1, "{done:?}");
 
     // The newcomer's pool loses it: another one comes, and the first never rules.
@@ -72,7 +72,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     let swap = cluster.swap("db", epoch, 9, |known| {
         known.push(quoin_types::Member { id: member.id.0, guid: member.guid.0 });
     });
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.volume("db").membership.version, volume.membership.version + 1, "once");
 }
@@ -124,7 +124,7 @@ async fn a_volume_that_waits_for_an_unknown_change_goes_on_by_the_word_of_a_pers
     let recovery = Recovery { keep, accept_loss_of: "db".into(), ..Recovery::default() };
     let db = by_name("db");
     let recover = async |cluster: &Cluster, recovery: &Recovery| {
-        cluster.controller.recover_volume(db.as_ref(), recovery).await
+        cluster.controller.disaster.volumes.recover(db.as_ref(), recovery).await
     };
     let refused = recover(&cluster, &recovery).await.unwrap_err().to_string();
     assert!(refused.contains("nothing must be given up"), "{refused}");
@@ -164,9 +164,9 @@ async fn healing_drops_an_overdue_newcomer_that_a_volume_waits_for_and_makes_it_
         }
         waits(&cluster, &volume).await;
         let now = Instant::now();
-        cluster.controller.heal_at(now).await.unwrap();
+        cluster.controller.work.healer.look_at_all(now).await.unwrap();
         assert_eq!(cluster.volume("db").membership, volume.membership, "it may be back");
-        cluster.controller.heal_at(now + Duration::from_secs(601)).await.unwrap();
+        cluster.controller.work.healer.look_at_all(now + Duration::from_secs(601)).await.unwrap();
         let after = cluster.volume("db");
         assert_eq!(after.membership.version, volume.membership.version + 1);
         assert!(after.discarded.iter().any(|gone| gone.guid == newcomer.guid));
@@ -186,7 +186,12 @@ async fn a_move_is_taken_back_by_moving_it_where_it_was_and_goes_elsewhere_where
     let free: Vec<String> = free.filter(|p| !taken.contains(p)).collect();
     let db = by_name("db");
     let to = async |cluster: &Cluster, pool: &str| {
-        cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(pool)).await
+        cluster
+            .controller
+            .volumes
+            .replicas
+            .move_replica(db.as_ref(), &Move::of(old.id.0).to(pool))
+            .await
     };
     let newcomers = |volume: &VolumeRecord| -> Vec<String> {
         let new = volume.replicas.iter().filter(|r| !volume.is_known(r));

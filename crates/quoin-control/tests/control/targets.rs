@@ -19,10 +19,10 @@ fn report(node: &str) -> TargetReport {
 async fn a_target_alone_makes_its_host_a_node_and_takes_nothing_from_what_csi_tells_of_it() {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
-    cluster.controller.report_target(&report("n9")).await.unwrap();
+    cluster.controller.reports.target(&report("n9")).await.unwrap();
     cluster.attach("db", "n9").await.unwrap();
     let shown = |name: &str| {
-        let nodes = cluster.controller.node_messages();
+        let nodes = cluster.controller.status.nodes();
         nodes.into_iter().find(|node| node.name == name).unwrap()
     };
     assert_eq!((shown("n9").state.as_str(), shown("n9").attached), ("Online", 1));
@@ -33,14 +33,14 @@ async fn a_target_alone_makes_its_host_a_node_and_takes_nothing_from_what_csi_te
         volumes_max: 7,
         ..NodeReport::default()
     };
-    cluster.controller.report_node(&csi).await.unwrap();
-    cluster.controller.report_target(&report("n9")).await.unwrap();
+    cluster.controller.reports.node(&csi).await.unwrap();
+    cluster.controller.reports.target(&report("n9")).await.unwrap();
     let node = shown("n9");
     assert_eq!((node.volumes_max, node.topology), (7, topology.into()));
     assert_eq!(node.address, "10.0.0.9", "CSI knows no address");
     let wrong = TargetReport { node: "no name".into(), ..report("n9") };
     assert_eq!(
-        cluster.controller.report_target(&wrong).await.unwrap_err().code(),
+        cluster.controller.reports.target(&wrong).await.unwrap_err().code(),
         Code::InvalidArgument
     );
 }
@@ -52,11 +52,11 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
     cluster.attach("db", "n1").await.unwrap();
     let ask = Publish { node: "n1".into(), device: true, ..Publish::default() };
     for _ in 0..2 {
-        cluster.controller.publish_volume(by_name("db").as_ref(), &ask).await.unwrap();
+        cluster.controller.volumes.attachments.publish(by_name("db").as_ref(), &ask).await.unwrap();
     }
     // Requested without one again, as the host itself does, it stays.
     cluster.attach("db", "n1").await.unwrap();
-    assert!(cluster.controller.node_assignment("n1").targets[0].device);
+    assert!(cluster.controller.assignments.of_node("n1").targets[0].device);
     cluster.open_volume(volume.id.0, "n1", 1).await;
     let told = async |device: &str, message: &str, refused| {
         cluster
@@ -78,7 +78,7 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
             device: hostile.into(),
             ..cluster.report_of("db", "serving")
         };
-        let refused = cluster.controller.report_volume(&report).await.unwrap_err();
+        let refused = cluster.controller.reports.volume(&report).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{hostile:?}");
     }
 }

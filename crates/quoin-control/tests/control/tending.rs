@@ -14,16 +14,16 @@ async fn growing() -> Cluster {
     cluster.create("db").await;
     for n in 1..=4 {
         let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
-        cluster.controller.report_node(&report).await.unwrap();
+        cluster.controller.reports.node(&report).await.unwrap();
     }
     let scale = Scale { replicas: 4, ..Scale::default() };
-    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
     cluster
 }
 
 fn told(cluster: &Cluster, node: &str) -> Vec<bool> {
-    let targets = cluster.controller.node_assignment(node).targets;
+    let targets = cluster.controller.assignments.of_node(node).targets;
     targets.iter().map(|target| target.maintenance).collect()
 }
 
@@ -31,7 +31,7 @@ fn told(cluster: &Cluster, node: &str) -> Vec<bool> {
 async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_change() {
     let mut cluster = growing().await;
     assert!(cluster.volume("db").owner.is_none());
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let volume = cluster.volume("db");
     let node = volume.owner.clone().unwrap();
     assert!(volume.attachments.is_empty() && cluster.shown("db").r#use == "detached");
@@ -42,11 +42,11 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
     let new = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
     let member = quoin_types::Member { id: new.id.0, guid: new.guid.0 };
     let swap = cluster.swap("db", epoch, 9, |known| known.push(member));
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     assert_eq!(cluster.volume("db").owner, Some(node.clone()), "it is not done");
-    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     assert!(cluster.volume("db").owner.is_none(), "done, it is closed");
     assert!(told(&cluster, &node).is_empty());
 }
@@ -54,7 +54,7 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
 #[tokio::test]
 async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
     let mut cluster = growing().await;
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let volume = cluster.volume("db");
     let node = volume.owner.clone().unwrap();
     cluster.open_volume(volume.id.0, &node, 9).await;
@@ -78,13 +78,13 @@ async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
     cluster.settle().await.unwrap();
     assert_eq!(cluster.shown("db").health, "Degraded");
     let warnings = |cluster: &Cluster| {
-        let events = cluster.controller.events().after(0).into_iter();
+        let events = cluster.controller.state.events().after(0).into_iter();
         events.filter(|e| e.severity != "Normal").map(|e| e.reason).collect::<Vec<_>>()
     };
     assert_eq!(warnings(&cluster), ["BadBlock"]);
     // A volume whose replica is gone, and one that is used, cause warnings.
     cluster.goes(&volume.replicas[0].pool).await;
-    cluster.controller.reconcile().await.unwrap();
+    cluster.controller.work.lifecycle.reconcile_all().await.unwrap();
     assert_eq!(warnings(&cluster), ["BadBlock", "VolumeDegraded"]);
     cluster.attach("db", &node).await.unwrap();
     cluster.open_volume(volume.id.0, &node, 10).await;
@@ -95,17 +95,17 @@ async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
 #[tokio::test]
 async fn who_attaches_it_meanwhile_takes_over_and_lets_clients_in() {
     let cluster = growing().await;
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let lender = cluster.volume("db").owner.clone().unwrap();
     cluster.attach("db", "n2").await.unwrap();
     assert_eq!((told(&cluster, "n2"), told(&cluster, &lender)), (vec![false], vec![]));
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
-    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n2").await.unwrap();
-    cluster.controller.tend_unused().await.unwrap();
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n2").await.unwrap();
+    cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     assert_eq!(told(&cluster, &cluster.volume("db").owner.clone().unwrap()), [true]);
-    // A deletion needs no detachment: the volume is attached nowhere.
-    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    // Deleting asks nobody: it is attached nowhere.
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
 }
 
 #[tokio::test]
@@ -114,18 +114,20 @@ async fn a_node_that_does_not_open_it_is_given_up_for_another_one_and_a_cordoned
     let cluster = growing().await;
     for node in ["h1", "h2", "h3", "h4", "n1"] {
         let scope = Scope::Node(node.into());
-        cluster.controller.set_cordon(&scope, Cordoning::Cordon, false).await.unwrap();
+        cluster.controller.work.cordons.set(&scope, Cordoning::Cordon, false).await.unwrap();
     }
     let now = Instant::now();
-    cluster.controller.tend_unused_at(now).await.unwrap();
+    cluster.controller.work.tender.look_at_all(now).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
     cluster
         .controller
-        .set_cordon(&Scope::Node("n1".into()), Cordoning::Uncordon, false)
+        .work
+        .cordons
+        .set(&Scope::Node("n1".into()), Cordoning::Uncordon, false)
         .await
         .unwrap();
-    cluster.controller.tend_unused_at(now + Duration::from_secs(29)).await.unwrap();
+    cluster.controller.work.tender.look_at_all(now + Duration::from_secs(29)).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
-    cluster.controller.tend_unused_at(now + Duration::from_secs(31)).await.unwrap();
+    cluster.controller.work.tender.look_at_all(now + Duration::from_secs(31)).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
 }

@@ -46,7 +46,7 @@ pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
         };
         let orders = async {
             loop {
-                let request = WatchPoolRequest { pool: name.clone() };
+                let request = WatchPoolRequest { pool: name.clone(), partial: false };
                 if let Ok(stream) = agent.clone().watch_pool(request).await {
                     obey(&pool, agent.clone(), stream.into_inner()).await;
                 }
@@ -79,7 +79,7 @@ async fn obey(
 
 /// Starts another controller, from a backup of this one.
 async fn restored(server: &Server) -> Server {
-    let backup = server.controller.backup(true).await.unwrap();
+    let backup = server.controller.disaster.backups.make(true).await.unwrap();
     let dir = tempfile::tempdir().unwrap();
     let home = dir.path().join("controller");
     Backup::parse(&backup).unwrap().restore(&home, false).await.unwrap();
@@ -87,7 +87,7 @@ async fn restored(server: &Server) -> Server {
 }
 
 async fn recover(server: &Server) -> Recovered {
-    server.controller.recover_records(&RecoverRecords::default()).await.unwrap()
+    server.controller.disaster.records.recover(&RecoverRecords::default()).await.unwrap()
 }
 
 /// Asserts that the controller neither accepts nor lists a token.
@@ -96,12 +96,12 @@ async fn joins_nobody(server: &Server, token: &JoinToken) {
     let refused = join(&server.address, token, Role::Pool, "p9", &home).await;
     let refused = refused.expect_err("it joins somebody").to_string();
     assert!(refused.contains("unknown, used or expired"), "{refused}");
-    let shown = server.controller.join_tokens();
+    let shown = server.controller.membership.members.join_tokens();
     assert!(shown.iter().all(|shown| shown.secret_hash != token.secret_hash()));
 }
 
 fn reasons(server: &Server) -> Vec<String> {
-    server.controller.events().after(0).into_iter().map(|event| event.reason).collect()
+    server.controller.state.events().after(0).into_iter().map(|event| event.reason).collect()
 }
 
 /// Returns the outcome of a start in the directory of a controller that ended.
@@ -133,7 +133,7 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     agent(&pool, &first).report_pool(report("p1")).await.unwrap();
     assert_eq!(pool.terms().highest().term, Term::default());
     let recovered = recover(&second).await;
-    let term = second.controller.term();
+    let term = second.controller.state.term();
     assert_eq!((recovered.term, term.number), (term, 1));
     assert_eq!(pool.terms().highest().term, term, "a pool has heard of it before the records rule");
     assert!(reasons(&second).contains(&"TermBegan".to_owned()));
@@ -157,7 +157,10 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     assert!(once.contains("no other controller took the place"), "{once}");
     let token = second.first_token.clone();
     let third = Server::over(dir, Lifetimes::default(), token).await;
-    assert!(third.controller.recovery_reason().contains("term 1"), "its records rule at once");
+    assert!(
+        third.controller.state.recovery_reason().contains("term 1"),
+        "its records rule at once"
+    );
     joins_nobody(&third, &former_token).await;
     following.abort();
     let following = follow(&pool, &third);
@@ -178,7 +181,7 @@ async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
     let second = restored(&first).await;
     // Both tokens are used up where the records are, as all members there know.
     join(&first.address, &used, Role::Pool, "p1", &first.home("p1")).await.unwrap();
-    first.controller.revoke_join_token(&revoked.to_string()).await.unwrap();
+    first.controller.membership.members.revoke_join_token(&revoked.to_string()).await.unwrap();
     for token in [&used, &revoked, &first.first_token] {
         joins_nobody(&second, token).await;
     }
@@ -216,7 +219,7 @@ async fn a_command_of_an_admin_who_heard_of_a_newer_term_is_refused_and_ends_the
     following.abort();
     ask(&first).await.expect("neither of the two has heard of it");
     ask(&second).await.unwrap();
-    let term = second.controller.term();
+    let term = second.controller.state.term();
     assert_eq!(admin.terms().highest().term, term);
     let refused = ask(&first).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
@@ -240,12 +243,12 @@ async fn of_two_controllers_that_begin_one_term_a_pool_believes_the_first_and_a_
         ..RecoverRecords::default()
     };
     let at_left = follow(&pool, &left);
-    left.controller.recover_records(&alone("p2")).await.unwrap();
+    left.controller.disaster.records.recover(&alone("p2")).await.unwrap();
     // Soon after its start, a controller waits for pools to come.
     let right = restored(&first).await;
     let at_right = follow(&other, &right);
-    right.controller.recover_records(&alone("p1")).await.unwrap();
-    let (a, b) = (left.controller.term(), right.controller.term());
+    right.controller.disaster.records.recover(&alone("p1")).await.unwrap();
+    let (a, b) = (left.controller.state.term(), right.controller.state.term());
     assert!(a.number == 1 && b.number == 1 && a.id != b.id);
     // Neither can give orders to the pool that accepted the other, and neither ends.
     for (pool, server, name) in [(&pool, &right, "p1"), (&other, &left, "p2")] {
@@ -277,7 +280,7 @@ async fn no_member_ends_a_controller_by_a_term_that_no_controller_signed() {
     let stranger = Server::start().await;
     let forged = [
         pool.sign_term(term).unwrap(),
-        stranger.controller.identity().sign_term(term).unwrap(),
+        stranger.controller.state.identity().sign_term(term).unwrap(),
         b"QTM1 and nothing that follows".as_slice().into(),
     ];
     for proof in forged {
@@ -339,7 +342,13 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
         let mut join = JoinClient::new(node.controller(&server.address).unwrap());
         let answers = [
             ("ReportPool", of_pool.report_pool(report("p1")).await.err()),
-            ("WatchPool", of_pool.watch_pool(WatchPoolRequest { pool: "p1".into() }).await.err()),
+            (
+                "WatchPool",
+                of_pool
+                    .watch_pool(WatchPoolRequest { pool: "p1".into(), partial: false })
+                    .await
+                    .err(),
+            ),
             (
                 "ReportHoldings",
                 of_pool
@@ -357,7 +366,13 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
                     .await
                     .err(),
             ),
-            ("WatchNode", of_node.watch_node(WatchNodeRequest { node: named.clone() }).await.err()),
+            (
+                "WatchNode",
+                of_node
+                    .watch_node(WatchNodeRequest { node: named.clone(), partial: false })
+                    .await
+                    .err(),
+            ),
             ("AcquireEpoch", of_node.acquire_epoch(epoch).await.err()),
             ("SwapMembership", of_node.swap_membership(swap).await.err()),
             ("ReportVolume", of_node.report_volume(volume).await.err()),

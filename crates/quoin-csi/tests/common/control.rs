@@ -192,7 +192,8 @@ async fn obey(
     held: &mut BTreeSet<String>,
 ) -> Result<(), Status> {
     agent.report_pool(report.clone()).await?;
-    let watched = agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
+    let watched =
+        agent.watch_pool(WatchPoolRequest { pool: report.pool.clone(), partial: false }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
@@ -240,7 +241,8 @@ async fn listen(
     serving: &mut BTreeMap<String, UnixListener>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
-    let watched = agent.watch_node(WatchNodeRequest { node: report.node.clone() }).await?;
+    let watched =
+        agent.watch_node(WatchNodeRequest { node: report.node.clone(), partial: false }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {

@@ -1,5 +1,6 @@
 //! What a pool does when its disk fails it, through its real driver.
 
+mod assigning;
 mod connections;
 mod health;
 

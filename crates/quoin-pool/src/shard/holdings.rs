@@ -1,5 +1,8 @@
 //! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
 
+use std::collections::BTreeSet;
+use std::time::Duration;
+
 use quoin_replication::pool_host::holdings::{Step, step};
 use quoin_replication::pool_host::repairs::Repairs;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
@@ -9,9 +12,21 @@ use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
 use super::{FULL, FULL_BELOW, Shard};
-use crate::assignment::{Assignment, Fence, PoolState, ReplicaState, Wanted, is_news};
+use crate::assignment::{
+    Assignment, AssignmentChange, Fence, PoolState, ReplicaState, Wanted, is_news,
+};
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
+
+/// Time until a creation or a deletion that failed is tried again.
+const UNDONE_AGAIN: Duration = Duration::from_secs(10);
+
+/// Replicas whose creation or deletion failed.
+#[derive(Default)]
+pub(super) struct Undone {
+    replicas: BTreeSet<ReplicaGuid>,
+    again_at: Time,
+}
 
 pub(super) struct Held {
     pub(super) replica: Replica,
@@ -44,21 +59,59 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {
         self.parts.assignment = assignment.clone();
         self.gone.clear();
+        self.undone = Undone::default();
         for wanted in assignment.0 {
-            let (guid, fence) = (wanted.identity.guid, wanted.fence);
-            let held = self.pool.replica(guid).map(|store| store.identity().clone());
-            let retired = self.pool.is_retired(guid);
-            match step(wanted.phase, &wanted.identity, held.as_ref(), retired) {
-                Step::Create { quorum } => self.create(now, wanted, quorum),
-                Step::Describe => self.describe(&wanted),
-                Step::Delete => self.delete(now, &wanted),
-                Step::Absent => self.gone.push(gone(&wanted)),
-                Step::OfAnother => {
-                    self.tell_of_another(&wanted);
-                    continue;
-                }
-            }
-            self.fence(now, guid, fence);
+            self.obey(now, wanted);
+        }
+    }
+
+    /// Takes a change of the last assignment in, and tries again what failed of the others.
+    pub(super) fn reassign(&mut self, now: Time, change: AssignmentChange) {
+        self.parts.assignment.apply(&change);
+        let AssignmentChange { wanted, removed } = change;
+        for guid in wanted.iter().map(|wanted| wanted.identity.guid).chain(removed) {
+            self.gone.retain(|gone| gone.guid != guid);
+            self.undone.replicas.remove(&guid);
+        }
+        self.try_again(now);
+        for wanted in wanted {
+            self.obey(now, wanted);
+        }
+    }
+
+    fn obey(&mut self, now: Time, wanted: Wanted) {
+        let (guid, fence, phase) = (wanted.identity.guid, wanted.fence, wanted.phase);
+        let held = self.pool.replica(guid).map(|store| store.identity().clone());
+        let retired = self.pool.is_retired(guid);
+        let step = step(phase, &wanted.identity, held.as_ref(), retired);
+        match step {
+            Step::Create { quorum } => self.create(now, wanted, quorum),
+            Step::Describe => self.describe(&wanted),
+            Step::Delete => self.delete(now, &wanted),
+            Step::Absent => self.gone.push(gone(&wanted)),
+            Step::OfAnother => return self.tell_of_another(&wanted),
+        }
+        self.fence(now, guid, fence);
+        let is_held = self.replicas.contains_key(&guid);
+        let is_undone = match step {
+            Step::Create { .. } => !is_held,
+            Step::Delete => is_held,
+            Step::Describe | Step::Absent | Step::OfAnother => false,
+        };
+        if is_undone {
+            self.undone.replicas.insert(guid);
+            self.undone.again_at = now + UNDONE_AGAIN;
+        }
+    }
+
+    /// Creations and deletions that failed are tried again, whether or not anything is assigned anew.
+    fn try_again(&mut self, now: Time) {
+        let undone = std::mem::take(&mut self.undone.replicas);
+        let assigned = self.parts.assignment.0.iter();
+        let wanted = assigned.filter(|wanted| undone.contains(&wanted.identity.guid)).cloned();
+        let wanted: Vec<_> = if undone.is_empty() { Vec::new() } else { wanted.collect() };
+        for wanted in wanted {
+            self.obey(now, wanted);
         }
     }
 
@@ -163,12 +216,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
             }
             Err(error @ StoreError::Io(_)) => self.fail(error),
-            // Said again with the next assignment; its disk is as good as before.
+            // Tried again later; its disk is as good as before.
             Err(error) => tracing::error!(%guid, %error, "a replica cannot be deleted"),
         }
     }
 
     pub(super) fn state(&mut self, now: Time) -> PoolState {
+        if now >= self.undone.again_at {
+            self.try_again(now);
+        }
         self.tell_repairs(now);
         self.pool.look_again();
         // Not said before it is on media: until then a failing disk may bring one back.

@@ -41,14 +41,14 @@ use quoin_wire::frame::WireError;
 use quoin_wire::places::Places;
 
 use crate::accept::Acceptor;
-use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
 use crate::facts::PoolFacts;
 use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
 use crate::witness::Witness;
-use holdings::Held;
+use holdings::{Held, Undone};
 pub use recognition::Recognition;
 use sessions::Peer;
 
@@ -89,6 +89,8 @@ pub enum Input {
         result: Result<(), IoFault>,
     },
     Assign(Assignment),
+    /// The last assignment holds with these changes.
+    Reassign(AssignmentChange),
     /// A scrub is wanted; numbers that were seen ask for nothing.
     Scrub {
         request: u64,
@@ -126,7 +128,7 @@ pub struct Parts {
     pub recognition: Recognition,
     /// Counts of the pool as of its last report or the end of its process.
     pub counts: Arc<Mutex<PoolCounts>>,
-    /// The last one; it comes only once, and each life of the pool begins with it.
+    /// The last one with all changes since; each life of the pool begins with it.
     pub assignment: Assignment,
     /// Part of every cookie.
     pub witness: Witness,
@@ -142,6 +144,8 @@ pub struct Shard<'a, P> {
     timers: Timers,
     /// Replicas that were assigned here but are not held.
     gone: Vec<ReplicaState>,
+    /// Replicas whose creation or deletion failed.
+    undone: Undone,
     /// The last deletion is not on media before this ticket is done.
     deleted: SyncTicket,
     dirty: Vec<u64>,
@@ -183,6 +187,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             peers: KeyMap::default(),
             timers: Timers::default(),
             gone: Vec::new(),
+            undone: Undone::default(),
             deleted: SyncTicket(0),
             dirty: Vec::new(),
             touched: Vec::new(),
@@ -311,6 +316,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
             Input::Assign(assignment) => self.assign(now, assignment),
+            Input::Reassign(change) => self.reassign(now, change),
             Input::State(answer) => {
                 self.pool.look_below();
                 self.mind_room(now);

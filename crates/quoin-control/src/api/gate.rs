@@ -1,0 +1,222 @@
+//! Who may call what, decided by the path before anything of a request's body is read.
+//!
+//! A message is decoded whole before a handler sees it, so a handler is too late to turn a stranger
+//! away: the message would have taken its memory by then. Here the caller's role is held against the
+//! path; what a request itself decides, such as in whose name it acts, is the handlers'
+//! ([`super::authorize`]). A path that is not listed is nobody's.
+//!
+//! The headers of every call show the highest term that the member heard of, and those of every answer
+//! the controller's own ([`crate::membership::term`]).
+
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use quoin_identity::{Caller, Role, show_term, show_that_it_does_not_rule, shown_term};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tonic::codegen::{BoxFuture, Service};
+
+use super::authorize::denied;
+use super::counted::{Counted, Limits};
+use crate::controller::Controller;
+
+/// The roles that a call is open to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum OpenTo {
+    /// Members that look at volumes and may have leave to manage them.
+    Users,
+    Governors,
+    Pools,
+    Nodes,
+    Newcomers,
+    /// Not the admin socket, which has no certificate to renew.
+    Members,
+}
+
+impl OpenTo {
+    fn admits(self, caller: &Caller) -> bool {
+        let role = match caller {
+            Caller::Newcomer => return self == OpenTo::Newcomers,
+            Caller::Local => return !matches!(self, OpenTo::Newcomers | OpenTo::Members),
+            Caller::Member(member) => member.peer.role,
+        };
+        match self {
+            OpenTo::Users => matches!(role, Role::Admin | Role::Node),
+            OpenTo::Governors => role == Role::Admin,
+            OpenTo::Pools => role == Role::Pool,
+            OpenTo::Nodes => role == Role::Node,
+            OpenTo::Members => matches!(role, Role::Admin | Role::Node | Role::Pool),
+            OpenTo::Newcomers => false,
+        }
+    }
+}
+
+const SMALL: Limits = Limits { message_bytes_max: 64 << 10, elements_max: 1024, nested_max: 0 };
+const ASKED: Limits = Limits { message_bytes_max: 1 << 20, elements_max: 16 << 10, nested_max: 0 };
+const TOLD: Limits = Limits { message_bytes_max: 4 << 20, elements_max: 64 << 10, nested_max: 0 };
+/// Pieces with the records that pools keep. Each replica in them has lists of its own.
+const HELD: Limits =
+    Limits { message_bytes_max: 16 << 20, elements_max: 4 << 10, nested_max: 512 << 10 };
+
+/// The largest message of all, which the services themselves are given as their limit.
+pub(super) const MESSAGE_BYTES_MAX: usize = HELD.message_bytes_max;
+
+/// Every call that is served.
+const CALLS: &[(&str, OpenTo, Limits)] = &[
+    ("Cluster/GetClusterInfo", OpenTo::Users, ASKED),
+    ("Cluster/CreateVolume", OpenTo::Users, ASKED),
+    ("Cluster/DeleteVolume", OpenTo::Users, ASKED),
+    ("Cluster/GetVolume", OpenTo::Users, ASKED),
+    ("Cluster/ListVolumes", OpenTo::Users, ASKED),
+    ("Cluster/ResizeVolume", OpenTo::Users, ASKED),
+    ("Cluster/ScaleVolume", OpenTo::Users, ASKED),
+    ("Cluster/MoveReplica", OpenTo::Users, ASKED),
+    ("Cluster/RemoveReplicas", OpenTo::Users, ASKED),
+    ("Cluster/ApplyVolume", OpenTo::Users, ASKED),
+    ("Cluster/RecoverVolume", OpenTo::Governors, ASKED),
+    ("Cluster/VerifyVolume", OpenTo::Users, ASKED),
+    ("Cluster/PublishVolume", OpenTo::Users, ASKED),
+    ("Cluster/UnpublishVolume", OpenTo::Users, ASKED),
+    ("Cluster/ListPools", OpenTo::Users, ASKED),
+    ("Cluster/ScrubPool", OpenTo::Users, ASKED),
+    ("Cluster/ListNodes", OpenTo::Users, ASKED),
+    ("Cluster/SetCordon", OpenTo::Users, ASKED),
+    ("Cluster/GetCordon", OpenTo::Users, ASKED),
+    ("Cluster/ListReplicas", OpenTo::Users, ASKED),
+    ("Cluster/GetTargetConfig", OpenTo::Users, ASKED),
+    ("Cluster/GetCapacity", OpenTo::Users, ASKED),
+    ("Cluster/WatchEvents", OpenTo::Users, ASKED),
+    ("Cluster/RemovePool", OpenTo::Governors, ASKED),
+    ("Cluster/RemoveNode", OpenTo::Governors, ASKED),
+    ("Cluster/ListAdmins", OpenTo::Governors, ASKED),
+    ("Cluster/RemoveAdmin", OpenTo::Governors, ASKED),
+    ("Cluster/SetNode", OpenTo::Governors, ASKED),
+    ("Cluster/CreateJoinToken", OpenTo::Governors, ASKED),
+    ("Cluster/ListJoinTokens", OpenTo::Governors, ASKED),
+    ("Cluster/RevokeJoinToken", OpenTo::Governors, ASKED),
+    ("Cluster/RotateAuthority", OpenTo::Governors, ASKED),
+    ("Cluster/Backup", OpenTo::Governors, ASKED),
+    ("Cluster/RecoverRecords", OpenTo::Governors, ASKED),
+    ("Agent/WatchPool", OpenTo::Pools, SMALL),
+    ("Agent/ReportPool", OpenTo::Pools, TOLD),
+    ("Agent/ReportHoldings", OpenTo::Pools, HELD),
+    ("Agent/WatchNode", OpenTo::Nodes, SMALL),
+    ("Agent/ReportNode", OpenTo::Nodes, TOLD),
+    ("Agent/ReportTarget", OpenTo::Nodes, SMALL),
+    ("Agent/AcquireEpoch", OpenTo::Nodes, SMALL),
+    ("Agent/SwapMembership", OpenTo::Nodes, SMALL),
+    ("Agent/ReportVolume", OpenTo::Nodes, TOLD),
+    ("Join/Join", OpenTo::Newcomers, SMALL),
+    ("Join/Renew", OpenTo::Members, SMALL),
+];
+
+const PACKAGE: &str = "/quoin.control.v1.";
+
+/// What the call of a path is open to and may carry.
+fn call(path: &str) -> Option<(OpenTo, Limits)> {
+    let call = path.strip_prefix(PACKAGE)?;
+    CALLS.iter().find(|(name, ..)| *name == call).map(|(_, open_to, limits)| (*open_to, *limits))
+}
+
+/// Stands in front of all services of a port.
+#[derive(Clone)]
+pub(crate) struct Gate<S> {
+    pub controller: Arc<Controller>,
+    pub inner: S,
+}
+
+impl<S> Service<Request<Body>> for Gate<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>> + Clone + Send + 'static,
+    S::Future: Send,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        // The one that said it is ready is the one to be called.
+        let next = self.inner.clone();
+        let mut inner = std::mem::replace(&mut self.inner, next);
+        let controller = self.controller.clone();
+        // A request of which no transport has said whose it is comes from nobody.
+        let caller = request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer);
+        let path = request.uri().path().to_owned();
+        let heard = shown_term(request.headers());
+        Box::pin(async move {
+            let mut answer = match let_through(&controller, &caller, &heard, &path).await {
+                Ok(limits) => inner.call(request.map(|body| Counted::over(body, limits))).await?,
+                // The body is dropped unread, which tells the peer to stop sending it.
+                Err(status) => status.into_http(),
+            };
+            show_term(answer.headers_mut(), &controller.membership.terms.proof());
+            if !controller.membership.terms.claims() {
+                show_that_it_does_not_rule(answer.headers_mut());
+            }
+            Ok(answer)
+        })
+    }
+}
+
+async fn let_through(
+    controller: &Controller,
+    caller: &Caller,
+    term: &[u8],
+    path: &str,
+) -> Result<Limits, Status> {
+    let found = call(path);
+    if *caller == Caller::Newcomer && !found.is_some_and(|(open_to, _)| open_to.admits(caller)) {
+        return Err(denied(caller, "everything but joining").into());
+    }
+    let Some((open_to, limits)) = found else {
+        let shown: String = path.chars().take(80).collect();
+        return Err(Status::unimplemented(format!("{shown} is no call of this version")));
+    };
+    if let Caller::Member(member) = caller {
+        controller.membership.admission.admit(member).await?;
+        controller.membership.terms.hear(term, &member.peer).await?;
+    }
+    controller.state.check_term()?;
+    if !open_to.admits(caller) {
+        let call = path.strip_prefix(PACKAGE).unwrap_or_default();
+        return Err(denied(caller, &format!("the call {call}")).into());
+    }
+    Ok(limits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_call_of_the_protocol_is_listed_once_and_no_other_is() {
+        let proto = include_str!("../../../quoin-api/proto/control.proto");
+        let mut service = "";
+        let mut served = Vec::new();
+        for line in proto.lines() {
+            let mut words =
+                line.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
+            match (words.next(), words.next()) {
+                (Some("service"), Some(name)) => service = name,
+                (Some("rpc"), Some(name)) => served.push(format!("{service}/{name}")),
+                _ => {}
+            }
+        }
+        let mut listed: Vec<_> = CALLS.iter().map(|(name, ..)| (*name).to_owned()).collect();
+        served.sort();
+        listed.sort();
+        assert_eq!(listed, served);
+    }
+
+    #[test]
+    fn a_newcomer_may_join_and_do_nothing_else() {
+        for (name, open_to, _) in CALLS {
+            assert_eq!(open_to.admits(&Caller::Newcomer), *name == "Join/Join", "{name}");
+        }
+    }
+}

@@ -1,0 +1,665 @@
+//! What agents report, taken in: hostile until checked, bounded, and never a command.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex};
+
+use quoin_api::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
+use quoin_identity::convert;
+use quoin_replication::recognition::PoolCounts;
+use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
+use tokio::time::Instant;
+
+use crate::reconcile::absence::Absence;
+use crate::reconcile::dying::DyingPools;
+use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::changes::Concerned;
+use crate::state::events::{Object, Severity};
+use crate::state::observed::{
+    DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
+};
+use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
+use crate::state::{State, about};
+use crate::volume::devices::{self, Devices};
+use crate::volume::epochs::Epochs;
+use crate::volume::fencing::Fences;
+use crate::volume::verification::Verifier;
+use crate::{Error, reconcile, volume};
+
+/// Replicas in one pool, and so in one report.
+const REPLICAS_MAX: usize = 16_384;
+const EVENTS_MAX: usize = 64;
+const TEXT_BYTES_MAX: usize = 1024;
+const TOPOLOGY_MAX: usize = 64;
+
+pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
+    }
+    Ok(())
+}
+
+fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>, Error> {
+    if given.len() > TOPOLOGY_MAX {
+        return Err(Error::invalid("topology", format!("at most {TOPOLOGY_MAX} keys")));
+    }
+    for (key, value) in given {
+        short("topology", key)?;
+        short("topology", value)?;
+    }
+    Ok(given.clone().into_iter().collect())
+}
+
+pub(crate) fn id<T: std::str::FromStr>(field: &'static str, text: &str) -> Result<T, Error> {
+    if text.len() != 32 {
+        return Err(Error::invalid(field, "32 hex digits are needed"));
+    }
+    text.parse().map_err(|_| Error::invalid(field, "32 hex digits are needed"))
+}
+
+fn counts(pool: &PoolRecord) -> PoolCounts {
+    PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
+}
+
+/// What is remembered of reports, and who acts on them.
+pub struct Reports {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+    verifier: Arc<Verifier>,
+    dying: Arc<DyingPools>,
+    absence: Arc<Absence>,
+    devices: Arc<Devices>,
+    epochs: Arc<Epochs>,
+    fences: Fences,
+    /// Replicas that are in no record, announced once.
+    unexpected: Mutex<HashSet<ReplicaGuid>>,
+}
+
+impl Reports {
+    pub(crate) fn new(state: Arc<State>, work: &reconcile::Parts, volumes: &volume::Parts) -> Self {
+        Self {
+            lifecycle: work.lifecycle.clone(),
+            verifier: volumes.verifier.clone(),
+            dying: work.dying.clone(),
+            absence: work.absence.clone(),
+            devices: volumes.devices.clone(),
+            epochs: volumes.epochs.clone(),
+            fences: Fences::new(state.clone()),
+            unexpected: Mutex::default(),
+            state,
+        }
+    }
+
+    /// Takes a pool's report in and does what follows from it. Returns the number of the report that
+    /// the next one may build on; 0: it is to be whole.
+    pub async fn pool(&self, report: &PoolReport) -> Result<u64, Error> {
+        quoin_identity::check_name("pool", &report.pool)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("pool_id", &report.pool_id)?;
+        short("address", &report.address)?;
+        short("error", &report.error)?;
+        short("warning", &report.warning)?;
+        if report.replicas.len() + report.removed.len() > REPLICAS_MAX {
+            return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
+        }
+        let replicas: HashMap<_, _> =
+            report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
+        self.record_pool(report).await?;
+        let removed: Vec<ReplicaGuid> =
+            report.removed.iter().map(|guid| id("removed", guid)).collect::<Result<_, _>>()?;
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        self.agent_events(&report.events, &about, |volume| {
+            let here = volume.replicas.iter().map(|replica| &replica.pool);
+            here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
+        });
+        let back = self.absence.ends("pool", &report.pool);
+        let named: Vec<ReplicaGuid> = replicas.keys().copied().collect();
+        let (taken, differing) = self.pool_seen(report, replicas, &removed);
+        if back && !report.leaving && report.error.is_empty() {
+            self.state.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
+        }
+        if let Some(wear) = report.wear {
+            self.dying.judge(&report.pool, wear).await?;
+        }
+        // A heartbeat that says nothing new must cost nothing, and what is new of one volume nothing
+        // for the others.
+        let differing = match differing {
+            None => self.state.volumes.indexed(|index| index.of_pool(&report.pool)),
+            Some(volumes) if volumes.is_empty() => return Ok(taken),
+            Some(volumes) => {
+                volumes.iter().filter_map(|id| self.state.volumes.get(&id.to_string())).collect()
+            }
+        };
+        if self.state.check_ruling().is_ok() {
+            self.unexpected(&report.pool, &named);
+            self.announce_old_records(&report.pool, &named);
+        }
+        self.state.announce(&Concerned::Status);
+        self.state.look_at(&differing);
+        self.lifecycle.reconcile_those(&differing).await?;
+        Ok(taken)
+    }
+
+    /// Keeps what a pool says. Returns the number that the next report may build on, and the volumes
+    /// of which it holds something else than before; `None`: all may stand otherwise now.
+    fn pool_seen(
+        &self,
+        report: &PoolReport,
+        listed: HashMap<ReplicaGuid, ReplicaSeen>,
+        removed: &[ReplicaGuid],
+    ) -> (u64, Option<HashSet<VolumeId>>) {
+        let mut observed = self.state.observed();
+        let was_online =
+            observed.heard_pool(&report.pool, self.state.settings.offline_after).is_some();
+        if !report.leaving {
+            observed.reach.told(&report.pool, &report.address);
+        }
+        let mut seen = PoolSeen {
+            last: Instant::now(),
+            leaving: report.leaving,
+            error: report.error.clone(),
+            warning: report.warning.clone(),
+            capacity_bytes: report.capacity_bytes,
+            used_bytes: report.used_bytes,
+            free_bytes: report.free_bytes,
+            replicas: HashMap::new(),
+            scrub: report.scrub.unwrap_or_default(),
+            report: report.number,
+        };
+        let before = observed.pools.remove(&report.pool);
+        let is_like_before = before.as_ref().is_some_and(|before| {
+            was_online && before.error == seen.error && before.leaving == seen.leaving
+        });
+        let differing = match before {
+            // A pool that is busy opening says that it lives, and nothing of what it holds.
+            Some(before) if report.start_counter == 0 && report.capacity_bytes == 0 => {
+                seen = PoolSeen {
+                    capacity_bytes: before.capacity_bytes,
+                    used_bytes: before.used_bytes,
+                    free_bytes: before.free_bytes,
+                    replicas: before.replicas,
+                    scrub: before.scrub,
+                    report: 0,
+                    ..seen
+                };
+                HashSet::new()
+            }
+            Some(before) if report.since != 0 && before.report == report.since => {
+                seen.replicas = before.replicas;
+                seen.change(listed, removed)
+            }
+            // What it builds on is not known here: it says everything with its next report.
+            before if report.since != 0 => {
+                seen.replicas = before.map(|before| before.replicas).unwrap_or_default();
+                seen.report = 0;
+                HashSet::new()
+            }
+            before => {
+                seen.replicas = listed;
+                before.map(|before| seen.differing(&before)).unwrap_or_default()
+            }
+        };
+        let taken = seen.report;
+        observed.pools.insert(report.pool.clone(), seen);
+        (taken, is_like_before.then_some(differing))
+    }
+
+    async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
+        let record = PoolRecord {
+            name: report.pool.clone(),
+            pool_id: report.pool_id.clone(),
+            node: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            start_counter: report.start_counter,
+            start_nonce: report.start_nonce,
+            mark: report.mark,
+            rolled_back: false,
+            scrub_request: 0,
+        };
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        if self.state.pools.get(&report.pool).is_none()
+            && self.state.pools.create(record.clone()).await?.is_ok()
+        {
+            let message = format!("on node {}, data at {}", record.node, record.address);
+            self.state.events.record(Severity::Normal, about, "PoolAdded", message);
+            return Ok(());
+        }
+        let change = |pool: &mut PoolRecord| {
+            let replaced = pool.pool_id != record.pool_id;
+            // A pool that is opening or leaving does not tell its starts.
+            let told = record.start_counter != 0 && !report.leaving;
+            let (now, known) = (counts(&record), counts(pool));
+            let rolled_back = !replaced && told && now.are_older_than(&known);
+            let news = match (replaced, rolled_back && !pool.rolled_back) {
+                (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
+                (_, true) => {
+                    let message = format!(
+                        "an older state of its disk came back (start {}, mark {}, after start {}, \
+                         mark {}): its replicas are not used, for they may lack acknowledged \
+                         writes; wipe the pool to have them rebuilt",
+                        now.starts, now.mark, known.starts, known.mark
+                    );
+                    Some(("PoolRolledBack", message))
+                }
+                _ => None,
+            };
+            let rolled_back = !replaced && (rolled_back || pool.rolled_back);
+            // The last report of a process whose starts are known tells what it did since.
+            let ends = report.leaving && now.nonce != 0 && now.nonce == known.nonce;
+            let counts = match (rolled_back, told, ends) {
+                _ if replaced => now,
+                (false, true, _) => now.after(&known),
+                (false, false, true) => PoolCounts { starts: known.starts, ..now.after(&known) },
+                _ => known,
+            };
+            let scrub_request = pool.scrub_request;
+            *pool = PoolRecord {
+                rolled_back,
+                start_counter: counts.starts,
+                start_nonce: counts.nonce,
+                mark: counts.mark,
+                scrub_request,
+                // One that leaves before it reached the controller does not know its own.
+                address: match record.address.is_empty() {
+                    true => std::mem::take(&mut pool.address),
+                    false => record.address.clone(),
+                },
+                ..record.clone()
+            };
+            Ok(news)
+        };
+        if let Some((_, Some((reason, message)))) =
+            self.state.pools.update(&report.pool, change).await?
+        {
+            self.state.events.record(Severity::Error, about, reason, message);
+        }
+        Ok(())
+    }
+
+    /// Takes a node's report in; the answer names its devices whose volumes others have used since.
+    pub async fn node(&self, report: &NodeReport) -> Result<Vec<api::ServedElsewhere>, Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            volumes_max: report.volumes_max,
+            version: report.version.clone(),
+        };
+        let about = self.node_reports(&record, "it reports").await?;
+        let change = |node: &mut NodeRecord| {
+            // CSI knows none; the target does.
+            let address = match record.address.is_empty() {
+                true => std::mem::take(&mut node.address),
+                false => record.address.clone(),
+            };
+            *node = NodeRecord { address, ..record.clone() };
+            Ok(())
+        };
+        self.state.nodes.update(&report.node, change).await?;
+        self.agent_events(&report.events, &about, |volume| {
+            let used = volume.attachments.iter().any(|a| a.node == report.node);
+            let holds = volume.owner.as_deref() == Some(report.node.as_str());
+            used || holds || volume.holder == report.node
+        });
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, report.leaving, devices)
+    }
+
+    /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
+    /// of the node stays beside that.
+    pub async fn target(
+        &self,
+        report: &api::TargetReport,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: BTreeMap::new(),
+            volumes_max: 0,
+            version: report.version.clone(),
+        };
+        let about = self.node_reports(&record, "its target reports").await?;
+        let change = |node: &mut NodeRecord| {
+            if !record.address.is_empty() {
+                node.address.clone_from(&record.address);
+            }
+            node.version.clone_from(&record.version);
+            Ok(())
+        };
+        self.state.nodes.update(&report.node, change).await?;
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, false, devices)
+    }
+
+    /// The node of a report, which is recorded with its first one.
+    async fn node_reports(&self, record: &NodeRecord, why: &str) -> Result<Object, Error> {
+        let about = Object::new("node", &record.name, &record.name);
+        if self.state.nodes.get(&record.name).is_none()
+            && self.state.nodes.create(record.clone()).await?.is_ok()
+        {
+            self.state.events.record(Severity::Normal, about.clone(), "NodeAdded", why);
+        }
+        Ok(about)
+    }
+
+    /// Takes a sign of life in. `devices`: those that the node has now, where it says so; those whose
+    /// volumes others have used since are the answer.
+    fn node_lives(
+        &self,
+        about: Object,
+        leaving: bool,
+        devices: Option<&[api::DeviceReport]>,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        let devices = devices.map(devices::seen).transpose()?;
+        let node = about.name.clone();
+        {
+            let mut observed = self.state.observed();
+            observed.node_lives(&about.name);
+            if let Some(seen) = observed.nodes.get_mut(&about.name) {
+                seen.leaving = leaving;
+                let told = devices.map(|all| DevicesSeen { told: seen.last, all });
+                seen.devices = told.or(seen.devices.take());
+            }
+        }
+        let back = self.absence.ends("node", &about.name);
+        if back || leaving {
+            self.state.look_at(&self.state.volumes_of_node(&about.name));
+        }
+        if back && !leaving {
+            self.state.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
+        }
+        Ok(self.devices.announce(&node))
+    }
+
+    /// Takes a target's report in; the answer is a fresh grant where the target may have one.
+    pub async fn volume(&self, report: &VolumeReport) -> Result<Vec<u8>, Error> {
+        let volume: VolumeId = id("volume_id", &report.volume_id)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("state", &report.state)?;
+        short("waiting_for", &report.waiting_for)?;
+        short("device", &report.device)?;
+        short("device_message", &report.device_message)?;
+        self.state.check_ruling()?;
+        let record = self
+            .state
+            .volumes
+            .get(&volume.to_string())
+            .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
+        if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
+            self.fences.stale(volume, &report.node).await?;
+        }
+        // A fenced target's last words must not pass for the present state, nor those of one that
+        // never asked for an epoch: what a fence used up is nobody's.
+        let is_over = report.epoch != record.epoch || (report.epoch != 0 && !record.is_granted());
+        if record.owner.as_deref() != Some(report.node.as_str()) || is_over {
+            return Ok(Vec::new());
+        }
+        if report.replicas.len() > 64 {
+            return Err(Error::invalid("replicas", "at most 64"));
+        }
+        if report.silent.len() > quoin_types::membership::REPLICAS_MAX {
+            return Err(Error::invalid("silent", "at most 16"));
+        }
+        if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
+            return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
+        }
+        if !report.device.is_empty() && !is_device(&report.device) {
+            return Err(Error::invalid("device", "an absolute path of printed ASCII"));
+        }
+        let goes_by = report.goes_by.as_ref().map(goes_by).transpose()?;
+        let progress = |progress: &api::ReplicaProgress| {
+            let seen = Progress {
+                state: progress.state.chars().take(32).collect(),
+                applied_lsn: progress.applied_lsn,
+                rebuilt_bytes: progress.rebuilt_bytes,
+                rebuild_total_bytes: progress.rebuild_total_bytes,
+                write_us: progress.write_us,
+                slow: progress.slow,
+            };
+            Ok((id("guid", &progress.guid)?, seen))
+        };
+        let seen = VolumeSeen {
+            node: report.node.clone(),
+            epoch: report.epoch,
+            state: report.state.clone(),
+            waiting_for: report.waiting_for.clone(),
+            nbd_uri: report.nbd_uri.clone(),
+            membership_version: report.membership_version,
+            replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
+            silent: report
+                .silent
+                .iter()
+                .map(|guid| id("silent", guid))
+                .collect::<Result<_, Error>>()?,
+            goes_by,
+            device: DeviceMade {
+                path: report.device.clone(),
+                message: report.device_message.clone(),
+                refused: report.device_refused,
+            },
+        };
+        let confirms = (report.epoch, report.membership_version)
+            == (record.epoch, record.membership.version)
+            && report.state == "serving";
+        self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
+        let is_news;
+        {
+            let mut observed = self.state.observed();
+            if seen.is_whole() {
+                observed.openings.remove(&volume);
+            }
+            let before = observed.volumes.insert(volume, seen.clone());
+            is_news = before.is_none_or(|before| seen.differs(&before));
+            if confirms {
+                observed.confirmed.insert(volume);
+            }
+            // A target that speaks proves its host alive, whatever became of the CSI process.
+            observed.node_lives(&report.node);
+        }
+        crate::reconcile::reach::pools_are_served(&self.state, connected(&record, report));
+        if is_news {
+            self.state.look_at(std::slice::from_ref(&record));
+        }
+        self.lifecycle.announce_health(&record);
+        if let Some(verification) = &report.verification {
+            self.verifier.reported(&record, verification).await?;
+        }
+        Ok(self.epochs.fresh_grant(&record, &report.node, report.epoch))
+    }
+
+    /// Takes events in that an agent tells. One about a volume that it has nothing to do with is
+    /// told of the agent itself, so that it speaks for no other.
+    fn agent_events(
+        &self,
+        events: &[api::AgentEvent],
+        reporter: &Object,
+        concerns: impl Fn(&VolumeRecord) -> bool,
+    ) {
+        for event in events.iter().take(EVENTS_MAX) {
+            let volume = self.state.volumes.get(&event.volume_id).filter(|volume| concerns(volume));
+            let object = match (&volume, event.replica_id.len()) {
+                (Some(volume), 0) => about(volume),
+                (Some(volume), 32) => Object::new("replica", &event.replica_id, &volume.spec.name),
+                _ => reporter.clone(),
+            };
+            let reason: String = event.reason.chars().take(64).collect();
+            let message = match object.kind {
+                "replica" => {
+                    with_pool(volume.as_deref(), &event.replica_id, reporter, &event.message)
+                }
+                _ => event.message.clone(),
+            };
+            // A target lent to a volume that nobody uses lets go of its pools one after the other.
+            let is_unused = volume.as_ref().is_some_and(|volume| volume.attachments.is_empty());
+            let severity = match Severity::of(&event.severity) {
+                Severity::Warning if is_unused && LETS_GO.contains(&reason.as_str()) => {
+                    Severity::Normal
+                }
+                severity => severity,
+            };
+            self.state.events.record(severity, object, &reason, message);
+        }
+    }
+
+    /// Replicas that no record names are kept, and told of: a restored backup of the records
+    /// must not cost anybody's data.
+    fn unexpected(&self, pool: &str, named: &[ReplicaGuid]) {
+        let mut news = Vec::new();
+        {
+            let observed = self.state.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let unknown: Vec<_> = named
+                .iter()
+                .filter_map(|guid| seen.replicas.get_key_value(guid))
+                .filter(|(_, replica)| replica.state != ReplicaState::Gone)
+                .filter(|(_, replica)| {
+                    self.state.volumes.get(&replica.volume.to_string()).is_none()
+                })
+                .map(|(guid, replica)| (*guid, replica.volume))
+                .collect();
+            let mut known = self.unexpected.lock().expect("no holder of this lock panics");
+            for (guid, volume) in unknown {
+                if known.len() < REPLICAS_MAX && known.insert(guid) {
+                    news.push((guid, volume));
+                }
+            }
+        }
+        for (guid, volume) in news {
+            let message = format!(
+                "pool {pool} holds {guid} of volume {volume}, which is in no record; it is kept \
+                 (`quoin controller recover --dry-run` says what it is)"
+            );
+            let about = Object::new("replica", guid, pool);
+            self.state.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+        }
+    }
+
+    /// Replicas that were written in an epoch that no record has: the records are an old copy.
+    fn announce_old_records(&self, pool: &str, named: &[ReplicaGuid]) {
+        let mut behind = Vec::new();
+        {
+            let mut observed = self.state.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let ahead = |volume: &VolumeId, epoch| {
+                self.state.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
+            };
+            let found = named.iter().filter_map(|guid| seen.replicas.get(guid));
+            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
+            for volume in found {
+                if observed.behind.insert(volume.id.0) {
+                    behind.push(volume);
+                }
+            }
+        }
+        for volume in behind {
+            let message = "its replicas were written in a later epoch than its record knows: the \
+                           records are an old copy; `quoin controller recover` makes them agree \
+                           with what the pools hold";
+            self.state.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
+        }
+    }
+}
+
+impl State {
+    /// Whether an older state of its disk came back: it is used for nothing.
+    pub fn is_rolled_back(&self, pool: &str) -> bool {
+        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
+    }
+}
+
+/// The pools of the replicas to which a target has a connection.
+fn connected<'a>(
+    volume: &'a VolumeRecord,
+    report: &'a VolumeReport,
+) -> impl Iterator<Item = &'a str> {
+    let is_there = |progress: &&api::ReplicaProgress| {
+        ["in-sync", "catching-up", "rebuilding"].contains(&progress.state.as_str())
+    };
+    report.replicas.iter().filter(is_there).filter_map(|progress| {
+        let of_it = |replica: &&ReplicaRecord| replica.guid.0.to_string() == progress.guid;
+        volume.replicas.iter().find(of_it).map(|replica| replica.pool.as_str())
+    })
+}
+
+/// What a target tells of pools that it does not reach any more.
+const LETS_GO: [&str; 2] = ["Waiting", "ReplicaDropped"];
+
+/// A message about a replica, which says in which pool that is.
+fn with_pool(
+    volume: Option<&VolumeRecord>,
+    replica_id: &str,
+    reporter: &Object,
+    message: &str,
+) -> String {
+    let of_it = |r: &&ReplicaRecord| r.id.0.to_string() == replica_id;
+    // One that moves is in two of them, and its target speaks of either.
+    let pools: Vec<&str> = match (reporter.kind, volume) {
+        ("pool", _) => vec![&reporter.name],
+        (_, Some(volume)) => {
+            volume.replicas.iter().filter(of_it).map(|r| r.pool.as_str()).collect()
+        }
+        (_, None) => Vec::new(),
+    };
+    if pools.is_empty() || pools.iter().any(|pool| message.contains(pool)) {
+        return message.to_owned();
+    }
+    format!("pool {}: {message}", pools.join(" or "))
+}
+
+/// As the core has it, so that nothing but lists and factors by its rules is kept.
+fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
+    let sound = |told: &Option<api::Membership>| {
+        let told = told.as_ref().ok_or_else(|| "a membership is missing".to_owned());
+        let mut membership = told.and_then(convert::membership)?;
+        membership.retired.clear();
+        Ok::<_, String>(Some(convert::membership_message(&membership)))
+    };
+    let refused = |rule| Error::invalid("goes_by", rule);
+    let many = quoin_types::membership::REPLICAS_MAX;
+    if told.newcomers.len() > many || told.leaving.len() > many {
+        return Err(refused(format!("at most {many} newcomers, and as many that leave")));
+    }
+    told.newcomers
+        .iter()
+        .chain(&told.leaving)
+        .try_for_each(|guid| id::<quoin_types::ReplicaGuid>("goes_by", guid).map(drop))?;
+    let granted = sound(&told.granted).map_err(refused)?;
+    let held = sound(&told.held).map_err(refused)?;
+    Ok(Arc::new(api::GoesBy { granted, held, ..told.clone() }))
+}
+
+/// People and scripts hand it to other programs, so nothing but an address gets through.
+fn is_nbd_uri(text: &str) -> bool {
+    let scheme = text.starts_with("nbd://") || text.starts_with("nbds://");
+    scheme && text.len() <= 1024 && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// As of [`is_nbd_uri`]: file systems are made on what it names.
+fn is_device(text: &str) -> bool {
+    text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, ReplicaSeen), Error> {
+    let state = match report.state.as_str() {
+        "created" | "open" | "closed" => ReplicaState::Present,
+        "gone" => ReplicaState::Gone,
+        "damaged" => ReplicaState::Damaged,
+        _ => return Err(Error::invalid("state", "created, open, closed, gone or damaged")),
+    };
+    let seen = ReplicaSeen {
+        volume: id("volume_id", &report.volume_id)?,
+        state,
+        quorum: report.quorum,
+        position: Position { epoch: Epoch(report.position_epoch), lsn: Lsn(report.position_lsn) },
+        used_bytes: report.used_bytes,
+        bad_blocks: report.bad_blocks,
+        repaired: report.repaired,
+    };
+    Ok((id("guid", &report.guid)?, seen))
+}

@@ -1,0 +1,350 @@
+//! Who belongs to the cluster: join tokens, first certificates, renewals, rotation.
+//!
+//! A token is good for one certificate of its role, for a short time, and only a hash of its
+//! secret is kept. The key that used it first may use it again until it expires, because the
+//! answer can get lost; any other key is refused. A name that somebody joined under is not
+//! given to a second key unless the token names it.
+//!
+//! Records that are an old copy do not know which tokens were used or revoked since. So no token that
+//! was made before they were doubted is taken, and a recovery removes those.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use quoin_identity::{
+    Authority, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
+};
+
+use crate::Error;
+use crate::membership::admission::Admission;
+use crate::state::State;
+use crate::state::events::{Object, Severity};
+use crate::state::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
+use crate::time::now_ms;
+use crate::volume::fencing::Fences;
+
+/// Lifetime of a token where none is asked, and the longest.
+const TOKEN_TTL: Duration = Duration::from_secs(3600);
+const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Hex digits of a token's hash that name it to people.
+const TOKEN_ID_DIGITS: usize = 12;
+/// Unused tokens at a time.
+const TOKENS_MAX: usize = 4096;
+
+/// Tokens, certificates and the authority.
+pub struct Members {
+    state: Arc<State>,
+    authority: Mutex<Authority>,
+    admission: Arc<Admission>,
+    fences: Fences,
+}
+
+impl Members {
+    pub(crate) fn new(state: Arc<State>, authority: Authority, admission: Arc<Admission>) -> Self {
+        let fences = Fences::new(state.clone());
+        Self { state, authority: Mutex::new(authority), admission, fences }
+    }
+
+    /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
+    /// not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
+    pub async fn create_join_token(
+        &self,
+        role: &str,
+        ttl_s: u32,
+        holder: &str,
+        manages_volumes: bool,
+    ) -> Result<(JoinToken, u64), Error> {
+        if manages_volumes && role != Role::Node.as_str() {
+            return Err(Error::invalid(
+                "managesVolumes",
+                "leave to manage volumes is for tokens of the role node: admins have it, pools \
+                 never do",
+            ));
+        }
+        if !role.is_empty() && role.parse::<Role>()? == Role::Controller {
+            return Err(Error::invalid("role", "pool, node or admin; nobody joins as controller"));
+        }
+        if !holder.is_empty() {
+            check_name("holder", holder)?;
+        }
+        let ttl = match ttl_s {
+            0 => TOKEN_TTL,
+            s => Duration::from_secs(s.into()),
+        };
+        if ttl > TOKEN_TTL_MAX {
+            let rule = format!("at most {} s", TOKEN_TTL_MAX.as_secs());
+            return Err(Error::invalid("ttl", rule));
+        }
+        self.drop_expired_tokens().await?;
+        if self.state.tokens.count() >= TOKENS_MAX {
+            return Err(Error::Exhausted(format!("{TOKENS_MAX} tokens are alive already")));
+        }
+        let token = {
+            let authority = self.authority();
+            JoinToken::generate(authority.cluster(), authority.fingerprint())
+        };
+        let expires_ms = now_ms() + ttl.as_millis() as u64;
+        let record = TokenRecord {
+            secret_hash: token.secret_hash(),
+            role: role.to_owned(),
+            holder: holder.to_owned(),
+            expires_ms,
+            used_by: None,
+            manages_volumes,
+            created_ms: now_ms(),
+        };
+        if self.state.tokens.create(record).await?.is_err() {
+            return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
+        }
+        let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
+        let message = format!("for {what}, good for {} s", ttl.as_secs());
+        self.state.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
+        Ok((token, expires_ms))
+    }
+
+    /// The tokens that are still good, or were used and would be.
+    pub fn join_tokens(&self) -> Vec<Arc<TokenRecord>> {
+        let now = now_ms();
+        let mut tokens = self.state.tokens.list();
+        tokens.retain(|token| token.expires_ms > now && !self.is_doubted(token));
+        tokens
+    }
+
+    /// Whether the records are doubted since the token was made: another copy of them may say that it
+    /// was used or revoked.
+    fn is_doubted(&self, token: &TokenRecord) -> bool {
+        let doubt = self.state.recovery.get(RecoveryRecord::NAME);
+        doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)
+    }
+
+    /// Ends the tokens that a recovery found: those made before the records were doubted, and all where
+    /// nobody doubted them, since they may be an old copy all the same.
+    pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
+        let since_ms =
+            self.state.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
+        let mut ended = 0;
+        for token in self.state.tokens.list().iter().filter(|token| token.created_ms < since_ms) {
+            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+            ended += u32::from(token.used_by.is_none() && token.expires_ms > now_ms());
+        }
+        if ended > 0 {
+            let message = format!(
+                "{ended} unused tokens of before the recovery are good for nothing any more: the \
+                 records cannot know which of them were used or revoked"
+            );
+            self.state.events.record(Severity::Normal, cluster(), "JoinTokensEnded", message);
+        }
+        Ok(())
+    }
+
+    /// Ends a token: named whole, or by enough of its id to mean one. Who joined with it stays.
+    pub async fn revoke_join_token(&self, named: &str) -> Result<Arc<TokenRecord>, Error> {
+        const PREFIX_MIN: usize = 4;
+        let wanted = match named.parse::<JoinToken>() {
+            Ok(token) => token.secret_hash(),
+            Err(_) => named.to_ascii_lowercase(),
+        };
+        let shown: String = named.chars().take(TOKEN_ID_DIGITS).collect();
+        let found = self.state.tokens.list();
+        let mut found = found.iter().filter(|token| token.secret_hash.starts_with(&wanted));
+        let (Some(token), true) = (found.next(), wanted.len() >= PREFIX_MIN) else {
+            return Err(Error::missing("join token", shown));
+        };
+        if found.next().is_some() {
+            return Err(Error::invalid("token", format!("{shown} begins several ids: give more")));
+        }
+        self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+        let message = format!("{} is good for nothing any more", token_id(token));
+        self.state.events.record(Severity::Normal, cluster(), "JoinTokenRevoked", message);
+        Ok(token.clone())
+    }
+
+    /// A newcomer's first certificate.
+    pub async fn join(
+        &self,
+        token: &str,
+        csr_der: &[u8],
+        role: &str,
+        holder: &str,
+    ) -> Result<Issued, Error> {
+        let token: JoinToken = token.parse()?;
+        let role: Role = role.parse()?;
+        check_name(role.as_str(), holder)?;
+        // One answer for every bad token: which ones exist is nobody's business.
+        let refused = || {
+            Error::Unauthenticated(
+                "the join token is unknown, used or expired; make a new one with \
+                 `quoin token create`"
+                    .to_owned(),
+            )
+        };
+        let peer = Peer::new(self.state.identity.cluster(), role, holder)?;
+        let key_hash = key_hash_of_request(csr_der)?;
+        let user = (format!("{role}/{holder}"), key_hash.clone());
+        let check = |record: &TokenRecord| {
+            if record.expires_ms <= now_ms() || self.is_doubted(record) {
+                return Err(refused());
+            }
+            if record.used_by.as_ref().is_some_and(|by| *by != user) {
+                return Err(refused());
+            }
+            let right = match record.role.as_str() {
+                "" => matches!(role, Role::Pool | Role::Node),
+                only => only == role.as_str(),
+            };
+            if !right {
+                let meant = match record.role.as_str() {
+                    "" => "a pool or a node".to_owned(),
+                    role => with_article(role),
+                };
+                let rule =
+                    format!("the join token is for {meant}, not {}", with_article(role.as_str()));
+                return Err(Error::Denied(rule));
+            }
+            if !record.holder.is_empty() && record.holder != holder {
+                let rule = format!("the join token is for {:?} only", record.holder);
+                return Err(Error::Denied(rule));
+            }
+            Ok(())
+        };
+        let name = token.secret_hash();
+        let record = self.state.tokens.get(&name).ok_or_else(refused)?;
+        check(&record)?;
+        let member = MemberOfCluster {
+            role: role.to_string(),
+            holder: holder.to_owned(),
+            key_hash,
+            next_key_hash: String::new(),
+            joined_ms: now_ms(),
+            removed: false,
+            manages_volumes: record.manages_volumes,
+        };
+        // The token first: of two that join with one token, one leaves nothing behind.
+        let using = |record: &mut TokenRecord| {
+            check(record)?;
+            Ok(record.used_by.replace(user.clone()).is_none())
+        };
+        let (_, first_use) = self.state.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
+            let unused = |record: &mut TokenRecord| {
+                if first_use && record.used_by.as_ref() == Some(&user) {
+                    record.used_by = None;
+                }
+                Ok(())
+            };
+            self.state.tokens.update(&name, unused).await?;
+            return Err(error);
+        }
+        let issued = self.authority().issue(csr_der, &peer)?;
+        let about = Object::new(role.as_str(), holder, holder);
+        self.state.events.record(Severity::Normal, about, "Joined", format!("{role} {holder}"));
+        Ok(issued)
+    }
+
+    /// A member's next certificate: same role, same name, whatever the request says.
+    pub async fn renew(&self, member: &Member, csr_der: &[u8]) -> Result<Issued, Error> {
+        let issued = self.authority().issue(csr_der, &member.peer)?;
+        self.admission.expect_key(member, &key_hash_of_request(csr_der)?).await?;
+        Ok(issued)
+    }
+
+    /// Makes a new authority; everybody comes over to it by renewing, with IO running.
+    pub fn rotate_authority(&self) -> Result<String, Error> {
+        self.authority().rotate()?;
+        self.renew_own()?;
+        let message = "every certificate moves to the new authority when it is renewed; the \
+                       former one is trusted until the last of its certificates has run out";
+        self.state.events.record(Severity::Normal, cluster(), "AuthorityRotated", message);
+        Ok(message.to_owned())
+    }
+
+    /// Makes a new authority where the former one's key is in foreign hands: no certificate that it
+    /// signed is taken any more, and no token that names it.
+    pub async fn replace_authority(&self) -> Result<String, Error> {
+        self.authority().rotate_at_once()?;
+        self.renew_own()?;
+        self.admission.authority_was_replaced();
+        for token in self.state.tokens.list() {
+            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+        }
+        let message = "no certificate and no join token of the former authority is taken any more; \
+                       until they have joined again, pools and nodes go on with each other and hear \
+                       nothing from the controller. For each pool, node and admin: make a token \
+                       (`quoin token create --role ROLE --name NAME`), stop it, remove cert.pem from \
+                       its identity directory (the key stays), and start it with --join and the \
+                       token; pools first, one after the other, then nodes. A volume is out of reach \
+                       of a node while one of them has joined again and a majority of its pools has \
+                       not, or the other way round";
+        self.state.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
+        Ok(message.to_owned())
+    }
+
+    /// The controller's own certificate, from its own authority.
+    pub(crate) fn renew_own(&self) -> Result<(), Error> {
+        let request = self.state.identity.renewal_request()?;
+        let issued = self.authority().issue(&request, self.state.identity.peer())?;
+        Ok(self.state.identity.install(&issued)?)
+    }
+
+    /// Renews what is due and forgets what is over; called every second.
+    pub(crate) async fn tend_certificates(&self) -> Result<(), Error> {
+        if self.authority().forget_former()? {
+            self.renew_own()?;
+            let message = "the former authority is trusted no more";
+            self.state.events.record(Severity::Normal, cluster(), "AuthorityRetired", message);
+        }
+        if self.state.identity.renew_at() <= std::time::SystemTime::now() {
+            self.renew_own()?;
+        }
+        Ok(())
+    }
+
+    async fn take_name(&self, member: &MemberOfCluster, named: bool) -> Result<(), Error> {
+        let Err(found) = self.state.members.create(member.clone()).await? else { return Ok(()) };
+        if found.key_hash == member.key_hash && !found.removed {
+            return Ok(());
+        }
+        if !named && !found.removed {
+            return Err(Error::Exists {
+                what: "member",
+                name: format!("{} {}", member.role, member.holder),
+                difference: "key; to replace it, make a token for this very name".to_owned(),
+            });
+        }
+        let replace = |record: &mut MemberOfCluster| {
+            *record = member.clone();
+            Ok(())
+        };
+        let name = format!("{}/{}", member.role, member.holder);
+        self.state.members.update(&name, replace).await?;
+        if member.role == Role::Node.as_str() {
+            self.fences.node(&member.holder, false).await?;
+        }
+        Ok(())
+    }
+
+    async fn drop_expired_tokens(&self) -> Result<(), Error> {
+        let now = now_ms();
+        for token in self.state.tokens.list().iter().filter(|token| token.expires_ms <= now) {
+            self.state.tokens.remove(&token.secret_hash, |found| found.expires_ms <= now).await?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn authority(&self) -> MutexGuard<'_, Authority> {
+        self.authority.lock().expect("no holder of this lock panics")
+    }
+}
+
+/// A token's name among people: the beginning of its secret's hash.
+pub(crate) fn token_id(token: &TokenRecord) -> &str {
+    token.secret_hash.get(..TOKEN_ID_DIGITS).unwrap_or(&token.secret_hash)
+}
+
+fn with_article(role: &str) -> String {
+    format!("{} {role}", if role.starts_with('a') { "an" } else { "a" })
+}
+
+fn cluster() -> Object {
+    Object::new("cluster", "", "")
+}

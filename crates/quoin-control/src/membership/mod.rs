@@ -1,0 +1,44 @@
+//! Members of the cluster: join tokens, certificates, keys, removals, and the controller's term.
+
+pub(crate) mod admission;
+pub(crate) mod members;
+pub(crate) mod removal;
+pub(crate) mod term;
+
+use std::sync::Arc;
+
+use quoin_identity::Authority;
+
+use crate::reconcile;
+use crate::state::State;
+
+/// Members of the cluster.
+pub struct Parts {
+    pub terms: Arc<term::Terms>,
+    pub admission: Arc<admission::Admission>,
+    pub members: Arc<members::Members>,
+}
+
+impl Parts {
+    pub(crate) fn new(state: &Arc<State>, authority: Authority) -> Self {
+        let admission = Arc::new(admission::Admission::new(state.clone()));
+        let members = members::Members::new(state.clone(), authority, admission.clone());
+        let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
+        Self { terms, admission, members }
+    }
+
+    /// Removals, which also end the work on what is removed.
+    pub(crate) fn removals(
+        &self,
+        state: &Arc<State>,
+        work: &reconcile::Parts,
+    ) -> removal::Removals {
+        removal::Removals::new(
+            state.clone(),
+            work.lifecycle.clone(),
+            work.absence.clone(),
+            work.dying.clone(),
+            self.admission.clone(),
+        )
+    }
+}

@@ -1,0 +1,312 @@
+//! Steps of a volume's record: idempotent, run after every report and for whatever changed. Each reads
+//! the present state and moves one volume one step on.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use quoin_types::{ReplicaGuid, VolumeId};
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
+use crate::state::changes::Concerned;
+use crate::state::events::{Object, Severity};
+use crate::state::observed::ReplicaState;
+use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
+use crate::state::{State, about, random_id};
+use crate::status::{ReplicaStatus, VolumeStatus};
+use crate::volume::fencing::Fences;
+use crate::volume::verification::Verifier;
+
+/// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
+type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
+type News = (Severity, Object, &'static str, String);
+
+/// Reconciler of each volume's record with what its pools answer. It also announces turns of
+/// health, and takes back grants that nobody may use.
+pub struct Lifecycle {
+    state: Arc<State>,
+    verifier: Arc<Verifier>,
+    fences: Fences,
+    queue: Arc<Queue<VolumeId>>,
+    /// Last announced health of each volume.
+    health: Mutex<HashMap<VolumeId, &'static str>>,
+}
+
+/// Reports bring on what follows from them; this is for what they and errors left over.
+const PAUSE: Duration = Duration::from_secs(5);
+
+#[async_trait]
+impl Reconciler for Lifecycle {
+    type Key = VolumeId;
+    const NAME: &'static str = "reconcile";
+
+    fn queue(&self) -> &Queue<VolumeId> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, volume: &VolumeId, _: Instant) -> Result<Next, Error> {
+        let Some(volume) = self.state.volumes.get(&volume.to_string()) else {
+            self.health().remove(volume);
+            return Ok(Next::Rest);
+        };
+        if self.state.check_ruling().is_ok() {
+            self.reconcile_volume(&volume).await?;
+            self.fences.left_over(&volume).await?;
+        }
+        Ok(Next::Rest)
+    }
+}
+
+impl Lifecycle {
+    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
+        let queue = queue_of_volumes(&state, PAUSE);
+        let fences = Fences::new(state.clone());
+        Self { state, verifier, fences, queue, health: Mutex::default() }
+    }
+
+    fn health(&self) -> MutexGuard<'_, HashMap<VolumeId, &'static str>> {
+        self.health.lock().expect("no holder of this lock panics")
+    }
+
+    /// Moves everything on by what is known now. Safe to call at any time, by anyone.
+    pub async fn reconcile_all(&self) -> Result<(), Error> {
+        self.reconcile_those(&self.state.volumes.list()).await
+    }
+
+    /// The same of some volumes.
+    pub(crate) async fn reconcile_those(&self, volumes: &[Arc<VolumeRecord>]) -> Result<(), Error> {
+        if self.state.check_ruling().is_err() {
+            return Ok(());
+        }
+        for volume in volumes {
+            self.reconcile_volume(volume).await?;
+        }
+        Ok(())
+    }
+
+    async fn reconcile_volume(&self, volume: &Arc<VolumeRecord>) -> Result<(), Error> {
+        let state = &self.state;
+        let answers = self.answers(volume);
+        let mut trial = VolumeRecord::clone(volume);
+        let mut news = Vec::new();
+        step(&mut trial, &answers, &mut news);
+        if trial.phase == VolumePhase::Deleting {
+            crate::volume::volumes::free_name(state, volume).await?;
+            if trial.replicas.is_empty() && trial.discarded.is_empty() {
+                let deleting = |v: &VolumeRecord| v.phase == VolumePhase::Deleting;
+                state.volumes.remove(&volume.id.0.to_string(), deleting).await?;
+                self.forget(volume);
+                self.verifier.forget(volume.id.0).await?;
+                return Ok(());
+            }
+        }
+        let current = if trial == **volume {
+            volume.clone()
+        } else {
+            let change = |volume: &mut VolumeRecord| {
+                news.clear();
+                step(volume, &answers, &mut news);
+                Ok(())
+            };
+            let (current, ()) = match state.update_volume(volume.id.0, change).await {
+                Err(Error::NotFound { .. }) => return Ok(()),
+                updated => updated?,
+            };
+            for (severity, object, reason, message) in news {
+                state.events.record(severity, object, reason, message);
+            }
+            current
+        };
+        self.announce_health(&current);
+        Ok(())
+    }
+
+    /// Only what pools say that are alive, reached or not: they say it by themselves. Silence is no
+    /// answer.
+    fn answers(&self, volume: &VolumeRecord) -> Answers {
+        let observed = self.state.observed();
+        let held = volume.replicas.iter().map(|r| &r.pool);
+        let mut pools: Vec<_> = held.chain(volume.discarded.iter().map(|d| &d.pool)).collect();
+        pools.sort();
+        pools.dedup();
+        let membership = &volume.membership;
+        let wanted = volume.replicas.iter().map(|r| r.guid).chain(membership.retired.clone());
+        let wanted = wanted.chain(volume.discarded.iter().map(|d| d.guid));
+        let wanted: HashSet<_> = wanted.chain(membership.known.iter().map(|m| m.guid)).collect();
+        let mut answers = Answers::new();
+        for pool in pools {
+            let Some(seen) = observed.heard_pool(pool, self.state.settings.offline_after) else {
+                continue;
+            };
+            for guid in &wanted {
+                let held = seen.replicas.get(&guid.0).filter(|held| held.volume == volume.id.0);
+                if let Some(held) = held {
+                    answers.insert((pool.clone(), guid.0), held.state);
+                }
+            }
+        }
+        answers
+    }
+
+    fn forget(&self, volume: &VolumeRecord) {
+        let mut observed = self.state.observed();
+        observed.volumes.remove(&volume.id.0);
+        observed.confirmed.remove(&volume.id.0);
+        observed.openings.remove(&volume.id.0);
+        drop(observed);
+        self.health().remove(&volume.id.0);
+    }
+
+    /// An event when a volume's health turns.
+    pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
+        let status = crate::status::shown(&self.state, volume);
+        let now = status.health;
+        // Who was taken in since the target's last report is not in that: the next one tells.
+        let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
+        if matches!(now, "Unknown" | "Opening") || (now == "Degraded" && is_passing()) {
+            return;
+        }
+        let before = self.health().insert(volume.id.0, now);
+        if before == Some(now) || (before.is_none() && now == "Online") {
+            return;
+        }
+        let severity = match now {
+            "Online" => Severity::Normal,
+            "Degraded" => Severity::Warning,
+            _ => Severity::Error,
+        };
+        let reason = match now {
+            "Online" => "VolumeOnline",
+            "Degraded" => "VolumeDegraded",
+            _ => "VolumeFaulted",
+        };
+        let waiting = crate::status::waiting_for(&self.state, volume);
+        let message = if waiting.is_empty() {
+            "all replicas are in sync".to_owned()
+        } else {
+            format!("waiting for {waiting}")
+        };
+        self.state.events.record(severity, about(volume), reason, message);
+        self.state.announce(&Concerned::Status);
+    }
+
+    /// Whether all that keeps a volume from being whole are replicas that its target has not spoken
+    /// of yet, its last report being older than the membership that has them.
+    fn is_not_yet_told(&self, volume: &VolumeRecord, status: &VolumeStatus) -> bool {
+        let observed = self.state.observed();
+        let Some(seen) = crate::status::serving(&self.state, &observed, volume) else {
+            return false;
+        };
+        let mut lacking = volume
+            .replicas
+            .iter()
+            .zip(&status.replicas)
+            .filter(|(_, status)| status.known && status.phase != "InSync")
+            .peekable();
+        seen.state == "serving"
+            && seen.membership_version < volume.membership.version
+            && lacking.peek().is_some()
+            && lacking.all(|(replica, _)| !seen.replicas.contains_key(&replica.guid.0))
+    }
+}
+
+/// Whether a volume that is attached nowhere is only being opened and worked on, with all of its
+/// replicas there: nobody's IO waits, and a target that does not get on is replaced.
+fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
+    let is_there =
+        |status: &ReplicaStatus| ["InSync", "CatchingUp", "Rebuilding"].contains(&status.phase);
+    volume.attachments.is_empty()
+        && volume.owner.is_some()
+        && status.replicas.iter().filter(|status| status.known).all(is_there)
+}
+
+/// One step of one volume, from its record and the pools' answers alone.
+fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
+    let answer = |pool: &str, guid: ReplicaGuid| answers.get(&(pool.to_owned(), guid)).copied();
+    let present = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Present);
+    let gone = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Gone);
+    let discarded = |d: &Discarded| !gone(&d.pool, d.guid.0);
+    volume.discarded.retain(discarded);
+    match volume.phase {
+        VolumePhase::Deleting => {
+            volume.replicas.retain(|replica| !gone(&replica.pool, replica.guid.0));
+        }
+        VolumePhase::Pending => {
+            if volume.replicas.iter().all(|r| present(&r.pool, r.guid.0)) {
+                // From here on no pool creates anything under these GUIDs again.
+                volume.phase = VolumePhase::Ready;
+                volume.membership.formed = true;
+                volume.membership.version += 1;
+                volume.replicas.iter_mut().for_each(|r| r.phase = ReplicaPhase::Keep);
+                let message = "every pool has created its replica".to_owned();
+                news.push((Severity::Normal, about(volume), "VolumeReady", message));
+            }
+        }
+        VolumePhase::Ready => {
+            discard_retired(volume, answers);
+            let name = volume.spec.name.clone();
+            let known = volume.membership.known.clone();
+            // Those whose place another record takes are not made anew where they were.
+            let followed: Vec<_> = volume
+                .replicas
+                .iter()
+                .filter(|r| r.leaving || volume.is_followed(r))
+                .map(|r| r.guid)
+                .collect();
+            let mut surplus = Vec::new();
+            for replica in &mut volume.replicas {
+                let object = || Object::new("replica", replica.id.0, &name);
+                let known = known.iter().find(|member| member.id == replica.id).map(|m| m.guid);
+                let returned =
+                    known.filter(|known| *known != replica.guid && present(&replica.pool, known.0));
+                if let Some(known) = returned {
+                    let message = format!("pool {} has {} again", replica.pool, known.0);
+                    news.push((Severity::Normal, object(), "ReplicaReturned", message));
+                    let (id, pool) = (replica.id, replica.pool.clone());
+                    let guid = std::mem::replace(&mut replica.guid, known);
+                    surplus.push(Discarded { id, guid, pool });
+                    replica.phase = ReplicaPhase::Keep;
+                } else if followed.contains(&replica.guid) {
+                    continue;
+                } else if replica.phase == ReplicaPhase::Keep && gone(&replica.pool, replica.guid.0)
+                {
+                    // A GUID is born once: what comes in its place has another one.
+                    let new = Text(ReplicaGuid(random_id()));
+                    let message = format!(
+                        "pool {} has lost {}; {} is made in its place and will be rebuilt",
+                        replica.pool, replica.guid.0, new.0
+                    );
+                    news.push((Severity::Warning, object(), "ReplicaGone", message));
+                    replica.guid = new;
+                    replica.phase = ReplicaPhase::Recreate;
+                } else if replica.phase == ReplicaPhase::Recreate
+                    && present(&replica.pool, replica.guid.0)
+                {
+                    replica.phase = ReplicaPhase::Keep;
+                }
+            }
+            volume.discarded.extend(surplus);
+        }
+    }
+}
+
+/// Retired incarnations that turn up in their pools (a disk came back) are never used again,
+/// so they may go.
+fn discard_retired(volume: &mut VolumeRecord, answers: &Answers) {
+    for ((pool, guid), state) in answers {
+        let guid = Text(*guid);
+        if *state == ReplicaState::Gone
+            || !volume.membership.retired.contains(&guid)
+            || volume.discarded.iter().any(|d| d.guid == guid && d.pool == *pool)
+        {
+            continue;
+        }
+        let id = volume.replicas.iter().find(|replica| replica.pool == *pool).map(|r| r.id);
+        let id = id.unwrap_or_default();
+        volume.discarded.push(Discarded { id, guid, pool: pool.clone() });
+    }
+    volume.discarded.sort_by(|a, b| (&a.pool, a.guid).cmp(&(&b.pool, b.guid)));
+}

@@ -1,0 +1,354 @@
+//! Whether pools are reached at the addresses that they tell.
+//!
+//! A pool may report, and so be alive, and still be out of reach: behind a firewall, or with an
+//! address that only its own host understands. Nothing is placed on it and nothing is expected of
+//! it before it was reached. The controller dials each pool; a target's word that it has a
+//! connection counts as well, since the controller may be the one that a firewall keeps out.
+
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::state::changes::Concerned;
+use quoin_identity::{Expected, Role};
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+
+use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::State;
+use crate::state::events::{Object, Severity};
+
+/// One that is reached is looked at again after this, and one that is not after a shorter time.
+const AGAIN: Duration = Duration::from_secs(60);
+const RETRY: Duration = Duration::from_secs(2);
+/// A connection and its handshake.
+const DIAL_MAX: Duration = Duration::from_secs(4);
+/// Failures in a row by which a pool that was reached counts as unreachable: so many that one that
+/// died is offline before.
+const FAILURES: u32 = 5;
+/// Pools dialled at a time.
+const DIALS_MAX: usize = 16;
+/// How often is looked who is due.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// How one pool stands.
+#[derive(Clone, Debug)]
+struct Standing {
+    address: String,
+    /// `None`: it was not dialled yet.
+    reached: Option<bool>,
+    why: String,
+    failures: u32,
+    due: Instant,
+    under_way: bool,
+}
+
+/// A turn that is worth an event.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Turn {
+    Reached,
+    Unreachable(String),
+}
+
+/// The ways to all pools, as far as they are known.
+#[derive(Debug, Default)]
+pub struct Reach {
+    /// Whether this controller dials; one that does not takes every address as it is told.
+    dials: bool,
+    pools: HashMap<String, Standing>,
+    /// Notified when a pool is to be dialled now.
+    pub(crate) news: Arc<Notify>,
+}
+
+impl Reach {
+    /// A pool told its address.
+    pub(crate) fn told(&mut self, pool: &str, address: &str) {
+        if !self.dials || self.pools.get(pool).is_some_and(|known| known.address == address) {
+            return;
+        }
+        let standing = Standing {
+            address: address.to_owned(),
+            reached: None,
+            why: format!("it has not been reached at {address} yet"),
+            failures: 0,
+            due: Instant::now(),
+            under_way: false,
+        };
+        self.pools.insert(pool.to_owned(), standing);
+        self.news.notify_one();
+    }
+
+    pub(crate) fn forget(&mut self, pool: &str) {
+        self.pools.remove(pool);
+    }
+
+    /// A target has a connection to it. Returns whether that is news.
+    pub(crate) fn served(&mut self, pool: &str) -> bool {
+        let Some(known) = self.pools.get_mut(pool) else { return false };
+        known.failures = 0;
+        if known.reached == Some(true) {
+            known.due = Instant::now() + AGAIN;
+            return false;
+        }
+        // The dial that is due tells of the turn.
+        known.reached = Some(true);
+        true
+    }
+
+    /// Why the pool is of no use; `None`: it is reached, or nothing is known yet. `starting`: the
+    /// controller has just started, and pools that were reached before have not been dialled.
+    pub(crate) fn why_not(&self, pool: &str, starting: bool) -> Option<&str> {
+        let known = self.pools.get(pool)?;
+        match known.reached {
+            Some(true) => None,
+            None if starting => None,
+            Some(false) | None => Some(&known.why),
+        }
+    }
+
+    /// Pools to be dialled, of those that are alive.
+    fn due(&mut self, now: Instant, is_alive: impl Fn(&str) -> bool) -> Vec<(String, String)> {
+        let mut due = Vec::new();
+        for (pool, known) in &mut self.pools {
+            if known.due <= now && !known.under_way && is_alive(pool) {
+                known.under_way = true;
+                due.push((pool.clone(), known.address.clone()));
+            }
+        }
+        due
+    }
+
+    fn dialled(
+        &mut self,
+        pool: &str,
+        address: &str,
+        outcome: Result<(), String>,
+        now: Instant,
+    ) -> Option<Turn> {
+        let known = self.pools.get_mut(pool).filter(|known| known.address == address)?;
+        known.under_way = false;
+        let before = known.reached;
+        match outcome {
+            Ok(()) => {
+                known.failures = 0;
+                known.reached = Some(true);
+                known.due = now + AGAIN;
+                (before == Some(false)).then_some(Turn::Reached)
+            }
+            Err(why) => {
+                known.failures += 1;
+                known.due = now + RETRY;
+                if before == Some(true) && known.failures < FAILURES {
+                    return None;
+                }
+                known.reached = Some(false);
+                known.why = format!("it cannot be reached at {address}: {why}");
+                (before != Some(false)).then(|| Turn::Unreachable(known.why.clone()))
+            }
+        }
+    }
+}
+
+/// The fault of an address by itself: it leads nowhere, or not to the pool from other hosts.
+fn misleading(address: &str, has_other_hosts: bool) -> Option<String> {
+    let way_out =
+        "start the pool with --advertise HOST:PORT, an address that the other hosts reach";
+    let ip = address.rsplit_once(':').map(|(host, _)| host.trim_matches(['[', ']']))?;
+    let ip: IpAddr = ip.parse().ok()?;
+    if ip.is_unspecified() {
+        return Some(format!("that stands for every address of its host; {way_out}"));
+    }
+    (ip.is_loopback() && has_other_hosts)
+        .then(|| format!("that is loopback, and the cluster has several hosts; {way_out}"))
+}
+
+fn is_of_a_host(address: &str) -> bool {
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
+    let is_loopback =
+        host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified());
+    !host.is_empty() && !is_loopback && host != "localhost"
+}
+
+/// Dials the pools, each from time to time.
+pub(crate) struct Dialler {
+    state: Arc<State>,
+    lifecycle: Arc<Lifecycle>,
+}
+
+impl Dialler {
+    pub fn new(state: Arc<State>, lifecycle: Arc<Lifecycle>) -> Self {
+        Self { state, lifecycle }
+    }
+
+    /// Dials the pools from now on, until `shutdown`.
+    pub(crate) async fn keep_dialling(self: Arc<Self>, mut shutdown: watch::Receiver<bool>) {
+        let news = {
+            let mut observed = self.state.observed();
+            observed.reach.dials = true;
+            observed.reach.news.clone()
+        };
+        let mut dials = tokio::task::JoinSet::new();
+        let mut waiting = Vec::new();
+        loop {
+            waiting.append(&mut self.pools_to_dial());
+            while dials.len() < DIALS_MAX
+                && let Some((pool, address)) = waiting.pop()
+            {
+                let dialler = self.clone();
+                dials.spawn(async move { dialler.dial(&pool, &address).await });
+            }
+            tokio::select! {
+                () = tokio::time::sleep(LOOK) => {}
+                () = news.notified() => {}
+                Some(_) = dials.join_next() => {}
+                _ = shutdown.wait_for(|down| *down) => return,
+            }
+        }
+    }
+
+    fn pools_to_dial(&self) -> Vec<(String, String)> {
+        let mut observed = self.state.observed();
+        let mut reach = std::mem::take(&mut observed.reach);
+        let after = self.state.settings.offline_after;
+        let due = reach.due(Instant::now(), |pool| observed.heard_pool(pool, after).is_some());
+        observed.reach = reach;
+        due
+    }
+
+    async fn dial(&self, pool: &str, address: &str) {
+        let outcome = match misleading(address, self.has_hosts_beside(pool)) {
+            Some(why) => Err(why),
+            None if address.is_empty() => Err("it told no address".to_owned()),
+            None => {
+                let expected = Expected::Named(Role::Pool, pool.to_owned());
+                self.state.identity.reaches(address, expected, DIAL_MAX).await
+            }
+        };
+        let (turn, is_news) = {
+            let reach = &mut self.state.observed().reach;
+            let before = reach.why_not(pool, false).is_none();
+            let turn = reach.dialled(pool, address, outcome, Instant::now());
+            (turn, before != reach.why_not(pool, false).is_none())
+        };
+        let known = self.state.pools.get(pool);
+        let about = Object::new("pool", known.map_or(String::new(), |p| p.pool_id.clone()), pool);
+        match turn {
+            Some(Turn::Reached) => {
+                let message = format!("at {address}");
+                self.state.events.record(Severity::Normal, about, "PoolReached", message);
+            }
+            Some(Turn::Unreachable(why)) => {
+                self.state.events.record(Severity::Warning, about, "PoolUnreachable", why);
+            }
+            None => {}
+        }
+        // The first time is no event, and lets the pool count.
+        self.state.announce(&Concerned::Status);
+        if !is_news {
+            return;
+        }
+        let volumes = self.state.volumes_of_pool(pool);
+        self.state.look_at(&volumes);
+        if let Err(error) = self.lifecycle.reconcile_those(&volumes).await {
+            tracing::error!(%error, pool, "not done after a pool was dialled");
+        }
+    }
+
+    /// Whether some member is on another host than the pool.
+    fn has_hosts_beside(&self, pool: &str) -> bool {
+        let Some(own) = self.state.pools.get(pool).map(|pool| pool.node.clone()) else {
+            return false;
+        };
+        let pools = self.state.pools.list();
+        let nodes = self.state.nodes.list();
+        let of_pools = pools.iter().map(|pool| (pool.node.as_str(), pool.address.as_str()));
+        let of_nodes = nodes.iter().map(|node| (node.name.as_str(), node.address.as_str()));
+        of_pools.chain(of_nodes).any(|(node, address)| node != own && is_of_a_host(address))
+    }
+}
+
+/// Pools to which a target says that it is connected.
+pub(crate) fn pools_are_served<'a>(state: &State, pools: impl Iterator<Item = &'a str>) {
+    let pools: HashSet<&str> = pools.collect();
+    let turned: Vec<_> = {
+        let mut observed = state.observed();
+        pools.into_iter().filter(|pool| observed.reach.served(pool)).collect()
+    };
+    for pool in turned {
+        state.look_at(&state.volumes_of_pool(pool));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dialling() -> Reach {
+        Reach { dials: true, ..Reach::default() }
+    }
+
+    #[test]
+    fn a_pool_counts_once_it_was_reached_and_until_it_was_missed_several_times() {
+        let mut reach = dialling();
+        let now = Instant::now();
+        assert_eq!(reach.why_not("a", false), None, "nothing is known of it");
+        reach.told("a", "h1:7401");
+        assert!(reach.why_not("a", false).unwrap().contains("h1:7401"));
+        assert_eq!(reach.why_not("a", true), None, "the controller has just started");
+        assert!(reach.due(Instant::now(), |_| false).is_empty(), "it is away");
+        let due = reach.due(Instant::now(), |_| true);
+        assert_eq!(due, [("a".to_owned(), "h1:7401".to_owned())]);
+        assert!(reach.due(Instant::now(), |_| true).is_empty(), "one dial at a time");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), None);
+        assert_eq!(reach.why_not("a", false), None);
+        for _ in 1..FAILURES {
+            assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None);
+            assert_eq!(reach.why_not("a", false), None);
+        }
+        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), now);
+        let why = "it cannot be reached at h1:7401: refused";
+        assert_eq!(turn, Some(Turn::Unreachable(why.into())));
+        assert_eq!(reach.why_not("a", true), Some(why));
+        assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None, "told once");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), Some(Turn::Reached));
+    }
+
+    #[test]
+    fn one_that_was_never_reached_is_unreachable_at_the_first_failure() {
+        let mut reach = dialling();
+        reach.told("a", "h1:7401");
+        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), Instant::now());
+        assert!(matches!(turn, Some(Turn::Unreachable(_))));
+        // The answer of an address that it has left does not count.
+        reach.told("a", "h2:7401");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), Instant::now()), None);
+        assert!(reach.why_not("a", false).unwrap().contains("h2:7401"));
+    }
+
+    #[test]
+    fn a_targets_connection_counts_where_the_controller_is_kept_out() {
+        let mut reach = dialling();
+        reach.told("a", "h1:7401");
+        reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
+        reach.served("a");
+        assert_eq!(reach.why_not("a", false), None);
+        for _ in 1..FAILURES {
+            reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
+            reach.served("a");
+        }
+        assert_eq!(reach.why_not("a", false), None);
+    }
+
+    #[test]
+    fn addresses_that_mislead_are_told_apart_by_whether_there_are_other_hosts() {
+        assert!(misleading("0.0.0.0:7401", false).unwrap().contains("--advertise"));
+        assert!(misleading("[::]:7401", false).is_some());
+        assert!(misleading("127.0.0.1:7401", true).unwrap().contains("--advertise"));
+        assert_eq!(misleading("127.0.0.1:7401", false), None);
+        assert_eq!(misleading("10.0.0.1:7401", true), None);
+        assert_eq!(misleading("h1:7401", true), None);
+        assert!(is_of_a_host("10.0.0.1:1") && is_of_a_host("h1:1") && is_of_a_host("10.0.0.1"));
+        assert!(!is_of_a_host("127.0.0.1:1") && !is_of_a_host("") && !is_of_a_host("[::1]:9"));
+    }
+}

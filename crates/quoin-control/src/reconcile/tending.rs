@@ -1,0 +1,238 @@
+//! Work on the replicas of volumes that nobody uses.
+//!
+//! Changes of the replicas need a target, and the document that asks for them has one for every
+//! volume at all times. Here a volume that is attached nowhere has none, so one is lent to it for
+//! as long as there is something to do: replicas to add, move, replace or take away, one that lags
+//! to catch up, one that is damaged to be rebuilt. The node becomes the record's owner without an
+//! attachment, and its target lets no client in. Whoever attaches the volume meanwhile takes over
+//! at a higher epoch, or goes on with the same target where it is the same node.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use quoin_types::VolumeId;
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::reconcile::heal::rebuildable;
+use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, queue_of_volumes};
+use crate::state::events::Severity;
+use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::state::{State, about};
+use crate::status::VolumeStatus;
+use crate::volume::verification::Verifier;
+
+/// A replica that lags for less may only have been reported at another moment than the others.
+const LAGS_FOR: Duration = Duration::from_secs(30);
+/// A node whose target has not opened the volume by then is given up for another one.
+const OPENS_WITHIN: Duration = Duration::from_secs(30);
+
+/// Within that a target has seen that the volume is not its any more.
+const CLOSES_WITHIN: Duration = Duration::from_secs(3);
+
+/// Reconciler that lends targets to volumes that need one, and takes back those that are done.
+pub struct Tender {
+    state: Arc<State>,
+    verifier: Arc<Verifier>,
+    queue: Arc<Queue<VolumeId>>,
+    memory: Mutex<Memory>,
+}
+
+/// Kept between two looks at a volume.
+#[derive(Debug, Default)]
+struct Memory {
+    /// Since when replicas of a volume lag.
+    lagging: HashMap<VolumeId, Instant>,
+    /// Since when a volume waits for the node that it was given to, or for the one that it was taken
+    /// from.
+    opening: HashMap<VolumeId, Instant>,
+}
+
+#[async_trait]
+impl Reconciler for Tender {
+    type Key = VolumeId;
+    const NAME: &'static str = "tend volumes";
+
+    fn queue(&self) -> &Queue<VolumeId> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, volume: &VolumeId, now: Instant) -> Result<Next, Error> {
+        match self.state.check_ruling() {
+            Ok(()) => self.look(*volume, now).await,
+            Err(_) => Ok(Next::Rest),
+        }
+    }
+}
+
+impl Tender {
+    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
+        let queue = queue_of_volumes(&state, SETTLES_WITHIN);
+        Self { state, verifier, queue, memory: Mutex::default() }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().expect("no holder of this lock panics")
+    }
+
+    /// Looks at every volume once.
+    pub async fn look_at_all(&self, now: Instant) -> Result<(), Error> {
+        for volume in self.state.volumes.list() {
+            self.reconcile(&volume.id.0, now).await?;
+        }
+        Ok(())
+    }
+
+    async fn look(&self, id: VolumeId, now: Instant) -> Result<Next, Error> {
+        let volume = self.state.volumes.get(&id.to_string());
+        let Some(volume) = volume.filter(|volume| volume.phase == VolumePhase::Ready) else {
+            let mut memory = self.memory();
+            memory.lagging.remove(&id);
+            memory.opening.remove(&id);
+            return Ok(Next::Rest);
+        };
+        if !volume.attachments.is_empty() {
+            return self.give_back(&volume, now).await;
+        }
+        let status = crate::status::of(&self.state, &volume);
+        let work = self.work(&volume, &status, now);
+        let next = match volume.owner.is_some() || work.is_some() || self.remembers(id) {
+            true => Next::After(LOOK_EVERY),
+            false => Next::Rest,
+        };
+        let owner = volume.owner.as_deref();
+        let node = match (owner, &work) {
+            (None, None) => return Ok(next),
+            (Some(_), None) => None,
+            (None, Some(_)) => self.lender(&volume, &status),
+            (Some(_), Some(_)) if !self.is_late(&volume, now) => return Ok(next),
+            (Some(_), Some(_)) => self.lender(&volume, &status),
+        };
+        if node.as_deref() == owner {
+            return Ok(next);
+        }
+        let change = |volume: &mut VolumeRecord| {
+            let as_seen = volume.owner.as_deref() == owner && volume.attachments.is_empty();
+            if as_seen && volume.phase == VolumePhase::Ready {
+                volume.owner.clone_from(&node);
+            }
+            Ok(as_seen)
+        };
+        let (volume, changed) = match self.state.update_volume(id, change).await {
+            Err(Error::NotFound { .. }) => return Ok(Next::Rest),
+            other => other?,
+        };
+        self.memory().opening.remove(&id);
+        if let (true, Some(node), Some(work)) = (changed, node, work) {
+            self.memory().opening.insert(id, now);
+            let message = format!("on node {node}, attached nowhere: {work}");
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeTended", message);
+        }
+        Ok(Next::After(LOOK_EVERY))
+    }
+
+    fn remembers(&self, volume: VolumeId) -> bool {
+        let memory = self.memory();
+        memory.lagging.contains_key(&volume) || memory.opening.contains_key(&volume)
+    }
+
+    /// A recovery by hand takes the volume from its target, which closes it; then it is opened anew.
+    async fn give_back(&self, volume: &VolumeRecord, now: Instant) -> Result<Next, Error> {
+        let id = volume.id.0;
+        self.memory().lagging.remove(&id);
+        if volume.owner.is_some() {
+            self.memory().opening.remove(&id);
+            return Ok(Next::Rest);
+        }
+        let since = *self.memory().opening.entry(id).or_insert(now);
+        if now.duration_since(since) < CLOSES_WITHIN {
+            return Ok(Next::After(LOOK_EVERY));
+        }
+        let change = |volume: &mut VolumeRecord| {
+            if volume.owner.is_none() && volume.phase == VolumePhase::Ready {
+                volume.owner = volume.attachments.first().map(|a| a.node.clone());
+            }
+            Ok(())
+        };
+        match self.state.update_volume(id, change).await {
+            Err(Error::NotFound { .. }) => {}
+            other => drop(other?),
+        }
+        self.memory().opening.remove(&id);
+        Ok(Next::Rest)
+    }
+
+    /// What a target could do for the volume; `None`: nothing, or not now.
+    fn work(&self, volume: &VolumeRecord, status: &VolumeStatus, now: Instant) -> Option<String> {
+        let changing = volume.changing();
+        let lags = status.replicas.iter().any(|replica| replica.lags);
+        let since = {
+            let lagging = &mut self.memory().lagging;
+            match lags {
+                true => Some(*lagging.entry(volume.id.0).or_insert(now)),
+                false => lagging.remove(&volume.id.0).and(None),
+            }
+        };
+        if volume.owner.is_some() {
+            // It is there: it stays until all that can be reached has everything.
+            let behind = |phase| ["CatchingUp", "Rebuilding", "Creating"].contains(&phase);
+            let behind = status.replicas.iter().any(|replica| behind(replica.phase));
+            let verify = self.verifier.work(volume);
+            return match !changing.is_empty() || lags || behind {
+                true => Some(changing),
+                false => verify,
+            };
+        }
+        rebuildable(volume, status).ok()?;
+        if !changing.is_empty() {
+            return Some(changing);
+        }
+        if let Some(verify) = self.verifier.work(volume) {
+            return Some(verify);
+        }
+        let long = since.is_some_and(|since| now.duration_since(since) >= LAGS_FOR);
+        long.then(|| "a replica lags".to_owned())
+    }
+
+    /// Whether the node that the volume was lent to does not open it.
+    fn is_late(&self, volume: &VolumeRecord, now: Instant) -> bool {
+        let opens = {
+            let observed = self.state.observed();
+            observed.volumes.get(&volume.id.0).is_some_and(|seen| {
+                volume.owner.as_deref() == Some(&seen.node)
+                    && seen.epoch == volume.epoch
+                    && seen.state != "stopped"
+                    && observed.node_online(&seen.node, self.state.settings.offline_after)
+            })
+        };
+        let opening = &mut self.memory().opening;
+        if opens {
+            opening.remove(&volume.id.0);
+            return false;
+        }
+        let since = *opening.entry(volume.id.0).or_insert(now);
+        now.duration_since(since) >= OPENS_WITHIN
+    }
+
+    /// The node to open it on: online, not cordoned, with a good replica if there is such a one,
+    /// and the least laden.
+    fn lender(&self, volume: &VolumeRecord, status: &VolumeStatus) -> Option<String> {
+        let state = &self.state;
+        let pairs = volume.replicas.iter().zip(&status.replicas);
+        let good = pairs.filter(|(_, status)| status.phase == "InSync").map(|(r, _)| &r.pool);
+        let hosts: Vec<String> =
+            good.filter_map(|pool| state.pools.get(pool).map(|pool| pool.node.clone())).collect();
+        let nodes = state.nodes.list();
+        let usable = nodes.iter().map(|node| node.name.clone()).filter(|node| {
+            // Another one than now, if it is there but does not open it.
+            volume.owner.as_ref() != Some(node)
+                && crate::reconcile::cordon::of_node(state, node).is_empty()
+                && state.observed().node_online(node, state.settings.offline_after)
+        });
+        let load = |node: &String| state.volumes.index(|index| index.owned(node));
+        let best = usable.min_by_key(|node| (!hosts.contains(node), load(node), node.clone()));
+        best.or_else(|| volume.owner.clone())
+    }
+}

@@ -1,0 +1,274 @@
+//! State of the cluster: the records with their store, what is observed, events, and changes of all
+//! of them. [`State`] is what all parts of the controller share.
+
+pub mod changes;
+pub mod events;
+pub(crate) mod member_records;
+pub(crate) mod observed;
+#[cfg(test)]
+pub(crate) mod recorded;
+pub mod records;
+pub mod store;
+pub(crate) mod table;
+pub(crate) mod term_records;
+pub(crate) mod volume_index;
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use quoin_api::control::VolumeRef;
+use quoin_identity::Identity;
+use quoin_types::VolumeId;
+use rand::RngCore;
+use tokio::sync::watch;
+
+use crate::Error;
+use crate::controller::Settings;
+use crate::membership::term::OwnTerm;
+use crate::state::changes::{Changes, Concern, Concerned, Follower};
+use crate::state::events::{Events, Object, Severity};
+use crate::state::observed::Observed;
+use crate::state::records::{
+    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
+    VolumeRecord,
+};
+use crate::state::store::{Store, Watched, Writes};
+use crate::state::table::Table;
+use crate::volume::policy::ReplaceAfter;
+use crate::volume::verification::VerifyRecord;
+
+/// Records, what is observed, and what all parts share.
+pub struct State {
+    pub(crate) settings: Settings,
+    /// Store of all records, for backups.
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) identity: Identity,
+    pub(crate) volumes: Table<VolumeRecord>,
+    pub(crate) names: Table<NameRecord>,
+    pub(crate) pools: Table<PoolRecord>,
+    pub(crate) nodes: Table<NodeRecord>,
+    pub(crate) tokens: Table<TokenRecord>,
+    pub(crate) members: Table<MemberOfCluster>,
+    pub(crate) cordons: Table<CordonRecord>,
+    pub(crate) verifications: Table<VerifyRecord>,
+    pub(crate) recovery: Table<RecoveryRecord>,
+    pub(crate) term: OwnTerm,
+    pub(crate) events: Events,
+    pub(crate) observed: Mutex<Observed>,
+    /// Makes the check of a free name and its use one step.
+    pub(crate) creating: tokio::sync::Mutex<()>,
+    /// Results of the last writes of records.
+    pub(crate) writes: Arc<Writes>,
+    /// Number of times the store had been opened again at the last event about it.
+    opened_again: AtomicU64,
+    changes: Changes,
+}
+
+impl State {
+    /// Reads all records.
+    pub async fn open(
+        store: Arc<dyn Store>,
+        identity: Identity,
+        settings: Settings,
+    ) -> Result<Self, Error> {
+        let writes = Arc::new(Writes::default());
+        let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
+        let changes = Changes::default();
+        let state = Self {
+            volumes: Table::load(store.clone(), changes.clone()).await?,
+            names: Table::load(store.clone(), changes.clone()).await?,
+            pools: Table::load(store.clone(), changes.clone()).await?,
+            nodes: Table::load(store.clone(), changes.clone()).await?,
+            tokens: Table::load(store.clone(), changes.clone()).await?,
+            members: Table::load(store.clone(), changes.clone()).await?,
+            cordons: Table::load(store.clone(), changes.clone()).await?,
+            verifications: Table::load(store.clone(), changes.clone()).await?,
+            recovery: Table::load(store.clone(), changes.clone()).await?,
+            term: OwnTerm::load(store.clone(), changes.clone()).await?,
+            events: Events::load(store.clone()).await?,
+            store,
+            observed: Mutex::new(Observed::new()),
+            creating: tokio::sync::Mutex::new(()),
+            writes,
+            opened_again: AtomicU64::new(0),
+            identity,
+            settings,
+            changes,
+        };
+        state.drop_unused_names().await?;
+        Ok(state)
+    }
+
+    /// Reads the results of changes that the store did not answer. Records an event where the store
+    /// was opened again.
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
+        let times = self.store.opened_again();
+        if self.opened_again.swap(times, Ordering::Relaxed) < times {
+            let message = "a write failed; the records were opened again, and what was answered before \
+                           is there. Look at the disk of the controller's directory";
+            let cluster = Object::new("cluster", "", "");
+            self.events.record(Severity::Warning, cluster, "RecordsOpenedAgain", message);
+        }
+        self.volumes.read_unanswered().await?;
+        self.names.read_unanswered().await?;
+        self.pools.read_unanswered().await?;
+        self.nodes.read_unanswered().await?;
+        self.tokens.read_unanswered().await?;
+        self.members.read_unanswered().await?;
+        self.cordons.read_unanswered().await?;
+        self.verifications.read_unanswered().await?;
+        self.recovery.read_unanswered().await?;
+        self.term.read_unanswered().await
+    }
+
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Counter that grows whenever an assignment or a status may have changed.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.any()
+    }
+
+    /// Policy of a volume: its own, or the cluster's.
+    pub fn replace_after(&self, volume: &VolumeRecord) -> ReplaceAfter {
+        volume.spec.options.replace_after.unwrap_or(self.settings.replace_after)
+    }
+
+    /// Follows what may change the assignment of a pool or a node.
+    pub(crate) fn changes_of(&self, concern: Concern) -> Follower {
+        self.changes.of(concern)
+    }
+
+    /// Announces a change of observed state; changes of records are announced by their tables.
+    pub(crate) fn announce(&self, concerned: &Concerned) {
+        self.changes.wake(concerned, None);
+    }
+
+    /// Has each volume that changes put into a queue.
+    pub(crate) fn queue_volumes(&self, queue: impl Fn(VolumeId) + Send + Sync + 'static) {
+        self.changes.queue(queue);
+    }
+
+    /// Queues volumes of which something else is observed than before.
+    pub(crate) fn look_at(&self, volumes: &[Arc<VolumeRecord>]) {
+        volumes.iter().for_each(|volume| self.changes.look_at(volume.id.0));
+    }
+
+    /// Volumes with a replica in one of these pools, or one that it is to remove, in the order of
+    /// their ids.
+    pub(crate) fn volumes_of_pools(&self, pools: &HashSet<String>) -> Vec<Arc<VolumeRecord>> {
+        let mut names = BTreeSet::new();
+        self.volumes.index(|index| {
+            let of_pools = pools.iter().filter_map(|pool| index.of_pool(pool));
+            names.extend(of_pools.flatten().cloned());
+        });
+        names.iter().filter_map(|name| self.volumes.get(name)).collect()
+    }
+
+    /// Volumes with a replica in the pool, or one that it is to remove.
+    pub(crate) fn volumes_of_pool(&self, pool: &str) -> Vec<Arc<VolumeRecord>> {
+        self.volumes.indexed(|index| index.of_pool(pool))
+    }
+
+    /// Volumes that the node owns or has attached.
+    pub(crate) fn volumes_of_node(&self, node: &str) -> Vec<Arc<VolumeRecord>> {
+        self.volumes.indexed(|index| index.of_node(node))
+    }
+
+    pub(crate) fn observed(&self) -> MutexGuard<'_, Observed> {
+        self.observed.lock().expect("no holder of this lock panics")
+    }
+
+    /// Finds the volume of a reference: by id or, where the id is empty, by name.
+    pub(crate) fn volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        let Some(reference) = reference else {
+            return Err(Error::invalid("volume", "an id or a name is needed"));
+        };
+        // A volume that is missing in records that do not rule may still exist.
+        self.check_ruling()?;
+        let missing = || missing(Some(reference));
+        if !reference.id.is_empty() {
+            // Each id has one text form only, so equal ids have equal text.
+            match self.volumes.get(&reference.id) {
+                Some(volume) => return Ok(volume),
+                None if reference.name.is_empty() => {
+                    return Err(missing());
+                }
+                None => {}
+            }
+        }
+        if reference.name.is_empty() {
+            return Err(Error::invalid("volume", "an id or a name is needed"));
+        }
+        self.names
+            .get(&reference.name)
+            .and_then(|name| self.volumes.get(&name.volume_id.0.to_string()))
+            .ok_or_else(missing)
+    }
+
+    /// Changes a volume's record. Where the owner changes, the former owner loses its grants.
+    /// Where the record loses a newcomer, the membership gets its next version: a joint View that
+    /// names the newcomer can never rule then, so no target that opens the volume waits for a
+    /// replica that is being deleted. The version stays where nothing has confirmed yet that the
+    /// record is current: that View may have ruled for long there.
+    pub(crate) async fn update_volume<T>(
+        &self,
+        id: VolumeId,
+        mut change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
+    ) -> Result<(Arc<VolumeRecord>, T), Error> {
+        self.check_ruling()?;
+        self.check_term()?;
+        let (name, term) = (id.to_string(), self.term());
+        let is_confirmed = {
+            let observed = self.observed();
+            observed.confirmed.contains(&id) && !observed.behind.contains(&id)
+        };
+        let change = |volume: &mut VolumeRecord| {
+            let before = volume.clone();
+            let value = change(volume)?;
+            if before.owner.is_some() && before.owner != volume.owner {
+                volume.fence(false, term)?;
+            }
+            volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
+            volume.generation += u64::from(volume.differs(&before));
+            Ok(value)
+        };
+        let updated = self.volumes.update(&name, change).await?;
+        updated.ok_or_else(|| Error::missing("volume", name))
+    }
+
+    /// Removes names without a volume: a name is written before its volume, and a crash in between
+    /// leaves the name only.
+    async fn drop_unused_names(&self) -> Result<(), Error> {
+        for name in self.names.list() {
+            let volume = self.volumes.get(&name.volume_id.0.to_string());
+            if volume.is_none_or(|volume| volume.spec.name != name.volume_name) {
+                self.names.remove(&name.volume_name, |found| *found == *name).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Error for a reference that leads to no volume; it repeats the reference.
+pub(crate) fn missing(reference: Option<&VolumeRef>) -> Error {
+    let VolumeRef { id, name } = reference.cloned().unwrap_or_default();
+    let text = if name.is_empty() { id } else { name };
+    Error::missing("volume", text.chars().take(160).collect::<String>())
+}
+
+pub(crate) fn random_id() -> u128 {
+    let mut bytes = [0; 16];
+    rand::rng().fill_bytes(&mut bytes);
+    u128::from_le_bytes(bytes)
+}
+
+pub(crate) fn about(volume: &VolumeRecord) -> Object {
+    Object::new("volume", volume.id.0, &volume.spec.name)
+}

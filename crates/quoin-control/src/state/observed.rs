@@ -1,0 +1,243 @@
+//! What pools, nodes and targets say about themselves; kept in memory and told anew after a
+//! restart of either side.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_api::control::{GoesBy, Scrub};
+use quoin_types::{Position, ReplicaGuid, VolumeId};
+use tokio::time::Instant;
+
+use crate::reconcile::reach::Reach;
+use crate::volume::devices::DeviceSeen;
+
+/// What a pool says of a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReplicaState {
+    /// Exists (created, open or closed).
+    Present,
+    Gone,
+    Damaged,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct ReplicaSeen {
+    pub volume: VolumeId,
+    pub state: ReplicaState,
+    pub quorum: bool,
+    pub position: Position,
+    pub used_bytes: u64,
+    /// Known to be bad and not repaired yet.
+    pub bad_blocks: u64,
+    pub repaired: u64,
+}
+
+#[derive(Clone, Debug)]
+pub struct PoolSeen {
+    pub last: Instant,
+    pub leaving: bool,
+    pub error: String,
+    /// What keeps it from taking more while it serves on.
+    pub warning: String,
+    pub capacity_bytes: u64,
+    pub used_bytes: u64,
+    pub free_bytes: u64,
+    pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
+    pub scrub: Scrub,
+    /// Number of the report by which all of this is known; 0: none.
+    pub report: u64,
+}
+
+impl PoolSeen {
+    /// Takes in what changed. Returns the volumes as [`Self::differing`] does.
+    pub fn change(
+        &mut self,
+        listed: HashMap<ReplicaGuid, ReplicaSeen>,
+        removed: &[ReplicaGuid],
+    ) -> HashSet<VolumeId> {
+        let mut volumes = HashSet::new();
+        for (guid, replica) in listed {
+            let (volume, now) = (replica.volume, (replica.state, replica.quorum));
+            let before = self.replicas.insert(guid, replica);
+            if before.is_none_or(|before| (before.state, before.quorum) != now) {
+                volumes.insert(volume);
+            }
+        }
+        volumes.extend(removed.iter().filter_map(|guid| Some(self.replicas.remove(guid)?.volume)));
+        volumes
+    }
+
+    /// Positions move with every write; only what exists or not asks for a reaction.
+    /// The volumes of which it holds something else than `other` did.
+    pub fn differing(&self, other: &Self) -> HashSet<VolumeId> {
+        let differs = |one: &Self, other: &Self| {
+            let differs = |(guid, replica): &(&ReplicaGuid, &ReplicaSeen)| {
+                let other = other.replicas.get(guid);
+                other.is_none_or(|o| (o.state, o.quorum) != (replica.state, replica.quorum))
+            };
+            one.replicas.iter().filter(differs).map(|(_, replica)| replica.volume).collect()
+        };
+        let mut volumes: HashSet<_> = differs(self, other);
+        volumes.extend::<HashSet<_>>(differs(other, self));
+        volumes
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct NodeSeen {
+    pub last: Instant,
+    pub leaving: bool,
+    /// Devices of volumes there, as it said last; `None`: it did not say.
+    pub devices: Option<DevicesSeen>,
+}
+
+/// All devices of a node at one moment.
+#[derive(Clone, Debug)]
+pub struct DevicesSeen {
+    pub told: Instant,
+    pub all: Vec<DeviceSeen>,
+}
+
+impl NodeSeen {
+    pub fn devices(&self) -> &[DeviceSeen] {
+        self.devices.as_ref().map_or(&[], |seen| &seen.all)
+    }
+}
+
+/// What a target says about the replicas of a volume.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Progress {
+    pub state: String,
+    pub applied_lsn: u64,
+    pub rebuilt_bytes: u64,
+    pub rebuild_total_bytes: u64,
+    /// Average time to apply a write, in microseconds; 0: not known.
+    pub write_us: u64,
+    pub slow: bool,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct VolumeSeen {
+    pub node: String,
+    pub epoch: u64,
+    pub state: String,
+    pub waiting_for: String,
+    /// Where it is served over TCP; empty: nowhere.
+    pub nbd_uri: String,
+    pub replicas: HashMap<ReplicaGuid, Progress>,
+    /// It waits to open for these, which may know of a change that the record lacks.
+    pub silent: Vec<ReplicaGuid>,
+    /// The membership that it went by when it said this.
+    pub membership_version: u64,
+    /// What it was given and holds; `None`: it did not say.
+    pub goes_by: Option<Arc<GoesBy>>,
+    pub device: DeviceMade,
+}
+
+/// The block device that its node made of it, where one was asked for.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeviceMade {
+    pub path: String,
+    pub message: String,
+    pub refused: bool,
+}
+
+impl VolumeSeen {
+    /// Whether more than progress differs from what it said `before`.
+    pub fn differs(&self, before: &Self) -> bool {
+        let states = |seen: &Self| {
+            let states = seen.replicas.iter().map(|(guid, r)| (*guid, r.state.clone()));
+            states.collect::<HashMap<_, _>>()
+        };
+        (&self.node, self.epoch, &self.state, &self.silent, self.membership_version)
+            != (
+                &before.node,
+                before.epoch,
+                &before.state,
+                &before.silent,
+                before.membership_version,
+            )
+            || states(self) != states(before)
+    }
+
+    /// Whether the target serves with every replica that it goes by.
+    pub fn is_whole(&self) -> bool {
+        let mut all = self.replicas.values();
+        self.state == "serving"
+            && !self.replicas.is_empty()
+            && all.all(|replica| replica.state == "in-sync")
+    }
+}
+
+/// All of it.
+pub struct Observed {
+    pub started: Instant,
+    pub pools: BTreeMap<String, PoolSeen>,
+    pub nodes: BTreeMap<String, NodeSeen>,
+    pub volumes: HashMap<VolumeId, VolumeSeen>,
+    /// Volumes that were served under the membership and the epoch of their record since this
+    /// controller started, which an old copy of the record would not be.
+    pub confirmed: HashSet<VolumeId>,
+    /// Volumes whose records were found to be an old copy, announced once.
+    pub behind: HashSet<VolumeId>,
+    /// Which pools are reached where they say they are.
+    pub reach: Reach,
+    /// When targets began to open volumes.
+    pub openings: HashMap<VolumeId, Instant>,
+}
+
+impl Observed {
+    pub fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            pools: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            volumes: HashMap::new(),
+            confirmed: HashSet::new(),
+            behind: HashSet::new(),
+            reach: Reach::default(),
+            openings: HashMap::new(),
+        }
+    }
+
+    /// The pool, if it is heard of, well, and reached where it says it is.
+    pub fn online_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
+        let starting = self.starting(offline_after);
+        self.heard_pool(name, offline_after)
+            .filter(|_| self.reach.why_not(name, starting).is_none())
+    }
+
+    /// The pool, if it is heard of and well, whether or not it is reached.
+    pub fn heard_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
+        let alive = |seen: &&PoolSeen| !seen.leaving && seen.last.elapsed() < offline_after;
+        self.pools.get(name).filter(alive).filter(|seen| seen.error.is_empty())
+    }
+
+    /// Why a pool that is heard of is of no use; `None`: it is, or it is not heard of.
+    pub fn unreachable(&self, name: &str, offline_after: Duration) -> Option<&str> {
+        self.heard_pool(name, offline_after)?;
+        self.reach.why_not(name, self.starting(offline_after))
+    }
+
+    pub fn node_online(&self, name: &str, offline_after: Duration) -> bool {
+        let seen = self.nodes.get(name);
+        seen.is_some_and(|seen| !seen.leaving && seen.last.elapsed() < offline_after)
+    }
+
+    /// Takes a sign of life of a node in; what is known of its devices stays.
+    pub fn node_lives(&mut self, name: &str) {
+        let seen = self.nodes.entry(name.to_owned());
+        let now = Instant::now();
+        seen.and_modify(|seen| (seen.last, seen.leaving) = (now, false)).or_insert(NodeSeen {
+            last: now,
+            leaving: false,
+            devices: None,
+        });
+    }
+
+    /// Soon after a start nothing can be said about who has not spoken yet.
+    pub fn starting(&self, offline_after: Duration) -> bool {
+        self.started.elapsed() < offline_after
+    }
+}

@@ -1,0 +1,384 @@
+//! The controller's records as they were recorded: what a later Quoin finds, and what a cluster
+//! that goes back leaves to an earlier one.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use quoin_recorded::Recorded;
+use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
+use serde_json::{Map, Value, json};
+
+use crate::state::records::*;
+use crate::state::term_records::{SupersededRecord, TermRecord};
+use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
+use quoin_api::volume::{
+    BlockSize, Durability, FileSystem, Frontend, OnFull, OnQuorumLoss, Reads, ReplaceAfter, Spread,
+    VolumeOptions,
+};
+
+const RAISE: &str = "FORMAT in quoin-control/src/state/records.rs, unless every build that reads the \
+                     format of today may take the new field for absent (`serde(default)`)";
+const CRATE: &str = env!("CARGO_MANIFEST_DIR");
+
+fn recorded() -> Recorded {
+    Recorded::current(CRATE, "records", FORMAT.into(), RAISE)
+}
+
+fn words(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
+}
+
+fn spec() -> Spec {
+    Spec {
+        name: "db".into(),
+        replicas: 3,
+        consistency_factor: 2,
+        options: VolumeOptions {
+            durability: Durability::Media,
+            spread: Spread::Host,
+            on_quorum_loss: OnQuorumLoss::Wait,
+            on_full: OnFull::Wait,
+            reads: Reads::Leased,
+            block_size: BlockSize::Bytes4096,
+            fs_type: Some(FileSystem::Xfs),
+            frontend: Some(Frontend::Nbd),
+            iops_limit: 2000,
+            bandwidth_limit: 100 << 20,
+            replace_after: Some(ReplaceAfter::After(Duration::from_secs(900))),
+        },
+        allow_loss_on_single_failure: true,
+        parameters: words(&[("purpose", "test")]),
+        accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
+    }
+}
+
+fn replica(n: u128, phase: ReplicaPhase, cause: Cause) -> ReplicaRecord {
+    ReplicaRecord {
+        id: Text(ReplicaId(n)),
+        guid: Text(ReplicaGuid(n << 64 | 0x9d)),
+        pool: format!("pool-{n}"),
+        phase,
+        leaving: n == 3,
+        placed: false,
+        cause,
+    }
+}
+
+/// With a value in every field.
+pub(crate) fn volume() -> VolumeRecord {
+    let replicas = vec![
+        replica(1, ReplicaPhase::Keep, Cause::Asked),
+        replica(2, ReplicaPhase::Init, Cause::Asked),
+        replica(3, ReplicaPhase::Delete, Cause::Drain),
+        replica(4, ReplicaPhase::Recreate, Cause::Healing),
+    ];
+    let known = replicas[..3].iter().map(|r| MemberRecord { id: r.id, guid: r.guid });
+    VolumeRecord {
+        id: Text(VolumeId(0xf01)),
+        spec: spec(),
+        size_bytes: 1 << 30,
+        phase: VolumePhase::Ready,
+        created_ms: 1_700_000_000_000,
+        membership: MembershipRecord {
+            version: 4,
+            rf: 3,
+            cf: 2,
+            drf: 4,
+            known: known.collect(),
+            retired: vec![Text(ReplicaGuid(0xdead))],
+            formed: true,
+        },
+        discarded: vec![replica(9, ReplicaPhase::Keep, Cause::Asked).into()],
+        replicas,
+        attachments: vec![AttachmentRecord {
+            node: "node-1".into(),
+            read_only: false,
+            usage: "mount".into(),
+            device: false,
+        }],
+        owner: Some("node-1".into()),
+        epoch: 7,
+        incarnation: Text(Incarnation(0x19)),
+        consistency_factor: 2,
+        may_have_lost_ms: 1_700_000_000_001,
+        generation: 12,
+        epochs_skipped: 3,
+        holder: String::new(),
+        fenced: 0,
+        fenced_at_once: false,
+        used: Default::default(),
+    }
+}
+
+/// A record that is kept as one file of JSON.
+fn hold<R: Record + std::fmt::Debug>(name: &str, record: &R) {
+    let here: Value = serde_json::from_slice(&encode(record)).expect("JSON");
+    let (file, text) = (format!("{name}.json"), serde_json::to_string_pretty(&here));
+    // A field that may be absent is added within a format.
+    let all = recorded().names(".json").contains(&name.to_owned())
+        && says(&here, &serde_json::from_str(&recorded().read_text(&file)).expect("JSON"));
+    if !all {
+        recorded().holds_text(&file, &(text.expect("JSON") + "\n"));
+    }
+    for version in Recorded::all(CRATE, "records", RAISE) {
+        let bytes = version.read_text(&format!("{name}.json"));
+        let read = decode::<R>(bytes.as_bytes()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(&read, record, "{name}");
+        // A later version of the same format may say more, and what it says does no harm.
+        let mut later: Value = serde_json::from_str(&bytes).expect("JSON");
+        add_fields(&mut later["record"]);
+        let read = decode::<R>(later.to_string().as_bytes());
+        assert_eq!(read.as_ref(), Ok(record), "{name} with fields of a later version");
+        // A later format may mean anything, and nothing of it is taken.
+        later["format"] = json!(FORMAT + 1);
+        let refused = decode::<R>(later.to_string().as_bytes()).expect_err("a later format");
+        assert!(refused.contains("written by a newer Quoin"), "{refused}");
+    }
+}
+
+/// Whether all that was recorded is said still, and in the same way.
+fn says(here: &Value, recorded: &Value) -> bool {
+    match (here, recorded) {
+        (Value::Object(here), Value::Object(recorded)) => recorded
+            .iter()
+            .all(|(field, value)| here.get(field).is_some_and(|here| says(here, value))),
+        (Value::Array(here), Value::Array(recorded)) => {
+            here.len() == recorded.len() && here.iter().zip(recorded).all(|(h, r)| says(h, r))
+        }
+        _ => here == recorded,
+    }
+}
+
+/// Adds a field to the record. (Maps from users' words to words are no records, and known ones
+/// would become users' words.)
+fn add_fields(record: &mut Value) {
+    let Value::Object(fields) = record else { return };
+    fields.values_mut().for_each(|value| match value {
+        Value::Array(items) if items.iter().all(|i| i.get("guid").is_some()) => {
+            items.iter_mut().for_each(add_fields);
+        }
+        Value::Object(inner) if inner.values().any(|v| !v.is_string()) => add_fields(value),
+        _ => {}
+    });
+    fields.insert("added_by_a_later_version".into(), json!({"any": ["thing"]}));
+}
+
+#[test]
+fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
+    hold("volume", &volume());
+    let bare = VolumeRecord {
+        spec: Spec {
+            options: VolumeOptions {
+                durability: Durability::Cache,
+                spread: Spread::Pool,
+                replace_after: Some(ReplaceAfter::Never),
+                ..spec().options
+            },
+            ..spec()
+        },
+        phase: VolumePhase::Pending,
+        owner: None,
+        replicas: vec![],
+        ..volume()
+    };
+    hold("volume-pending", &bare);
+    hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
+    let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
+    hold("volume-name", &name);
+    let pool = PoolRecord {
+        name: "pool-1".into(),
+        pool_id: "00000000000000000000000000009001".into(),
+        node: "node-1".into(),
+        address: "10.0.0.1:7001".into(),
+        topology: words(&[("zone", "a")]),
+        start_counter: 5,
+        start_nonce: 0,
+        mark: 0,
+        rolled_back: true,
+        scrub_request: 2,
+    };
+    hold("pool", &pool);
+    let cordon = CordonRecord {
+        kind: "pool".into(),
+        holder: "pool-1".into(),
+        drain: true,
+        told: true,
+        since_ms: 1_700_000_000_000,
+        dying: String::new(),
+    };
+    hold("cordon", &cordon);
+    let node = NodeRecord {
+        name: "node-1".into(),
+        address: "10.0.0.1:7002".into(),
+        topology: words(&[("zone", "a")]),
+        volumes_max: 64,
+        version: "0.1.0".into(),
+    };
+    hold("node", &node);
+    let token = TokenRecord {
+        secret_hash: "5ec2e7".into(),
+        role: "pool".into(),
+        holder: "pool-1".into(),
+        expires_ms: 1_700_000_000_000,
+        used_by: Some(("pool/pool-1".into(), "4a54".into())),
+        manages_volumes: false,
+        created_ms: 0,
+    };
+    hold("token", &token);
+    let member = MemberOfCluster {
+        role: "pool".into(),
+        holder: "pool-1".into(),
+        key_hash: "4a54".into(),
+        next_key_hash: String::new(),
+        joined_ms: 1_700_000_000_000,
+        removed: true,
+        manages_volumes: true,
+    };
+    hold("member", &member);
+    let recovery = RecoveryRecord { why: "they were lost".into(), since_ms: 1_700_000_000_000 };
+    hold("recovery", &recovery);
+    let (number, id) = (3, Text(TermId(0x7e41)));
+    hold("term", &TermRecord { number, id, since_ms: 1_700_000_000_000 });
+    let superseded =
+        SupersededRecord { number, id, told_by: "pool pool-1".into(), since_ms: 1_700_000_000_000 };
+    hold("superseded", &superseded);
+    let event = EventRecord {
+        sequence: 17,
+        time_ms: 1_700_000_000_000,
+        severity: "warning".into(),
+        object_kind: "volume".into(),
+        object_id: "f01".into(),
+        object_name: "db".into(),
+        reason: "ReplicaLost".into(),
+        message: "in words".into(),
+        count: 2,
+    };
+    hold("event", &event);
+    let replica = ReplicaResult {
+        replica_id: "1".into(),
+        guid: "2".into(),
+        pool: "pool-1".into(),
+        checked_bytes: 1 << 30,
+        bad: 2,
+        repaired: 1,
+        left_out: "it is not in sync".into(),
+    };
+    let finding = FindingRecord {
+        offset: 4096,
+        length: 8192,
+        what: "bad".into(),
+        replica_id: "1".into(),
+        pool: "pool-1".into(),
+        repaired: true,
+        message: "in words".into(),
+    };
+    let verify = VerifyRecord {
+        volume: Text(VolumeId(0xf01)),
+        request: 3,
+        repair: true,
+        from: Some(Text(ReplicaId(1))),
+        state: VerifyState::Ended,
+        began_ms: 1_700_000_000_000,
+        ended_ms: 1_700_000_000_001,
+        message: "in words".into(),
+        checked_bytes: 1 << 30,
+        total_bytes: 1 << 30,
+        read_bytes: 3 << 30,
+        bad: 2,
+        lost: 1,
+        differing: 1,
+        repaired: 1,
+        unsettled: 1,
+        replicas: vec![replica],
+        findings: vec![finding],
+    };
+    hold("verify", &verify);
+}
+
+/// What the first version of a record had, and nothing that was added since.
+#[test]
+fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant() {
+    let cut = |value: &mut Value, fields: &[&str]| {
+        let object: &mut Map<String, Value> = value.as_object_mut().expect("an object");
+        for field in fields {
+            assert!(object.remove(*field).is_some(), "{field} is no field");
+        }
+    };
+    let mut first: Value = serde_json::from_slice(&encode(&volume())).expect("JSON");
+    let record = &mut first["record"];
+    cut(record, &["consistency_factor", "may_have_lost_ms", "generation", "epochs_skipped"]);
+    cut(&mut record["spec"], &["iops_limit", "bandwidth_limit", "replace_after"]);
+    for n in 0..4 {
+        cut(&mut record["replicas"][n], &["leaving", "cause"]);
+    }
+    let read: VolumeRecord = decode(first.to_string().as_bytes()).expect("the first version");
+    let meant = VolumeRecord {
+        consistency_factor: 0,
+        may_have_lost_ms: 0,
+        generation: 0,
+        epochs_skipped: 0,
+        spec: Spec {
+            options: VolumeOptions {
+                iops_limit: 0,
+                bandwidth_limit: 0,
+                replace_after: None,
+                ..spec().options
+            },
+            ..spec()
+        },
+        replicas: volume()
+            .replicas
+            .into_iter()
+            .map(|r| ReplicaRecord { leaving: false, placed: false, cause: Cause::Asked, ..r })
+            .collect(),
+        ..volume()
+    };
+    assert_eq!(read, meant);
+}
+
+/// A value that only a later version has names would be lost if it was taken for another one.
+#[test]
+fn a_value_that_this_version_has_no_name_for_refuses_the_record_and_names_it() {
+    let mut later: Value = serde_json::from_slice(&encode(&volume())).expect("JSON");
+    later["record"]["replicas"][0]["phase"] = json!("Teleporting");
+    let refused = decode::<VolumeRecord>(later.to_string().as_bytes()).expect_err("no such phase");
+    assert!(refused.contains("Teleporting") && refused.contains("newer Quoin"), "{refused}");
+}
+
+/// The file of the controller's store, as redb wrote it.
+#[tokio::test]
+async fn a_store_that_was_recorded_is_opened_with_all_its_records() {
+    use crate::state::store::{Embedded, Store};
+    let recorded = Recorded::current(CRATE, "records", FORMAT.into(), RAISE);
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("records.redb");
+    // Where redb puts what is its own affair: a file is recorded once and never compared.
+    if !recorded.names(".hex").contains(&"store".to_owned()) {
+        let store = Embedded::open(&path).expect("a new store");
+        let value = Some(encode(&volume()));
+        store.compare_and_swap(&volume().key(), 0, value).await.expect("a write");
+        drop(store);
+        recorded.holds("store", &std::fs::read(&path).expect("its file"));
+    }
+    for version in Recorded::all(CRATE, "records", RAISE) {
+        std::fs::write(&path, version.read("store")).expect("a file");
+        let store = Embedded::open(&path).expect("a store of an earlier version");
+        let found = store.get(&volume().key()).await.expect("a read").expect("the record");
+        assert_eq!(decode::<VolumeRecord>(&found.value).expect("a record"), volume());
+        let swapped = store.compare_and_swap(&found.key, found.revision, None).await;
+        assert!(matches!(swapped, Ok(crate::state::store::Swap::Done(_))), "{swapped:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_evens_out_pools_is_one_that_drains_to_a_build_that_does_not_know_it() {
+    let moves = replica(1, ReplicaPhase::Recreate, Cause::Balance);
+    let mut written = serde_json::to_value(&moves).unwrap();
+    assert_eq!((&written["cause"], &written["balancing"]), (&json!("Drain"), &json!(true)));
+    assert_eq!(serde_json::from_value::<ReplicaRecord>(written.clone()).unwrap(), moves);
+    written.as_object_mut().unwrap().remove("balancing");
+    let known_before = serde_json::from_value::<ReplicaRecord>(written).unwrap();
+    assert_eq!(known_before.cause, Cause::Drain);
+    let drains = serde_json::to_value(&known_before).unwrap();
+    assert!(drains.get("balancing").is_none(), "nothing new where nothing evens out");
+}

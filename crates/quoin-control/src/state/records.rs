@@ -1,0 +1,672 @@
+//! The records: what the cluster is meant to be, and the little that must be remembered of
+//! what it was. JSON with a format number each, so a later Quoin reads an earlier one's.
+//!
+//! A volume's record holds its membership, epoch, owner and replicas together, because they
+//! change together: a compare-and-swap of one record is the whole of fencing, of a replacement
+//! and of an attachment (RF, CF and the known list are never seen half changed). What pools
+//! and nodes report each second is not here: it is told anew after any restart.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Display;
+use std::str::FromStr;
+
+use quoin_api::volume::VolumeOptions;
+use quoin_types::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
+use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::state::changes::{Concerned, Nodes};
+pub use crate::state::member_records::{MemberOfCluster, TokenRecord};
+use crate::state::table::Index;
+use crate::state::volume_index::VolumeIndex;
+use crate::time::now_ms;
+pub use crate::volume::attach::AttachmentRecord;
+use crate::volume::devices::{Use, is_zero};
+
+/// An identifier of the protocol, written as its 32 hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Text<T>(pub T);
+
+impl<T: Display> Serialize for Text<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Text).map_err(D::Error::custom)
+    }
+}
+
+/// A kind of record.
+pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync + 'static {
+    /// Lookup data derived from all records of this kind.
+    type Index: Index<Self>;
+    /// The first part of its keys, with the slash.
+    const PREFIX: &'static str;
+    /// The rest of its key.
+    fn name(&self) -> String;
+    fn key(&self) -> String {
+        Self::key_of(&self.name())
+    }
+    /// Whether assignments or a status may differ from those by the record `before`, which is
+    /// another one.
+    fn is_news(&self, _before: &Self) -> bool {
+        true
+    }
+    /// Pools and nodes whose assignments depend on this record.
+    fn concerned(&self) -> Concerned {
+        Concerned::Everybody
+    }
+    /// Pools and nodes whose assignments a change of this record may alter.
+    fn concerned_by(before: Option<&Self>, after: Option<&Self>) -> Concerned {
+        Concerned::by(before.map(Self::concerned), after.map(Self::concerned))
+    }
+    /// The volume of which this record says something, where it is a single one.
+    fn volume(&self) -> Option<VolumeId> {
+        None
+    }
+    /// The key of the one with this name.
+    fn key_of(name: &str) -> String {
+        format!("{}{name}", Self::PREFIX)
+    }
+}
+
+/// What was asked for, complete: every default is filled in.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Spec {
+    pub name: String,
+    pub replicas: u8,
+    pub consistency_factor: u8,
+    #[serde(flatten)]
+    pub options: VolumeOptions,
+    pub allow_loss_on_single_failure: bool,
+    pub parameters: BTreeMap<String, String>,
+    /// Any of these; empty: anywhere.
+    pub accessible_topology: Vec<BTreeMap<String, String>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum VolumePhase {
+    /// Its first replicas are being created.
+    Pending,
+    Ready,
+    Deleting,
+}
+
+/// What the pool is told about a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum ReplicaPhase {
+    /// First creation, quorum on; only while the volume is not formed.
+    Init,
+    /// Creation under a new GUID, quorum off.
+    Recreate,
+    /// It was created and must exist.
+    Keep,
+    Delete,
+}
+
+impl ReplicaPhase {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Init => "Init",
+            Self::Recreate => "Recreate",
+            Self::Keep => "Keep",
+            Self::Delete => "Delete",
+        }
+    }
+}
+
+/// Why a replica was made where it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(into = "WrittenCause", from = "WrittenCause")]
+pub enum Cause {
+    /// Somebody asked for it, or for the volume.
+    #[default]
+    Asked,
+    /// The one whose place it takes was gone for too long.
+    Healing,
+    /// The pool of the one whose place it takes is being drained.
+    Drain,
+    /// The pool of the one whose place it takes is much fuller than this one.
+    Balance,
+}
+
+/// [`Cause`] as it is written: a build that does not know of balancing takes it for a drain and
+/// carries it out, where a new name would have it refuse the whole record.
+#[derive(Serialize, Deserialize)]
+struct WrittenCause {
+    #[serde(default)]
+    cause: CauseName,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    balancing: bool,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+enum CauseName {
+    #[default]
+    Asked,
+    Healing,
+    Drain,
+}
+
+impl From<Cause> for WrittenCause {
+    fn from(cause: Cause) -> Self {
+        let name = match cause {
+            Cause::Asked => CauseName::Asked,
+            Cause::Healing => CauseName::Healing,
+            Cause::Drain | Cause::Balance => CauseName::Drain,
+        };
+        Self { cause: name, balancing: cause == Cause::Balance }
+    }
+}
+
+impl From<WrittenCause> for Cause {
+    fn from(written: WrittenCause) -> Self {
+        match written.cause {
+            CauseName::Drain if written.balancing => Self::Balance,
+            CauseName::Drain => Self::Drain,
+            CauseName::Healing => Self::Healing,
+            CauseName::Asked => Self::Asked,
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ReplicaRecord {
+    pub id: Text<ReplicaId>,
+    /// The incarnation that the pool is to hold. Where the known list does not name it, this is a
+    /// newcomer: to take the place of the one known under this id, or as one more. While a
+    /// replica moves there are two records with its id.
+    pub guid: Text<ReplicaGuid>,
+    pub pool: String,
+    pub phase: ReplicaPhase,
+    /// Known, and named to leave.
+    #[serde(default)]
+    pub leaving: bool,
+    /// It was made in a pool that a person named: rebalancing leaves it there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub placed: bool,
+    /// Why it was made.
+    #[serde(flatten)]
+    pub cause: Cause,
+}
+
+/// An incarnation that nobody needs any more, until its pool says that it is gone.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Discarded {
+    pub id: Text<ReplicaId>,
+    pub guid: Text<ReplicaGuid>,
+    pub pool: String,
+}
+
+impl From<ReplicaRecord> for Discarded {
+    fn from(replica: ReplicaRecord) -> Self {
+        Self { id: replica.id, guid: replica.guid, pool: replica.pool }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemberRecord {
+    pub id: Text<ReplicaId>,
+    pub guid: Text<ReplicaGuid>,
+}
+
+/// [`Membership`] as it is written.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MembershipRecord {
+    pub version: u64,
+    pub rf: u8,
+    pub cf: u8,
+    pub drf: u8,
+    pub known: Vec<MemberRecord>,
+    pub retired: Vec<Text<ReplicaGuid>>,
+    pub formed: bool,
+}
+
+impl From<&Membership> for MembershipRecord {
+    fn from(membership: &Membership) -> Self {
+        let known = membership.known.iter();
+        Self {
+            version: membership.version,
+            rf: membership.rf,
+            cf: membership.cf,
+            drf: membership.drf,
+            known: known.map(|m| MemberRecord { id: Text(m.id), guid: Text(m.guid) }).collect(),
+            retired: membership.retired.iter().copied().map(Text).collect(),
+            formed: membership.formed,
+        }
+    }
+}
+
+impl From<&MembershipRecord> for Membership {
+    fn from(record: &MembershipRecord) -> Self {
+        Membership {
+            version: record.version,
+            rf: record.rf,
+            cf: record.cf,
+            drf: record.drf,
+            known: record.known.iter().map(|m| Member { id: m.id.0, guid: m.guid.0 }).collect(),
+            retired: record.retired.iter().map(|guid| guid.0).collect(),
+            formed: record.formed,
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct VolumeRecord {
+    pub id: Text<VolumeId>,
+    pub spec: Spec,
+    pub size_bytes: u64,
+    pub phase: VolumePhase,
+    pub created_ms: u64,
+    pub membership: MembershipRecord,
+    pub replicas: Vec<ReplicaRecord>,
+    pub discarded: Vec<Discarded>,
+    pub attachments: Vec<AttachmentRecord>,
+    /// The node whose target may acquire epochs.
+    pub owner: Option<String>,
+    pub epoch: u64,
+    /// Who acquired `epoch`.
+    pub incarnation: Text<Incarnation>,
+    /// As it was asked for; 0: by the formula whenever RF changes.
+    #[serde(default)]
+    pub consistency_factor: u8,
+    /// When it was last recovered from too few replicas by hand, and so may have lost acknowledged
+    /// writes; 0: never.
+    #[serde(default)]
+    pub may_have_lost_ms: u64,
+    /// Grows with every change but those that an opening makes; tells which of two copies of a
+    /// record is the later one.
+    #[serde(default)]
+    pub generation: u64,
+    /// Left out when the next epoch is given: a record that was made from pools cannot know of
+    /// epochs that were given and never shown to a pool.
+    #[serde(default)]
+    pub epochs_skipped: u64,
+    /// The node that acquired `epoch`; empty: not known.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub holder: String,
+    /// Sessions up to this epoch are opened by no pool any more: see [`VolumeRecord::fence`].
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub fenced: u64,
+    /// Those that are open do not get time to close either.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fenced_at_once: bool,
+    #[serde(flatten)]
+    pub used: Use,
+}
+
+/// The largest record that pools are given to keep, and retired GUIDs in it.
+pub(crate) const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
+const KEEPSAKE_RETIRED_MAX: usize = 64;
+
+/// Retired GUIDs that a record keeps: as many as a membership may have when the next change, which
+/// retires all its replicas at most, is made.
+pub(crate) const RETIRED_KEPT_MAX: usize = RETIRED_MAX - REPLICAS_MAX;
+
+impl VolumeRecord {
+    /// Takes a replica off the record that counts nowhere yet; its pool deletes it.
+    pub(crate) fn discard(&mut self, at: usize) -> Discarded {
+        let gone = Discarded::from(self.replicas.remove(at));
+        self.discarded.push(gone.clone());
+        gone
+    }
+
+    /// Forgets the oldest retired GUIDs beyond [`RETIRED_KEPT_MAX`], as far as their pools said that
+    /// what they named is deleted; without it a volume that was replaced often enough could not be
+    /// changed any more. What a forgotten one named is gone, and were it back from an old copy of a
+    /// disk, the records name it nowhere, so that it counts nowhere.
+    pub(crate) fn forget_retired(&mut self) {
+        let retired = &mut self.membership.retired;
+        let mut surplus = retired.len().saturating_sub(RETIRED_KEPT_MAX);
+        if surplus == 0 {
+            return;
+        }
+        let undeleted: HashSet<u128> = self.discarded.iter().map(|d| d.guid.0.0).collect();
+        retired.retain(|guid| {
+            let stays = surplus == 0 || undeleted.contains(&guid.0.0);
+            surplus -= usize::from(!stays);
+            stays
+        });
+    }
+
+    /// What stands in the way of any further change where no retired GUID may be forgotten.
+    pub(crate) fn is_full_of_retired(&self) -> Option<String> {
+        let retired = self.membership.retired.len();
+        if retired <= RETIRED_KEPT_MAX || self.changing().is_empty() {
+            return None;
+        }
+        let mut pools: Vec<&str> = self.discarded.iter().map(|d| d.pool.as_str()).collect();
+        pools.sort_unstable();
+        pools.dedup();
+        Some(format!(
+            "pool {} to delete replicas that were replaced, of which {retired} are remembered and \
+             more cannot be (start the pool, or take it away for good: `quoin pool remove`)",
+            pools.join(", ")
+        ))
+    }
+
+    /// Whether a replica that was on its way in `before` is not any more, and is not known either.
+    pub(crate) fn takes_back(&self, before: &Self) -> bool {
+        let is_here = |guid| self.replicas.iter().any(|replica| replica.guid == guid);
+        let mut newcomers = before.replicas.iter().filter(|replica| !before.is_known(replica));
+        self.membership.version == before.membership.version
+            && newcomers.any(|newcomer| !is_here(newcomer.guid))
+    }
+
+    /// A volume that nobody has opened yet, with no replicas listed.
+    pub(crate) fn new(id: VolumeId, spec: Spec, size_bytes: u64) -> Self {
+        let (rf, cf) = (spec.replicas, spec.consistency_factor);
+        Self {
+            id: Text(id),
+            consistency_factor: if cf == default_cf(rf) { 0 } else { cf },
+            spec,
+            size_bytes,
+            phase: VolumePhase::Pending,
+            created_ms: now_ms(),
+            membership: MembershipRecord {
+                version: 0,
+                rf,
+                cf,
+                drf: rf,
+                known: Vec::new(),
+                retired: Vec::new(),
+                formed: false,
+            },
+            replicas: Vec::new(),
+            discarded: Vec::new(),
+            attachments: Vec::new(),
+            owner: None,
+            epoch: 0,
+            incarnation: Text(Incarnation(0)),
+            may_have_lost_ms: 0,
+            generation: 0,
+            epochs_skipped: 0,
+            holder: String::new(),
+            fenced: 0,
+            fenced_at_once: false,
+            used: Use::default(),
+        }
+    }
+
+    /// Without what an opening changes, which pools know themselves.
+    pub(crate) fn unopened(&self) -> Self {
+        Self {
+            epoch: 0,
+            incarnation: Text(Incarnation(0)),
+            owner: None,
+            epochs_skipped: 0,
+            holder: String::new(),
+            fenced: 0,
+            fenced_at_once: false,
+            ..self.clone()
+        }
+    }
+
+    /// Whether they differ in more than by openings.
+    pub(crate) fn differs(&self, other: &Self) -> bool {
+        let opened = Self {
+            epoch: self.epoch,
+            incarnation: self.incarnation,
+            owner: self.owner.clone(),
+            epochs_skipped: self.epochs_skipped,
+            holder: self.holder.clone(),
+            fenced: self.fenced,
+            fenced_at_once: self.fenced_at_once,
+            ..other.clone()
+        };
+        *self != opened
+    }
+
+    /// The record as pools keep it beside its replicas; empty where it is too large for that.
+    pub(crate) fn keepsake(&self) -> Vec<u8> {
+        let mut kept = self.unopened();
+        let retired = &mut kept.membership.retired;
+        // The older ones are in every replica's own copy of the membership.
+        retired.drain(..retired.len().saturating_sub(KEEPSAKE_RETIRED_MAX));
+        Some(encode(&kept)).filter(|bytes| bytes.len() <= KEEPSAKE_BYTES_MAX).unwrap_or_default()
+    }
+
+    /// The pools that hold a replica of it, or are to remove one; some of them twice.
+    pub(crate) fn pools(&self) -> impl Iterator<Item = &String> {
+        let held = self.replicas.iter().map(|replica| &replica.pool);
+        held.chain(self.discarded.iter().map(|discarded| &discarded.pool))
+    }
+
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.epoch)
+    }
+
+    /// The known incarnation under this replica's id.
+    pub fn known_guid(&self, id: ReplicaId) -> Option<ReplicaGuid> {
+        self.membership.known.iter().find(|m| m.id.0 == id).map(|m| m.guid.0)
+    }
+
+    /// Whether a replica record stands for a known replica, not for a candidate.
+    pub fn is_known(&self, replica: &ReplicaRecord) -> bool {
+        self.known_guid(replica.id.0) == Some(replica.guid.0)
+    }
+}
+
+impl Record for VolumeRecord {
+    type Index = VolumeIndex;
+    const PREFIX: &'static str = "volume/";
+    fn name(&self) -> String {
+        self.id.0.to_string()
+    }
+    fn concerned(&self) -> Concerned {
+        let nodes = self.owner.iter().chain(self.attachments.iter().map(|a| &a.node));
+        let nodes = Nodes::These(nodes.cloned().collect());
+        Concerned::Some { pools: self.pools().cloned().collect(), nodes }
+    }
+    fn concerned_by(before: Option<&Self>, after: Option<&Self>) -> Concerned {
+        let concerned = Concerned::by(before.map(Self::concerned), after.map(Self::concerned));
+        let uses = |volume: Option<&Self>| volume.map(|v| (v.epoch, v.used.clone()));
+        // Any node may have a device of a volume that is served elsewhere by now.
+        match uses(before) == uses(after) || before.is_none() {
+            true => concerned,
+            false => concerned.and(Concerned::all_nodes()),
+        }
+    }
+    fn volume(&self) -> Option<VolumeId> {
+        Some(self.id.0)
+    }
+}
+
+/// Makes a volume's name its own: created before the volume, removed after it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NameRecord {
+    pub volume_name: String,
+    pub volume_id: Text<VolumeId>,
+}
+
+impl Record for NameRecord {
+    type Index = ();
+    const PREFIX: &'static str = "volume-name/";
+    fn name(&self) -> String {
+        self.volume_name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Nobody
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct PoolRecord {
+    pub name: String,
+    /// Which storage this is; another one under the same name has lost all its replicas.
+    pub pool_id: String,
+    pub node: String,
+    pub address: String,
+    pub topology: BTreeMap<String, String>,
+    /// The highest seen; a lower one means that an older state of the disk came back.
+    pub start_counter: u64,
+    /// Of the start with that counter; 0: it told none. Another one means the same.
+    #[serde(default)]
+    pub start_nonce: u64,
+    /// The highest mark that it told: a count that moves with what it promises and acknowledges.
+    #[serde(default)]
+    pub mark: u64,
+    pub rolled_back: bool,
+    /// Grows with every request for a scrub.
+    #[serde(default)]
+    pub scrub_request: u64,
+}
+
+impl Record for PoolRecord {
+    type Index = ();
+    const PREFIX: &'static str = "pool/";
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+    fn is_news(&self, before: &Self) -> bool {
+        *before != PoolRecord { mark: before.mark, ..self.clone() }
+    }
+    fn concerned(&self) -> Concerned {
+        // Nodes are told its address.
+        Concerned::Some { pools: [self.name.clone()].into(), nodes: Nodes::All }
+    }
+}
+
+/// That a pool, or all pools of a node, take nothing new; apart from the pool's and the node's
+/// own records, which follow what these report.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CordonRecord {
+    /// "pool" or "node".
+    pub kind: String,
+    pub holder: String,
+    /// What is there moves away.
+    pub drain: bool,
+    /// That it was empty was told.
+    pub told: bool,
+    pub since_ms: u64,
+    /// Why the pool's disk is taken to be failing; empty: it is not.
+    #[serde(default)]
+    pub dying: String,
+}
+
+impl Record for CordonRecord {
+    type Index = ();
+    const PREFIX: &'static str = "cordon/";
+    fn name(&self) -> String {
+        Self::name_of(&self.kind, &self.holder)
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Status
+    }
+}
+
+impl CordonRecord {
+    pub(crate) fn name_of(kind: &str, holder: &str) -> String {
+        format!("{kind}/{holder}")
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NodeRecord {
+    pub name: String,
+    pub address: String,
+    pub topology: BTreeMap<String, String>,
+    /// 0: no limit.
+    pub volumes_max: u32,
+    pub version: String,
+}
+
+impl Record for NodeRecord {
+    type Index = ();
+    const PREFIX: &'static str = "node/";
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Status
+    }
+}
+
+/// That the records were lost or come from an old copy: until they agree with what the pools hold,
+/// nobody is told to do anything by them.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct RecoveryRecord {
+    /// In words, as in "they were lost".
+    pub why: String,
+    pub since_ms: u64,
+}
+
+impl RecoveryRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "records";
+}
+
+impl Record for RecoveryRecord {
+    type Index = ();
+    const PREFIX: &'static str = "recovery/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct EventRecord {
+    pub sequence: u64,
+    pub time_ms: u64,
+    pub severity: String,
+    pub object_kind: String,
+    pub object_id: String,
+    pub object_name: String,
+    pub reason: String,
+    pub message: String,
+    pub count: u32,
+}
+
+impl Record for EventRecord {
+    type Index = ();
+    const PREFIX: &'static str = "event/";
+    fn name(&self) -> String {
+        Self::name_at(self.sequence)
+    }
+}
+
+impl EventRecord {
+    fn name_at(sequence: u64) -> String {
+        format!("{sequence:016x}")
+    }
+
+    pub(crate) fn key_at(sequence: u64) -> String {
+        Self::key_of(&Self::name_at(sequence))
+    }
+}
+
+/// A later format is refused. It is raised where a build that does not know of a change would do
+/// harm: with a field whose absence means something else than what the builds before did, with a
+/// new value of an enumeration, with a new meaning. A field that may be absent is added with a
+/// default; a build that does not know it loses it with its next change of that record.
+pub(crate) const FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+struct Envelope<T> {
+    format: u32,
+    record: T,
+}
+
+#[derive(Deserialize)]
+struct FormatOnly {
+    format: u32,
+}
+
+pub(crate) fn encode<R: Record>(record: &R) -> Vec<u8> {
+    serde_json::to_vec(&Envelope { format: FORMAT, record }).expect("records are plain data")
+}
+
+pub(crate) fn decode<R: Record>(bytes: &[u8]) -> Result<R, String> {
+    let FormatOnly { format } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    if format > FORMAT {
+        return Err(format!("it is of format {format}, written by a newer Quoin; start that one"));
+    }
+    let envelope: Envelope<R> = serde_json::from_slice(bytes)
+        .map_err(|e| format!("{e}; if a newer Quoin wrote it, start that one"))?;
+    Ok(envelope.record)
+}

@@ -1,0 +1,58 @@
+//! The records of the controller's own term.
+
+use quoin_types::{Term, TermId};
+use serde::{Deserialize, Serialize};
+
+use crate::state::records::{Record, Text};
+
+/// The term in which this controller rules, or did; without one it is term 0.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct TermRecord {
+    pub number: u64,
+    pub id: Text<TermId>,
+    pub since_ms: u64,
+}
+
+impl TermRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "controller";
+
+    pub fn term(&self) -> Term {
+        Term { number: self.number, id: self.id.0 }
+    }
+}
+
+impl Record for TermRecord {
+    type Index = ();
+    const PREFIX: &'static str = "term/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
+    }
+}
+
+/// That a controller of a higher term took the place of this one, which ended.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SupersededRecord {
+    pub number: u64,
+    pub id: Text<TermId>,
+    /// The member that proved it.
+    pub told_by: String,
+    pub since_ms: u64,
+}
+
+impl SupersededRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "controller";
+
+    pub fn by(&self) -> Term {
+        Term { number: self.number, id: self.id.0 }
+    }
+}
+
+impl Record for SupersededRecord {
+    type Index = ();
+    const PREFIX: &'static str = "superseded/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
+    }
+}

@@ -1,0 +1,241 @@
+//! The controller's metrics, as text that a scraper reads. Values are read from the controller
+//! when somebody asks, so counting costs nothing in between.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::controller::Controller;
+use crate::disaster::scheduled_backup::BackupRecord;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Named {
+    name: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Health {
+    health: String,
+}
+
+/// A handle that can be made before the controller runs and asked while it does.
+#[derive(Clone, Default)]
+pub struct Metrics {
+    controller: Arc<Mutex<Weak<Controller>>>,
+    backups: Arc<BackupRecord>,
+}
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn watch(&self, controller: &Arc<Controller>) {
+        *self.controller.lock().expect("no holder of this lock panics") =
+            Arc::downgrade(controller);
+    }
+
+    /// Where scheduled backups leave what became of them.
+    pub(crate) fn backups(&self) -> Arc<BackupRecord> {
+        self.backups.clone()
+    }
+
+    fn controller(&self) -> Option<Arc<Controller>> {
+        self.controller.lock().expect("no holder of this lock panics").upgrade()
+    }
+
+    /// Whether the controller serves and can write its records.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn health(&self) -> Result<(), String> {
+        let controller = self.controller().ok_or("the controller does not serve yet")?;
+        controller.state.writes.check().map_err(|why| format!("records cannot be written: {why}"))
+    }
+
+    /// The metrics in the OpenMetrics text format.
+    pub fn render(&self) -> String {
+        let mut registry = Registry::with_prefix("quoin");
+        let up = Gauge::<i64>::default();
+        registry.register("controller_up", "1 while the controller serves", up.clone());
+        if let Some(controller) = self.controller() {
+            up.set(1);
+            volumes(&controller, &mut registry);
+            replicas(&controller, &mut registry);
+            healing(&controller, &mut registry);
+            let writes = Counter::<u64>::default();
+            writes.inc_by(controller.state.writes.count());
+            registry.register(
+                "record_writes",
+                "Commits of records: of one each, or of several events",
+                writes,
+            );
+            pools(&controller, &mut registry);
+            nodes(&controller, &mut registry);
+        }
+        if self.backups.is_scheduled() {
+            backups(&self.backups, &mut registry);
+        }
+        let mut text = String::new();
+        // Writing into a string does not fail.
+        let _ = encode(&mut text, &registry);
+        text
+    }
+}
+
+fn backups(record: &BackupRecord, registry: &mut Registry) {
+    let (last, failures) = (Gauge::<i64>::default(), Counter::<u64>::default());
+    last.set(record.last_seconds());
+    failures.inc_by(record.failures());
+    let help = "When the newest scheduled backup was made, since 1970; 0: there is none";
+    registry.register_with_unit("last_backup_timestamp", help, Unit::Seconds, last);
+    let help = "Scheduled backups that failed since the start";
+    registry.register("backup_failures", help, failures);
+}
+
+fn volumes(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Health, Gauge>::default();
+    for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
+        family.get_or_create(&Health { health: health.to_owned() }).set(0);
+    }
+    let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
+    for volume in controller.state.volumes.list() {
+        let health = crate::status::shown(&controller.state, &volume).health.to_owned();
+        family.get_or_create(&Health { health }).inc();
+        attached.inc_by(i64::from(!volume.attachments.is_empty()));
+        bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));
+    }
+    registry.register("volumes", "Volumes by health", family);
+    registry.register("volumes_attached", "Volumes attached to a node", attached);
+    registry.register_with_unit("volumes_size", "Sum of the volumes' sizes", Unit::Bytes, bytes);
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfVolume {
+    volume: String,
+    pool: String,
+}
+
+type Seconds = Gauge<f64, std::sync::atomic::AtomicU64>;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Phase {
+    phase: String,
+}
+
+fn replicas(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Phase, Gauge>::default();
+    for phase in ["Creating", "InSync", "CatchingUp", "Rebuilding", "Offline", "Gone", "Deleting"] {
+        family.get_or_create(&Phase { phase: phase.to_owned() }).set(0);
+    }
+    let (slow, took) =
+        (Family::<OfVolume, Gauge>::default(), Family::<OfVolume, Seconds>::default());
+    let (mut rebuilt, mut total) = (0u64, 0u64);
+    for volume in controller.state.volumes.list() {
+        for replica in controller.status.replicas(&volume) {
+            if replica.phase == "Rebuilding" {
+                rebuilt += replica.rebuilt_bytes;
+                total += replica.rebuild_total_bytes;
+            }
+            // Slow ones only: a number for every replica would be too many.
+            if replica.slow {
+                let label =
+                    OfVolume { volume: volume.spec.name.clone(), pool: replica.pool.clone() };
+                slow.get_or_create(&label).set(1);
+                took.get_or_create(&label).set(replica.write_us as f64 / 1e6);
+            }
+            family.get_or_create(&Phase { phase: replica.phase }).inc();
+        }
+    }
+    registry.register("replicas", "Replicas by phase", family);
+    let help = "1 for each replica that takes writes much later than the others of its volume";
+    registry.register("replica_slow", help, slow);
+    let help = "Time until a write is applied there, of the replicas that are slow";
+    registry.register_with_unit("replica_write", help, Unit::Seconds, took);
+    let gauge = |value: u64| {
+        let gauge = Gauge::<i64>::default();
+        gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        gauge
+    };
+    let help = "Copied so far by the rebuilds that are under way";
+    registry.register_with_unit("rebuilt", help, Unit::Bytes, gauge(rebuilt));
+    let help = "What the rebuilds under way copy in all";
+    registry.register_with_unit("rebuild", help, Unit::Bytes, gauge(total));
+}
+
+fn healing(controller: &Controller, registry: &mut Registry) {
+    let healing = controller.work.healer.counts();
+    let counter = |value: u64| {
+        let counter = Counter::<u64>::default();
+        counter.inc_by(value);
+        counter
+    };
+    let gauge = |value: u64| {
+        let gauge = Gauge::<i64>::default();
+        gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        gauge
+    };
+    let help = "Replicas begun elsewhere by self-healing and drains since the start";
+    registry.register("heals", help, counter(healing.begun));
+    let help = "Of them, those that were dropped because the replica came back";
+    registry.register("heals_given_up", help, counter(healing.given_up));
+    let help = "Replicas that should be elsewhere and wait for their turn";
+    registry.register("heals_waiting", help, gauge(healing.waiting));
+    let help = "Replicas that should be elsewhere and cannot be made there";
+    registry.register("heals_stuck", help, gauge(healing.stuck));
+    let balance = controller.work.balancer.counts();
+    let help = "Replicas begun elsewhere to even out how full pools are since the start";
+    registry.register("rebalances", help, counter(balance.begun));
+    let help = "Of them, those that were dropped on the way";
+    registry.register("rebalances_given_up", help, counter(balance.given_up));
+    let spread = Gauge::<f64, std::sync::atomic::AtomicU64>::default();
+    spread.set(balance.spread as f64 / 1e6);
+    let help = "How far the fullest pool and the emptiest one are apart, as a share of them";
+    registry.register_with_unit("pools_spread", help, Unit::Ratios, spread);
+}
+
+fn pools(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Named, Gauge>::default;
+    let (up, capacity, used, free, replicas) = (family(), family(), family(), family(), family());
+    let cordoned = family();
+    for pool in controller.status.pools() {
+        let label = Named { name: pool.name };
+        let set = |family: &Family<Named, Gauge>, value: u64| {
+            family.get_or_create(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        set(&up, u64::from(pool.state == "Online" || pool.state == "Full"));
+        set(&capacity, pool.capacity_bytes);
+        set(&used, pool.used_bytes);
+        set(&free, pool.free_bytes);
+        set(&replicas, pool.replicas.into());
+        set(&cordoned, u64::from(!pool.cordon.is_empty()));
+    }
+    registry.register("pool_up", "1 while the pool reports", up);
+    registry.register_with_unit("pool_capacity", "Size of the pool", Unit::Bytes, capacity);
+    registry.register_with_unit("pool_used", "Used in the pool", Unit::Bytes, used);
+    registry.register_with_unit("pool_free", "Free in the pool", Unit::Bytes, free);
+    registry.register("pool_replicas", "Replicas placed in the pool", replicas);
+    registry.register("pool_cordoned", "1 while the pool takes no new replicas", cordoned);
+}
+
+fn nodes(controller: &Controller, registry: &mut Registry) {
+    let (up, attached) = (Family::<Named, Gauge>::default(), Family::<Named, Gauge>::default());
+    for node in controller.status.nodes() {
+        let label = Named { name: node.name };
+        up.get_or_create(&label).set(i64::from(node.state == "Online"));
+        attached.get_or_create(&label).set(node.attached.into());
+    }
+    registry.register("node_up", "1 while the node reports", up);
+    registry.register("node_volumes_attached", "Volumes attached to the node", attached);
+}

@@ -1,0 +1,45 @@
+//! What users ask of volumes: creation and deletion, attachments, replicas and their places, and the
+//! compare-and-swaps of targets.
+
+pub(crate) mod attach;
+pub(crate) mod declare;
+pub(crate) mod devices;
+pub(crate) mod epochs;
+pub(crate) mod fencing;
+pub mod placement;
+pub mod policy;
+pub(crate) mod scale;
+pub mod spec;
+pub(crate) mod verification;
+pub(crate) mod volumes;
+
+use std::sync::Arc;
+
+use crate::membership::term::Terms;
+use crate::state::State;
+
+/// What users and targets ask of volumes.
+pub struct Parts {
+    pub catalog: Arc<volumes::Catalog>,
+    pub replicas: scale::Replicas,
+    pub attachments: attach::Attachments,
+    pub declarations: declare::Declarations,
+    pub epochs: Arc<epochs::Epochs>,
+    pub devices: Arc<devices::Devices>,
+    pub verifier: Arc<verification::Verifier>,
+}
+
+impl Parts {
+    pub(crate) fn new(state: &Arc<State>, terms: &Arc<Terms>) -> Self {
+        let catalog = Arc::new(volumes::Catalog::new(state.clone()));
+        Self {
+            replicas: scale::Replicas::new(state.clone()),
+            attachments: attach::Attachments::new(state.clone()),
+            declarations: declare::Declarations::new(state.clone(), catalog.clone()),
+            epochs: Arc::new(epochs::Epochs::new(state.clone(), terms.clone())),
+            devices: Arc::new(devices::Devices::new(state.clone())),
+            verifier: Arc::new(verification::Verifier::new(state.clone())),
+            catalog,
+        }
+    }
+}

@@ -1,0 +1,452 @@
+//! Where a new volume's replicas go.
+//!
+//! Never two in one pool; with `spread: host` never two on one host. Pools that are offline,
+//! failed, outside the asked topology or too full are out, and a refusal says why for each.
+//!
+//! How space is counted: volumes are thin, so what a pool has given away ("promised", the sum
+//! of the sizes of the replicas on it) may exceed what it has. A pool takes a new replica of
+//! `size` while its *used* bytes plus `size` stay within 80 % of its capacity: the new volume
+//! alone could be filled today. Among those that take it, the one with the most left after all
+//! promises (capacity less the larger of promised and used) comes first, then by name. Pools whose
+//! report is due come after all others: they may have gone away a moment ago.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::state::records::Spec;
+use crate::volume::spec::accessible;
+use crate::{Error, text};
+use quoin_api::volume::Spread;
+
+/// What helps where no pool has the room.
+const SMALLER: &str = "make the volume smaller, or add a pool with more room";
+
+/// What helps where pools are full.
+const FREE: &str = "free space in the full ones (delete volumes, or give the disk below more room: \
+                    `quoin pool list` says which it is), or add a pool";
+
+/// A pool as placement sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    pub name: String,
+    /// The failure domain.
+    pub host: String,
+    pub topology: BTreeMap<String, String>,
+    pub capacity_bytes: u64,
+    pub used_bytes: u64,
+    /// Sum of the sizes of the replicas that are on it by the records.
+    pub promised_bytes: u64,
+    /// Why it takes nothing now; empty when it does.
+    pub unusable: String,
+    /// Why not one byte more can be written into it, as where the disk below it is full; empty:
+    /// some can.
+    pub full: String,
+    /// A report of it is due: it may have gone away a moment ago.
+    pub silent: bool,
+}
+
+impl Candidate {
+    /// The largest volume of which it takes a replica.
+    pub fn room_bytes(&self) -> u64 {
+        if !self.full.is_empty() {
+            return 0;
+        }
+        self.usable_bytes().saturating_sub(self.used_bytes) & !4095
+    }
+
+    /// Whole blocks of the part of it that volumes may fill.
+    fn usable_bytes(&self) -> u64 {
+        (u128::from(self.capacity_bytes) * 8 / 10) as u64 & !4095
+    }
+
+    fn left_bytes(&self) -> i128 {
+        i128::from(self.capacity_bytes) - i128::from(self.promised_bytes.max(self.used_bytes))
+    }
+
+    fn objection(&self, spec: &Spec, size_bytes: u64) -> Option<String> {
+        if !self.unusable.is_empty() {
+            return Some(self.unusable.clone());
+        }
+        if !accessible(&spec.accessible_topology, &self.topology) {
+            return Some("outside the asked topology".to_owned());
+        }
+        if !self.full.is_empty() {
+            return Some(format!("full: {}", self.full));
+        }
+        (self.room_bytes() < size_bytes).then(|| {
+            format!("room for {} of {}", text::bytes(self.room_bytes()), text::bytes(size_bytes))
+        })
+    }
+}
+
+/// Chooses a pool for each replica, the best first; the error says what is short and why.
+pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<String>, Error> {
+    let mut objections = Vec::new();
+    let mut usable: Vec<&Candidate> = Vec::new();
+    for pool in pools {
+        match pool.objection(spec, size_bytes) {
+            Some(objection) => objections.push(format!("{} ({objection})", pool.name)),
+            None => usable.push(pool),
+        }
+    }
+    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
+    let wanted = usize::from(spec.replicas);
+    let mut hosts = BTreeSet::new();
+    let (first_of_host, others): (Vec<_>, Vec<_>) =
+        usable.into_iter().partition(|pool| hosts.insert(pool.host.clone()));
+    let first_count = first_of_host.len();
+    let chosen = match spec.options.spread {
+        Spread::Host => first_of_host,
+        // Other hosts first even where it is not demanded.
+        Spread::Pool => [first_of_host, others].concat(),
+    };
+    if chosen.len() >= wanted {
+        return Ok(chosen.into_iter().take(wanted).map(|pool| pool.name.clone()).collect());
+    }
+    // Where every pool is there and only too small, fewer replicas would not fit either.
+    let is_room = |pool: &Candidate| {
+        pool.objection(spec, 0).is_none() && pool.objection(spec, size_bytes).is_some()
+    };
+    let too_small = pools.iter().any(is_room);
+    let full = pools.iter().any(|pool| pool.unusable.is_empty() && !pool.full.is_empty());
+    let (what, advice) = match spec.options.spread {
+        Spread::Host if full => ("hosts", FREE),
+        Spread::Pool if full => ("pools", FREE),
+        Spread::Host if too_small && first_count == 0 => ("hosts", SMALLER),
+        Spread::Pool if too_small && first_count == 0 => ("pools", SMALLER),
+        Spread::Host => (
+            "hosts",
+            "add a pool on another host, ask for fewer replicas, or accept several replicas on \
+             one host with spread: pool",
+        ),
+        Spread::Pool => ("pools", "add a pool or ask for fewer replicas"),
+    };
+    let listed = if objections.is_empty() {
+        format!("pools known: {}", pools.len())
+    } else if too_small {
+        format!("not usable: {} (a fifth of each pool is kept free)", objections.join(", "))
+    } else {
+        format!("not usable: {}", objections.join(", "))
+    };
+    Err(Error::Exhausted(format!(
+        "volume {:?}: {wanted} replicas of {} need {wanted} {what} with room, {} found; {listed}; \
+         {advice}",
+        spec.name,
+        text::bytes(size_bytes),
+        chosen.len(),
+    )))
+}
+
+/// Where a volume's replicas are already.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken<'a> {
+    /// No new one goes into these.
+    pub pools: &'a [&'a str],
+    /// Nor, with `spread: host`, onto the hosts of these.
+    pub hosts_of: &'a [&'a str],
+}
+
+/// Chooses pools for `count` more replicas of a volume, those that are `named` where any are.
+///
+/// # Errors
+/// What is short and why; for a named pool, what is wrong with it.
+pub fn place_beside(
+    spec: &Spec,
+    size_bytes: u64,
+    pools: &[Candidate],
+    taken: &Taken,
+    count: usize,
+    named: &[String],
+) -> Result<Vec<String>, Error> {
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let host_of = |name: &str| pools.iter().find(|p| p.name == name).map(|p| p.host.as_str());
+    let hosts: BTreeSet<&str> = taken.hosts_of.iter().filter_map(|name| host_of(name)).collect();
+    let objection = |pool: &Candidate| {
+        if taken.pools.contains(&pool.name.as_str()) {
+            return Some("it holds a replica of the volume".to_owned());
+        }
+        if spec.options.spread == Spread::Host && hosts.contains(pool.host.as_str()) {
+            return Some(format!("host {} holds a replica of the volume", pool.host));
+        }
+        pool.objection(spec, size_bytes)
+    };
+    for name in named {
+        let Some(pool) = pools.iter().find(|pool| pool.name == *name) else {
+            return Err(Error::missing("pool", name));
+        };
+        if let Some(objection) = objection(pool) {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} cannot take a replica of volume {:?}: {objection}",
+                spec.name
+            )));
+        }
+    }
+    let wanted = |pool: &&Candidate| named.is_empty() || named.contains(&pool.name);
+    let mut usable: Vec<&Candidate> =
+        pools.iter().filter(wanted).filter(|pool| objection(pool).is_none()).collect();
+    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
+    let mut seen = hosts.clone();
+    let (fresh, others): (Vec<_>, Vec<_>) =
+        usable.into_iter().partition(|pool| seen.insert(pool.host.as_str()));
+    let chosen = match spec.options.spread {
+        Spread::Host => fresh,
+        Spread::Pool => [fresh, others].concat(),
+    };
+    if chosen.len() >= count {
+        return Ok(chosen.into_iter().take(count).map(|pool| pool.name.clone()).collect());
+    }
+    let objections: Vec<String> = pools
+        .iter()
+        .filter_map(|pool| objection(pool).map(|why| format!("{} ({why})", pool.name)))
+        .collect();
+    let listed = match objections.as_slice() {
+        [] => String::new(),
+        some => format!("; not usable: {}", some.join(", ")),
+    };
+    let what = if spec.options.spread == Spread::Host { "other hosts" } else { "other pools" };
+    let size = text::bytes(size_bytes);
+    let needed = match count {
+        1 => format!("1 more replica of {size} needs 1 of the {what} with room"),
+        count => format!("{count} more replicas of {size} need {count} {what} with room"),
+    };
+    Err(Error::Exhausted(format!(
+        "volume {:?}: {needed}, {} found{listed}; add a pool",
+        spec.name,
+        chosen.len()
+    )))
+}
+
+/// The largest volume of this spec that its pools could hold if they were empty and all there;
+/// 0 where they are too few. A larger one can never be had, a smaller one may have to wait.
+pub fn largest_possible(spec: &Spec, pools: &[Candidate]) -> u64 {
+    smallest_needed(spec, pools, |pool| {
+        accessible(&spec.accessible_topology, &pool.topology).then(|| pool.usable_bytes())
+    })
+}
+
+/// Refuses a size that these pools can never hold, however empty they are.
+///
+/// # Errors
+/// [`Error::OutOfRange`] with the largest size that they can.
+pub fn check_possible(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<(), Error> {
+    // A pool that has told nothing yet may be of any size.
+    let unknown = pools.iter().any(|pool| pool.capacity_bytes == 0);
+    let largest = largest_possible(spec, pools);
+    if unknown || largest == 0 || size_bytes <= largest {
+        return Ok(());
+    }
+    Err(Error::OutOfRange(format!(
+        "volume {:?}: {} are more than its {} pools could hold if they were empty (a fifth of each \
+         is kept free); {} is the largest size that is possible",
+        spec.name,
+        text::bytes(size_bytes),
+        spec.replicas,
+        text::bytes(largest)
+    )))
+}
+
+/// What the best pools for each replica have at least, by a measure that leaves pools out.
+fn smallest_needed(
+    spec: &Spec,
+    pools: &[Candidate],
+    measure: impl Fn(&Candidate) -> Option<u64>,
+) -> u64 {
+    let mut room: Vec<(&str, u64)> = pools
+        .iter()
+        .filter_map(|pool| measure(pool).map(|bytes| (pool.host.as_str(), bytes)))
+        .collect();
+    room.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    if spec.options.spread == Spread::Host {
+        let mut hosts = BTreeSet::new();
+        room.retain(|(host, _)| hosts.insert(*host));
+    }
+    room.get(usize::from(spec.replicas).saturating_sub(1)).map_or(0, |(_, bytes)| *bytes)
+}
+
+/// How many bytes volumes of this spec could have in all before more is promised than there is:
+/// the largest total that can be cut so that no volume has two replicas in one failure domain.
+pub fn unpromised(spec: &Spec, pools: &[Candidate]) -> u64 {
+    let mut domains: BTreeMap<&str, u64> = BTreeMap::new();
+    for pool in pools.iter().filter(|pool| pool.objection(spec, 0).is_none()) {
+        let domain = match spec.options.spread {
+            Spread::Host => &pool.host,
+            Spread::Pool => &pool.name,
+        };
+        let taken = pool.promised_bytes.max(pool.used_bytes);
+        let left = domains.entry(domain.as_str()).or_default();
+        *left = left.saturating_add(pool.usable_bytes().saturating_sub(taken));
+    }
+    let replicas = u128::from(spec.replicas.max(1));
+    let sum = |cap: u64| domains.values().map(|left| u128::from(*left.min(&cap))).sum::<u128>();
+    // A total of t fits if each domain gives at most t and all together give every replica.
+    let (mut fits, mut beyond) = (0_u64, (sum(u64::MAX) / replicas) as u64 + 1);
+    while beyond - fits > 1 {
+        let total = fits + (beyond - fits) / 2;
+        match sum(total) >= replicas * u128::from(total) {
+            true => fits = total,
+            false => beyond = total,
+        }
+    }
+    fits & !4095
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::volume::spec::{Defaults, complete};
+    use proptest::prelude::*;
+    use quoin_api::control::VolumeSpec;
+
+    const GIB: u64 = 1 << 30;
+
+    fn spec(replicas: u32, spread: Spread) -> Spec {
+        let asked = VolumeSpec { name: "v".into(), replicas, ..VolumeSpec::default() };
+        complete(&asked, Defaults { replicas: 3, spread }).unwrap()
+    }
+
+    fn pool(name: &str, host: &str, used: u64) -> Candidate {
+        Candidate {
+            name: name.into(),
+            host: host.into(),
+            topology: BTreeMap::new(),
+            capacity_bytes: 10 * GIB,
+            used_bytes: used,
+            promised_bytes: 0,
+            unusable: String::new(),
+            full: String::new(),
+            silent: false,
+        }
+    }
+
+    /// The largest volume of this spec that [`place`] would take; 0 where it takes none.
+    fn largest(spec: &Spec, pools: &[Candidate]) -> u64 {
+        let room = |pool: &Candidate| pool.objection(spec, 0).is_none().then(|| pool.room_bytes());
+        smallest_needed(spec, pools, room)
+    }
+
+    #[test]
+    fn too_few_hosts_are_refused_with_the_reason_and_the_way_out() {
+        let pools = [pool("a", "h1", 0), pool("b", "h1", 0), pool("c", "h2", 0)];
+        let error = place(&spec(3, Spread::Host), GIB, &pools).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+        let text = error.to_string();
+        assert!(text.contains("need 3 hosts") && text.contains("2 found"), "{text}");
+        assert!(text.contains("spread: pool"), "{text}");
+        assert_eq!(place(&spec(3, Spread::Pool), GIB, &pools).unwrap(), ["a", "c", "b"]);
+    }
+
+    #[test]
+    fn offline_full_and_far_pools_are_named_with_what_is_wrong() {
+        let mut offline = pool("a", "h1", 0);
+        offline.unusable = "offline".into();
+        let full = pool("b", "h2", 9 * GIB);
+        let small = [full.clone(), Candidate { name: "d".into(), ..full.clone() }];
+        let refusal = place(&spec(2, Spread::Pool), GIB, &small).unwrap_err().to_string();
+        assert!(refusal.ends_with(SMALLER) && refusal.contains("a fifth"), "{refusal}");
+        let pools = [offline, full, pool("c", "h3", 0)];
+        let text = place(&spec(2, Spread::Host), GIB, &pools).unwrap_err().to_string();
+        assert!(
+            text.contains("a (offline)") && text.contains("b (room for 0 bytes of 1 GiB"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn pools_without_a_free_byte_take_nothing_whatever_their_size_and_are_named_with_the_way_out() {
+        let full = |name: &str| {
+            let why = "the disk below it is full".into();
+            Candidate { full: why, ..pool(name, name, 0) }
+        };
+        let pools = [full("a"), full("b"), pool("c", "c", 0)];
+        for spread in [Spread::Host, Spread::Pool] {
+            let error = place(&spec(2, spread), 1 << 20, &pools).unwrap_err();
+            assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+            let text = error.to_string();
+            assert!(text.contains("a (full: the disk below it is full), b (full"), "{text}");
+            assert!(text.ends_with(FREE) && text.contains("1 found"), "{text}");
+        }
+        assert_eq!(place(&spec(1, Spread::Pool), 1 << 20, &pools).unwrap(), ["c"]);
+        assert_eq!(pools[0].room_bytes(), 0);
+    }
+
+    #[test]
+    fn the_most_free_space_after_all_promises_comes_first() {
+        let mut promised = pool("a", "h1", 0);
+        promised.promised_bytes = 9 * GIB;
+        let pools = [promised, pool("b", "h2", GIB), pool("c", "h3", 0)];
+        assert_eq!(place(&spec(2, Spread::Host), GIB, &pools).unwrap(), ["c", "b"]);
+    }
+
+    #[test]
+    fn a_pool_that_fell_silent_is_the_last_choice_and_still_one() {
+        let silent = Candidate { silent: true, ..pool("a", "h1", 0) };
+        let pools = [silent, pool("b", "h2", GIB), pool("c", "h3", 2 * GIB)];
+        assert_eq!(place(&spec(2, Spread::Host), GIB, &pools).unwrap(), ["b", "c"]);
+        assert_eq!(place(&spec(3, Spread::Host), GIB, &pools).unwrap(), ["b", "c", "a"]);
+        let spec = spec(2, Spread::Host);
+        let beside = |taken: &[&str]| {
+            let taken = Taken { pools: taken, hosts_of: taken };
+            place_beside(&spec, GIB, &pools, &taken, 1, &[]).unwrap()
+        };
+        assert_eq!((beside(&["b"]), beside(&["b", "c"])), (vec!["c".into()], vec!["a".into()]));
+    }
+
+    #[test]
+    fn a_size_that_empty_pools_could_not_hold_is_never_possible_and_a_smaller_one_may_wait() {
+        let pools = [pool("a", "h1", 9 * GIB), pool("b", "h2", 9 * GIB)];
+        let spec = spec(2, Spread::Host);
+        let largest = largest_possible(&spec, &pools);
+        assert_eq!(largest, 8 * GIB);
+        assert!(place(&spec, largest, &pools).is_err());
+        check_possible(&spec, largest, &pools).unwrap();
+        let error = check_possible(&spec, largest + 4096, &pools).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::OutOfRange);
+        assert!(error.to_string().contains("8 GiB is the largest"), "{error}");
+        let mut unheard = pool("c", "h3", 0);
+        unheard.capacity_bytes = 0;
+        let pools = [pools[0].clone(), pools[1].clone(), unheard];
+        check_possible(&spec, largest + 4096, &pools).unwrap();
+    }
+
+    #[test]
+    fn what_is_left_to_promise_falls_with_replicas_and_with_promises() {
+        let mut pools = [pool("a", "h1", 0), pool("b", "h2", 0), pool("c", "h3", 0)];
+        let left = |replicas, pools: &[Candidate]| unpromised(&spec(replicas, Spread::Host), pools);
+        assert_eq!([1, 2, 3].map(|replicas| left(replicas, &pools)), [24 * GIB, 12 * GIB, 8 * GIB]);
+        pools[0].promised_bytes = 6 * GIB;
+        assert_eq!([1, 2, 3].map(|replicas| left(replicas, &pools)), [18 * GIB, 9 * GIB, 2 * GIB]);
+        pools[0].promised_bytes = 60 * GIB;
+        assert_eq!([2, 3, 4].map(|replicas| left(replicas, &pools)), [8 * GIB, 0, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_placement_never_doubles_a_pool_or_a_host_and_agrees_with_largest(
+            hosts in proptest::collection::vec(0u8..4, 0..8),
+            used in proptest::collection::vec(0u64..11, 8),
+            replicas in 1u32..5,
+            by_host: bool,
+            size in 1u64..12,
+        ) {
+            let spread = if by_host { Spread::Host } else { Spread::Pool };
+            let pools: Vec<_> = hosts.iter().zip(&used).enumerate()
+                .map(|(n, (host, used))| pool(&format!("p{n}"), &format!("h{host}"), used * GIB))
+                .collect();
+            let spec = spec(replicas, spread);
+            let size = size * GIB;
+            match place(&spec, size, &pools) {
+                Ok(chosen) => {
+                    let names: BTreeSet<_> = chosen.iter().collect();
+                    prop_assert_eq!(names.len(), replicas as usize);
+                    let host = |name: &str| pools.iter().find(|p| p.name == name).unwrap().host.clone();
+                    let different: BTreeSet<_> = chosen.iter().map(|name| host(name)).collect();
+                    prop_assert!(!by_host || different.len() == chosen.len());
+                    prop_assert!(largest(&spec, &pools) >= size);
+                    prop_assert!(check_possible(&spec, size, &pools).is_ok());
+                }
+                Err(_) => prop_assert!(largest(&spec, &pools) < size),
+            }
+        }
+    }
+}

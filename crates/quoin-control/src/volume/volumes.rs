@@ -1,0 +1,438 @@
+//! Volumes come, grow and go.
+
+use std::sync::Arc;
+
+use quoin_api::control::{VolumeRef, VolumeSpec};
+use quoin_api::volume::OPTIONS;
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
+
+use crate::state::events::Severity;
+use crate::state::records::{
+    Cause, MemberRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
+    VolumePhase, VolumeRecord,
+};
+use crate::state::{State, about, random_id};
+use crate::volume::placement::{self, Candidate};
+use crate::volume::spec;
+use crate::{Error, text};
+
+/// Creation, growth, deletion and lists of volumes.
+pub struct Catalog {
+    state: Arc<State>,
+}
+
+impl Catalog {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
+    /// Creates a volume, or finds the one that was created by the same request before. Its
+    /// replicas are being made when this returns: see the phase.
+    pub async fn create(
+        &self,
+        asked: &VolumeSpec,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_within(asked, asked.size_bytes, limit_bytes).await
+    }
+
+    /// As [`Self::create`], where one that exists needs `required_bytes` at least: less
+    /// than a new one gets if the caller named no size.
+    pub(crate) async fn create_within(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_in(asked, required_bytes, limit_bytes, &[]).await
+    }
+
+    /// As [`Self::create_within`], with replicas in the pools that are named.
+    pub(crate) async fn create_in(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        named: &[String],
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        self.state.check_ruling()?;
+        let spec = spec::complete(asked, self.state.settings.defaults)?;
+        spec::check_replicas("replicas", spec.replicas.into(), self.state.settings.replicas_max)?;
+        let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
+        let _one_at_a_time = self.state.creating.lock().await;
+        let found = self.state.names.get(&spec.name);
+        if let Some(name) = &found
+            && let Some(volume) = self.state.volumes.get(&name.volume_id.0.to_string())
+        {
+            self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
+            return Ok(volume);
+        }
+        if let Some(other) = self.state.volumes.get(&spec.name) {
+            let rule = format!("it is the id of volume {:?}: choose another", other.spec.name);
+            return Err(Error::invalid("name", rule));
+        }
+        spec::check_file_system(&spec, size_bytes)?;
+        // Placement first, so that a refusal leaves nothing behind.
+        let candidates = candidates(&self.state);
+        let pools = match choose(&spec, size_bytes, &candidates, named) {
+            // Not having heard of a pool yet says nothing about its room.
+            Err(refusal) if self.pools_unheard() => {
+                let wait = "the controller has just started and waits for its pools to report";
+                return Err(Error::Busy(format!("{wait} ({refusal})")));
+            }
+            Err(refusal) => {
+                placement::check_possible(&spec, size_bytes, &candidates)?;
+                return Err(refusal);
+            }
+            Ok(placed) => placed,
+        };
+        let id = VolumeId(random_id());
+        let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
+        match found {
+            // Left by a creation that failed; that id is not used again.
+            Some(_) => {
+                let take = |record: &mut NameRecord| {
+                    *record = name.clone();
+                    Ok(())
+                };
+                self.state.names.update(&spec.name, take).await?;
+            }
+            None => {
+                if self.state.names.create(name).await?.is_err() {
+                    return Err(Error::Busy(format!("volume {:?} is being created", spec.name)));
+                }
+            }
+        }
+        let mut volume = new_volume(id, spec, size_bytes, pools);
+        volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
+        match self.state.volumes.create(volume).await? {
+            Ok(volume) => {
+                let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
+                let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
+                // Who reads the events alone must not take pools of one host for hosts.
+                let message = format!(
+                    "{size} on pools {pools}: {}",
+                    crate::status::contract(&self.state, &volume)
+                );
+                self.state.events.record(
+                    Severity::Normal,
+                    about(&volume),
+                    "VolumeCreated",
+                    message,
+                );
+                Ok(volume)
+            }
+            Err(_) => Err(Error::Busy("a volume id was drawn twice; try again".to_owned())),
+        }
+    }
+
+    fn pools_unheard(&self) -> bool {
+        let observed = self.state.observed();
+        let unheard = |pool: &Arc<PoolRecord>| !observed.pools.contains_key(&pool.name);
+        observed.starting(self.state.settings.offline_after)
+            && self.state.pools.list().iter().any(unheard)
+    }
+
+    fn check_same(
+        &self,
+        volume: &VolumeRecord,
+        asked: &Spec,
+        size_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<(), Error> {
+        let size = volume.size_bytes;
+        let mut differences = Vec::new();
+        if size < size_bytes {
+            let (has, least) = (text::bytes(size), text::bytes(size_bytes));
+            differences.push(format!("size: it has {has}, {least} are asked for"));
+        } else if limit_bytes != 0 && size > limit_bytes {
+            let (has, most) = (text::bytes(size), text::bytes(limit_bytes));
+            differences.push(format!("size: it has {has}, at most {most} are asked for"));
+        }
+        let (has, wants) = (in_words(&volume.spec), in_words(asked));
+        for ((field, has), (_, wants)) in has.into_iter().zip(wants) {
+            if has != wants {
+                differences.push(format!("{field}: it was made with {has}, {wants} is asked for"));
+            }
+        }
+        if volume.spec.parameters != asked.parameters {
+            differences.push("parameters: it was made with others".to_owned());
+        }
+        if !self.within(volume, asked) {
+            differences.push("topology: not all of its replicas are where it is asked for".into());
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Differs { name: asked.name.clone(), difference: differences.join(", ") })
+    }
+
+    fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
+        volume.replicas.iter().all(|replica| {
+            let pool = self.state.pools.get(&replica.pool);
+            pool.is_none_or(|pool| spec::accessible(&asked.accessible_topology, &pool.topology))
+        })
+    }
+
+    /// Deletes a volume; its name is free at once, its record stays until every pool has
+    /// answered that the replica is gone. One that does not exist is deleted already.
+    pub async fn delete(&self, reference: Option<&VolumeRef>) -> Result<(), Error> {
+        let volume = match self.state.volume(reference) {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            found => found?,
+        };
+        let updated = self
+            .state
+            .update_volume(volume.id.0, |volume| {
+                if let Some(attachment) = volume.attachments.first() {
+                    return Err(Error::Precondition(format!(
+                        "volume {:?} is attached to node {}; detach it first",
+                        volume.spec.name, attachment.node
+                    )));
+                }
+                let deleted = volume.phase != VolumePhase::Deleting;
+                volume.phase = VolumePhase::Deleting;
+                volume.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+                Ok(deleted)
+            })
+            .await;
+        match updated {
+            // Somebody else was faster, through to the end.
+            Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(error),
+            Ok((volume, deleted)) => {
+                if deleted {
+                    let message = "its replicas are being removed";
+                    self.state.events.record(
+                        Severity::Normal,
+                        about(&volume),
+                        "VolumeDeleted",
+                        message,
+                    );
+                }
+                free_name(&self.state, &volume).await
+            }
+        }
+    }
+
+    /// Grows a volume; a smaller size than it has is no change, as long as the limit allows
+    /// the size that it has.
+    pub async fn resize(
+        &self,
+        reference: Option<&VolumeRef>,
+        size_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.state.volume(reference)?;
+        let size = spec::size(size_bytes, limit_bytes)?;
+        if limit_bytes != 0 && limit_bytes < volume.size_bytes {
+            return Err(Error::OutOfRange(format!(
+                "volume {:?} has {}, more than the limit of {}, and never shrinks",
+                volume.spec.name,
+                text::bytes(volume.size_bytes),
+                text::bytes(limit_bytes)
+            )));
+        }
+        let room = candidates(&self.state);
+        if size > volume.size_bytes {
+            placement::check_possible(&volume.spec, size, &room)?;
+        }
+        let change = |volume: &mut VolumeRecord| grow(volume, size, &room);
+        let (volume, before) = self.state.update_volume(volume.id.0, change).await?;
+        if let Some(before) = before {
+            let message = format!("{} to {}", text::bytes(before), text::bytes(size));
+            self.state.events.record(Severity::Normal, about(&volume), "VolumeResized", message);
+        }
+        Ok(volume)
+    }
+
+    pub fn get(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        self.state.volume(reference)
+    }
+
+    /// A page of volumes in the order of their ids, and the token of the next one.
+    pub fn list(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        self.list_with(max_entries, starting_token, false)
+    }
+
+    /// As [`Self::list`], with those too that are deleted and still being cleared away.
+    pub(crate) fn list_with(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+        include_deleting: bool,
+    ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        // A list that lacks volumes would be taken for their absence.
+        self.state.check_ruling()?;
+        let after = starting_token.get(..32).unwrap_or_default();
+        if !starting_token.is_empty() && starting_token != self.token_after(after) {
+            let rule = "starting token: not one that this cluster gave; list from the start";
+            return Err(Error::Aborted(rule.to_owned()));
+        }
+        let count = match max_entries {
+            0 => usize::MAX,
+            n => n as usize,
+        };
+        let is_listed =
+            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
+        let page = self.state.volumes.page_of(after, count, is_listed);
+        let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
+        let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, is_listed).is_empty();
+        Ok((page, if more { self.token_after(&last) } else { String::new() }))
+    }
+
+    /// The token of the page after a volume. The volume may be gone by then, so it is told by
+    /// a checksum over the cluster's id, and not by the volume, that the token was given here.
+    fn token_after(&self, id: &str) -> String {
+        let text = format!("volumes of {} after {id}", self.state.identity.cluster());
+        let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+        format!("{id}{}", hex::encode(&sum.as_ref()[..8]))
+    }
+
+    /// The sum of what volumes of this spec could still be promised, and the largest that one
+    /// can ever have. Volumes are thin, so more than the sum may be given out.
+    pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
+        let mut asked = asked.cloned().unwrap_or_default();
+        if asked.name.is_empty() {
+            asked.name = "capacity".to_owned();
+        }
+        let spec = spec::complete(&asked, self.state.settings.defaults)?;
+        let candidates = candidates(&self.state);
+        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
+        Ok((placement::unpromised(&spec, &candidates), largest))
+    }
+}
+
+pub(crate) async fn free_name(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
+    let ours = |name: &NameRecord| name.volume_id == volume.id;
+    state.names.remove(&volume.spec.name, ours).await.map(drop)
+}
+
+/// Every pool as placement sees it now.
+pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
+    let observed = state.observed();
+    let after = state.settings.offline_after;
+    let candidate = |pool: &Arc<PoolRecord>| {
+        let seen = observed.pools.get(&pool.name);
+        let cordon = crate::reconcile::cordon::of_pool(state, pool);
+        let unusable = match (seen, observed.online_pool(&pool.name, after)) {
+            _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
+            (_, Some(_)) => cordon.to_owned(),
+            (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
+            (Some(_), None) if observed.unreachable(&pool.name, after).is_some() => {
+                format!("unreachable: {}", observed.unreachable(&pool.name, after).unwrap_or(""))
+            }
+            _ => "offline".to_owned(),
+        };
+        // A pool that is opening has told nothing of its room yet.
+        let full = seen.filter(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0);
+        let full = full.map(|seen| match seen.warning.as_str() {
+            "" => "no bytes are free".to_owned(),
+            warning => warning.to_owned(),
+        });
+        Candidate {
+            full: full.unwrap_or_default(),
+            name: pool.name.clone(),
+            host: pool.node.clone(),
+            topology: pool.topology.clone(),
+            capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
+            used_bytes: seen.map_or(0, |seen| seen.used_bytes),
+            promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),
+            unusable,
+            silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
+        }
+    };
+    state.pools.list().iter().map(candidate).collect()
+}
+
+/// The fields of a spec that a volume is made with, each in words.
+fn in_words(spec: &Spec) -> Vec<(&'static str, String)> {
+    let message = VolumeSpec::from(spec);
+    let factors = [
+        ("replicas", spec.replicas.to_string()),
+        ("consistencyFactor", spec.consistency_factor.to_string()),
+    ];
+    let options = OPTIONS.iter().map(|option| {
+        (option.key, option.given(&message).unwrap_or_else(|| option.absent.to_owned()))
+    });
+    factors.into_iter().chain(options).collect()
+}
+
+/// Makes a volume larger where its pools have the room; the size that it had.
+pub(crate) fn grow(
+    volume: &mut VolumeRecord,
+    size: u64,
+    pools: &[Candidate],
+) -> Result<Option<u64>, Error> {
+    if size <= volume.size_bytes {
+        return Ok(None);
+    }
+    if volume.phase == VolumePhase::Deleting {
+        return Err(Error::missing("volume", volume.id.0.to_string()));
+    }
+    let more = size - volume.size_bytes;
+    let small = pools.iter().find(|pool| {
+        // What an offline pool has is not known; growing is thin, so it is let through.
+        pool.unusable.is_empty()
+            && pool.room_bytes() < more
+            && volume.replicas.iter().any(|replica| replica.pool == pool.name)
+    });
+    if let Some(pool) = small {
+        return Err(Error::Exhausted(format!(
+            "volume {:?} cannot grow by {}: pool {} {}",
+            volume.spec.name,
+            text::bytes(more),
+            pool.name,
+            match pool.full.as_str() {
+                "" => format!(
+                    "has room for {} (a fifth of it is kept free)",
+                    text::bytes(pool.room_bytes())
+                ),
+                why => format!("is full: {why}"),
+            }
+        )));
+    }
+    Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))
+}
+
+/// A pool for each replica of a new volume: those that are named, and the best for the others.
+pub(crate) fn choose(
+    spec: &Spec,
+    size_bytes: u64,
+    candidates: &[Candidate],
+    named: &[String],
+) -> Result<Vec<String>, Error> {
+    if named.is_empty() {
+        return placement::place(spec, size_bytes, candidates);
+    }
+    let beside = |taken: &[&str], count, named: &[String]| {
+        let taken = placement::Taken { pools: taken, hosts_of: taken };
+        placement::place_beside(spec, size_bytes, candidates, &taken, count, named)
+    };
+    let mut pools = beside(&[], named.len(), named)?;
+    let taken: Vec<&str> = named.iter().map(String::as_str).collect();
+    pools.extend(beside(&taken, usize::from(spec.replicas).saturating_sub(named.len()), &[])?);
+    Ok(pools)
+}
+
+fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> VolumeRecord {
+    let replica = |pool| ReplicaRecord {
+        id: Text(ReplicaId(random_id())),
+        guid: Text(ReplicaGuid(random_id())),
+        pool,
+        phase: ReplicaPhase::Init,
+        leaving: false,
+        placed: false,
+        cause: Cause::Asked,
+    };
+    let replicas: Vec<_> = pools.into_iter().map(replica).collect();
+    let mut record = VolumeRecord::new(id, spec, size_bytes);
+    record.membership.version = 1;
+    record.membership.known =
+        replicas.iter().map(|r| MemberRecord { id: r.id, guid: r.guid }).collect();
+    VolumeRecord { replicas, ..record }
+}

@@ -1,0 +1,68 @@
+//! Assignments that change in part.
+
+use super::*;
+use crate::assignment::AssignmentChange;
+
+fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
+    Wanted {
+        identity: ReplicaIdentity {
+            volume: VolumeId(guid),
+            replica: ReplicaId(guid),
+            guid: ReplicaGuid(guid),
+            volume_spec: Bytes::new(),
+        },
+        blocks,
+        phase,
+        fence: Default::default(),
+        membership: Membership { formed: false, ..membership() },
+    }
+}
+
+/// What the pool tells of each of its replicas.
+fn told(process: &Process) -> Vec<(u128, &'static str)> {
+    let (answer, state) = tokio::sync::oneshot::channel();
+    process.send(Input::State(answer));
+    let state = state.blocking_recv().unwrap();
+    let mut told: Vec<_> = state.replicas.iter().map(|r| (r.guid.0, r.state)).collect();
+    told.sort_unstable();
+    told
+}
+
+fn change(process: &Process, wanted: Vec<Wanted>, removed: &[u128]) {
+    let removed = removed.iter().map(|guid| ReplicaGuid(*guid)).collect();
+    process.send(Input::Reassign(AssignmentChange { wanted, removed }));
+}
+
+#[test]
+fn a_change_is_done_and_what_failed_of_the_others_is_tried_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
+    // The second one has no size that a pool can make.
+    let first =
+        vec![wanted(1, Phase::Init, 64), wanted(2, Phase::Recreate, 0), wanted(3, Phase::Keep, 64)];
+    process.send(Input::Assign(Assignment(first)));
+    eventually("the first is made", || {
+        (told(&process) == [(1, "created"), (3, "gone")]).then_some(())
+    });
+    let refusals = || {
+        let notices = process.notices.take();
+        let refused = notices.iter().filter(|n| n.reason == "ReplicaNotCreated").count();
+        process.notices.restore(notices);
+        refused
+    };
+    let before = refusals();
+    assert!(before > 0);
+    change(&process, vec![wanted(4, Phase::Init, 64)], &[3]);
+    eventually("the fourth is made", || {
+        (told(&process) == [(1, "created"), (4, "created")]).then_some(())
+    });
+    assert!(refusals() > before, "it is tried again with a change of another one");
+    change(&process, vec![wanted(2, Phase::Recreate, 64), wanted(4, Phase::Delete, 64)], &[]);
+    let all = [(1, "created"), (2, "created"), (4, "gone")];
+    eventually("the second is made, the fourth deleted", || (told(&process) == all).then_some(()));
+    change(&process, vec![], &[1, 4]);
+    eventually("what is not assigned is kept", || {
+        (told(&process) == [(1, "created"), (2, "created")]).then_some(())
+    });
+    process.stop();
+}
