@@ -17,9 +17,9 @@ use quoin_types::Term;
 use quoin_types::ids::SessionKey;
 use quoin_types::term::Standing;
 use quoin_wire::Hello;
-use quoin_wire::establish::{Disbelief, EstablishError, answer};
+use quoin_wire::connection_slots::ConnectionSlots;
+use quoin_wire::establish::{EstablishError, Rejection, answer};
 use quoin_wire::handshake::{HandshakeError, ServerSecurity};
-use quoin_wire::places::Places;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
 use rustls::pki_types::CertificateDer;
 
@@ -51,7 +51,7 @@ impl Belief {
         certificates: &[CertificateDer<'static>],
         session: &SessionKey,
         hello: &Hello,
-    ) -> Result<Term, Disbelief> {
+    ) -> Result<Term, Rejection> {
         let Belief::Grants(identity) = self else { return Ok(Term::default()) };
         let certificate =
             certificates.first().ok_or_else(|| "the peer showed no certificate".to_owned())?;
@@ -81,7 +81,7 @@ impl Belief {
                 known.term,
                 if standing == Standing::Rival { " of another one" } else { "" }
             );
-            return Err(Disbelief { reason, term: known.proof });
+            return Err(Rejection { reason, term: known.proof });
         }
         Ok(grant.term)
     }
@@ -102,7 +102,7 @@ pub struct Acceptor {
     same_host: Option<UnixListener>,
     security: Arc<std::sync::Mutex<ServerSecurity>>,
     belief: Belief,
-    places: Places,
+    places: ConnectionSlots,
     shortage: Shortage,
     inputs: Sender<Input>,
     waker: Waker,
@@ -147,7 +147,7 @@ impl Acceptor {
                 })
                 .ok()
         });
-        let (places, shortage) = (Places::new(HANDSHAKES_MAX), Shortage::default());
+        let (places, shortage) = (ConnectionSlots::new(HANDSHAKES_MAX), Shortage::default());
         Ok(Acceptor {
             network,
             same_host,
@@ -202,7 +202,7 @@ impl Acceptor {
     }
 
     fn hear(&self, stream: Stream, from: PeerAddress) {
-        let Some(place) = self.places.take(from) else {
+        let Some(place) = self.places.acquire(from) else {
             self.metrics.connections_refused.inc();
             return;
         };
@@ -231,7 +231,7 @@ impl Acceptor {
                     Err(error) => {
                         metrics.connections_refused.inc();
                         refused(from, &error);
-                        if let EstablishError::Disbelieved(Disbelief { reason, term }) = error
+                        if let EstablishError::Rejected(Rejection { reason, term }) = error
                             && !term.is_empty()
                             && told.is_news(&reason)
                         {
@@ -255,7 +255,7 @@ fn refused(from: PeerAddress, error: &EstablishError) {
     match error {
         // Port scanners and cut connections are daily life; a peer with a certificate that is
         // not believed is somebody's mistake, or worse, and versions that do not fit need people.
-        EstablishError::Disbelieved(_) | EstablishError::Versions(_) => {
+        EstablishError::Rejected(_) | EstablishError::Versions(_) => {
             tracing::warn!(%from, %error, "data connection")
         }
         _ => tracing::info!(%from, %error, "data connection refused"),

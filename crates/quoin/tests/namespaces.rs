@@ -19,7 +19,7 @@ use quoin_types::ids::SessionKey;
 use quoin_types::{Epoch, Incarnation};
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::ClientSecurity;
-use quoin_wire::{Hello, Mode, Spoken};
+use quoin_wire::{Hello, Mode, SupportedProtocol};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
@@ -261,7 +261,7 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
             server_name: "quoin".try_into().unwrap(),
             mode: Mode::Encrypt,
         };
-        let spoken = Spoken::HERE;
+        let spoken = SupportedProtocol::THIS_BUILD;
         let hello = Hello {
             protocol_min: spoken.oldest,
             protocol_max: spoken.newest,

@@ -32,9 +32,9 @@ use quoin_types::ids::SessionKey;
 use quoin_types::key_map::KeyMap;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, Term, Time};
-use quoin_wire::establish::Answered;
+use quoin_wire::connection_slots::ConnectionSlots;
+use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
-use quoin_wire::places::Places;
 
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
@@ -92,7 +92,7 @@ const FULL_BELOW: &str = "the disk under the pool is full: free space on it, tri
 /// What other threads tell the shard.
 pub enum Input {
     /// With the term of its grant.
-    Answered(Box<Answered>, Term),
+    Answered(Box<Accepted>, Term),
     /// A target came by a grant of a former term, and was turned away.
     TermRefused(String),
     Synced {
@@ -180,7 +180,7 @@ pub struct Shard<'a, P> {
     copying: Copying,
     start: Start,
     /// Of sessions that have opened nothing yet.
-    unopened: Places,
+    unopened: ConnectionSlots,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -213,7 +213,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             short: false,
             copying: Copying::default(),
             start: Start::new(),
-            unopened: Places::new(sessions::UNOPENED_MAX),
+            unopened: ConnectionSlots::new(sessions::UNOPENED_MAX),
         };
         let now = now();
         match shard.parts.recognition {
