@@ -329,16 +329,16 @@ impl Turn {
                     }
                 }
             }
-            let mut overtaken = None;
+            let mut superseded = None;
             if let Some(link) = &mut self.link {
                 if ready.target {
                     link.drive(Instant::now(), &mut done);
                 }
                 link.send();
                 self.shared.since_epoch.store(link.info().since_epoch, Ordering::Relaxed);
-                overtaken = link.overtaken().map(str::to_owned);
+                superseded = link.superseded().map(str::to_owned);
             }
-            if let Some(why) = overtaken {
+            if let Some(why) = superseded {
                 self.fail(why, &mut done);
             }
             self.answer(&mut done);
