@@ -186,7 +186,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     }
     // The holder may die too, as long as the two do not die together. The message is printed at
     // each connection, so the wait is for the one after the kill.
-    let times_given = || dev.log("attach").matches("the holder is here").count();
+    let times_given = || dev.log("attach").matches("connected to the holder").count();
     let before = times_given();
     kill(&dev, "attach-holder");
     eventually("the holder has everything again", || (times_given() > before).then_some(()));

@@ -273,7 +273,7 @@ async fn wait_for_controller(
 
 /// "Quoin is up" promises that the attach process may be killed.
 async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) -> Result<()> {
-    while !quoin_attach::holder::is_at(&layout.holder_socket()) {
+    while !quoin_attach::holder::is_served(&layout.holder_socket()) {
         if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
             bail!(
                 "the attach holder does not answer; its log is {}",

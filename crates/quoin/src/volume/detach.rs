@@ -241,7 +241,7 @@ fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
         did.push(format!("the connection below {path} is aborted, its IO fails from now on"));
         device.free()?;
         did.push(match device.still_there() {
-            true => format!("{path} goes when its last user does: unmount it, end its users"),
+            true => format!("{path} goes with its last user: unmount it, end its users"),
             false => format!("{path} is freed"),
         });
     }
