@@ -334,7 +334,7 @@ async fn look_up(
     host: &Arc<NodeHost>,
     volume_id: &str,
 ) -> Result<Option<api::Volume>, Status> {
-    let is_here = host.knows(volume_id).map_err(|error| from_node(&error))?;
+    let is_here = host.has_record(volume_id).map_err(|error| from_node(&error))?;
     match backend.volume(volume_id).await {
         Ok(volume) => Ok(Some(volume)),
         Err(status) if status.code() == Code::Unavailable && is_here => Ok(None),
