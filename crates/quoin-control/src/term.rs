@@ -14,7 +14,7 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use quoin_identity::{Peer, Proven};
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
@@ -146,7 +146,9 @@ impl Controller {
         };
         {
             let mut highest = self.term.heard();
-            if heard.standing(*highest) == Standing::Higher || heard.number == self.term().number {
+            if heard.compare_with(*highest) == TermOrder::Higher
+                || heard.number == self.term().number
+            {
                 *highest = heard;
             }
         }
@@ -157,7 +159,7 @@ impl Controller {
         if own.is_ended_by(heard) {
             return self.end(heard, from).await;
         }
-        if heard.standing(own) == Standing::Rival {
+        if heard.compare_with(own) == TermOrder::Rival {
             let message = format!(
                 "{from} goes by term {heard} of another controller, which began it at the same time, \
                  and refuses this one: end the other, then `quoin controller recover` begins a term \

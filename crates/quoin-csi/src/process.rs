@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use quoin_api::control::NodeReport;
 use quoin_api::control::agent_client::AgentClient;
-use quoin_identity::{Identity, TermChannel, is_of_removed};
+use quoin_identity::{Identity, TermChannel, is_member_removed};
 use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
 use tokio::sync::watch;
 use tonic::Request;
@@ -203,7 +203,7 @@ async fn keep_reporting(
                 was_heard = true;
             }
             Ok(_) => {}
-            Err(status) if is_of_removed(&status) => return Some(status.message().to_owned()),
+            Err(status) if is_member_removed(&status) => return Some(status.message().to_owned()),
             Err(status) if was_heard => {
                 let (code, message) = (status.code(), status.message());
                 tracing::warn!(?code, message, "the controller does not hear this node; trying on");

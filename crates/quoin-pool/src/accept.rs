@@ -15,7 +15,7 @@ use quoin_reactor::Waker;
 use quoin_reactor::descriptors::Shortage;
 use quoin_types::Term;
 use quoin_types::ids::SessionKey;
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_wire::Hello;
 use quoin_wire::connection_slots::ConnectionSlots;
 use quoin_wire::establish::{EstablishError, Rejection, answer};
@@ -72,14 +72,14 @@ impl Belief {
             .into());
         }
         let proof = if grant.term == Term::default() { &[] } else { &hello.grant[..] };
-        let standing = identity.hear_term(proof).map_err(|e| e.to_string())?;
-        if standing.is_refused() {
+        let order = identity.accept_term(proof).map_err(|e| e.to_string())?;
+        if order.is_refused() {
             let known = identity.terms().highest();
             let reason = format!(
                 "the grant of {peer} is of term {} of the controller, and this pool goes by term {}{}",
                 grant.term,
                 known.term,
-                if standing == Standing::Rival { " of another one" } else { "" }
+                if order == TermOrder::Rival { " of another one" } else { "" }
             );
             return Err(Rejection { reason, term: known.proof });
         }
@@ -89,7 +89,7 @@ impl Belief {
     /// Whether a session that was believed may open now: a newer term may have been heard of since.
     pub(crate) fn still_opens(&self, term: Term) -> bool {
         match self {
-            Belief::Grants(identity) => !identity.terms().standing(term).is_refused(),
+            Belief::Grants(identity) => !identity.terms().compare_with(term).is_refused(),
             Belief::Everybody => true,
         }
     }

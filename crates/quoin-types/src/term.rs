@@ -40,7 +40,7 @@ impl fmt::Display for Term {
 
 /// Relation of a term to the highest one heard of before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
+pub enum TermOrder {
     /// The same term.
     Same,
     /// A higher term: from now on the former one is refused.
@@ -51,23 +51,23 @@ pub enum Standing {
     Rival,
 }
 
-impl Standing {
+impl TermOrder {
     /// Returns true if messages of this term are refused.
     pub fn is_refused(self) -> bool {
-        matches!(self, Standing::Former | Standing::Rival)
+        matches!(self, TermOrder::Former | TermOrder::Rival)
     }
 }
 
 impl Term {
-    /// Returns the standing of this term for a member that has heard of `known`.
-    pub fn standing(self, known: Term) -> Standing {
+    /// Compares this term with `known`, the highest one of a member.
+    pub fn compare_with(self, known: Term) -> TermOrder {
         match self.number.cmp(&known.number) {
-            std::cmp::Ordering::Greater => Standing::Higher,
-            std::cmp::Ordering::Less if mutant::is("former-term-believed") => Standing::Same,
-            std::cmp::Ordering::Less => Standing::Former,
-            std::cmp::Ordering::Equal if self.id == known.id => Standing::Same,
-            std::cmp::Ordering::Equal if mutant::is("rival-term-believed") => Standing::Same,
-            std::cmp::Ordering::Equal => Standing::Rival,
+            std::cmp::Ordering::Greater => TermOrder::Higher,
+            std::cmp::Ordering::Less if mutant::is("former-term-believed") => TermOrder::Same,
+            std::cmp::Ordering::Less => TermOrder::Former,
+            std::cmp::Ordering::Equal if self.id == known.id => TermOrder::Same,
+            std::cmp::Ordering::Equal if mutant::is("rival-term-believed") => TermOrder::Same,
+            std::cmp::Ordering::Equal => TermOrder::Rival,
         }
     }
 
@@ -127,11 +127,11 @@ mod tests {
     fn a_lower_term_and_the_second_of_one_number_are_refused_after_any_known_term() {
         for known in [Term::default(), term(1, 7), term(1, 9), term(5, 7)] {
             for heard in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
-                let standing = heard.standing(known);
-                assert_eq!(standing == Standing::Same, heard == known);
-                assert_eq!(standing == Standing::Higher, heard.number > known.number);
+                let order = heard.compare_with(known);
+                assert_eq!(order == TermOrder::Same, heard == known);
+                assert_eq!(order == TermOrder::Higher, heard.number > known.number);
                 assert_eq!(
-                    standing.is_refused(),
+                    order.is_refused(),
                     heard.number < known.number
                         || (heard.number == known.number && heard.id != known.id)
                 );

@@ -130,7 +130,7 @@ fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_th
     cluster.processes.remove(at).stop();
     for name in ["p1", "target"] {
         eventually("it misses the controller", || {
-            cluster.log(name).contains("no word from the controller").then_some(())
+            cluster.log(name).contains("no answer from the controller").then_some(())
         });
     }
 }
