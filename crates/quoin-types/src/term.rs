@@ -71,15 +71,15 @@ impl Term {
         }
     }
 
-    /// Returns true if a controller that rules in this term ends once it hears of `heard`.
-    pub fn is_ended_by(self, heard: Term) -> bool {
-        heard.number > self.number && !mutant::is("old-controller-goes-on")
+    /// Returns true if a controller that rules in this term ends once it hears of `proposed`.
+    pub fn is_ended_by(self, proposed: Term) -> bool {
+        proposed.number > self.number && !mutant::is("old-controller-goes-on")
     }
 
     /// Returns the number of a term that begins where these were heard of; `None`: no number is
     /// left.
-    pub fn next_number(heard: impl IntoIterator<Item = Term>) -> Option<u64> {
-        let highest = heard.into_iter().map(|term| term.number).max().unwrap_or_default();
+    pub fn next_number(known: impl IntoIterator<Item = Term>) -> Option<u64> {
+        let highest = known.into_iter().map(|term| term.number).max().unwrap_or_default();
         (highest < TERM_MAX).then_some(highest + 1)
     }
 
@@ -124,24 +124,24 @@ mod tests {
     }
 
     #[test]
-    fn a_lower_term_and_the_second_of_one_number_are_refused_after_any_known_term() {
+    fn a_lower_term_and_a_rival_of_the_same_number_are_refused() {
         for known in [Term::default(), term(1, 7), term(1, 9), term(5, 7)] {
-            for heard in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
-                let order = heard.compare_with(known);
-                assert_eq!(order == TermOrder::Same, heard == known);
-                assert_eq!(order == TermOrder::Higher, heard.number > known.number);
+            for proposed in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
+                let order = proposed.compare_with(known);
+                assert_eq!(order == TermOrder::Same, proposed == known);
+                assert_eq!(order == TermOrder::Higher, proposed.number > known.number);
                 assert_eq!(
                     order.is_refused(),
-                    heard.number < known.number
-                        || (heard.number == known.number && heard.id != known.id)
+                    proposed.number < known.number
+                        || (proposed.number == known.number && proposed.id != known.id)
                 );
-                assert_eq!(known.is_ended_by(heard), heard.number > known.number);
+                assert_eq!(known.is_ended_by(proposed), proposed.number > known.number);
             }
         }
     }
 
     #[test]
-    fn every_epoch_of_a_term_is_above_all_that_the_terms_before_it_granted() {
+    fn every_epoch_of_a_term_is_above_all_epochs_of_earlier_terms() {
         let mut last = Epoch(17);
         for number in [0, 1, 2, 3, TERM_MAX] {
             let term = term(number, 1);
@@ -155,11 +155,15 @@ mod tests {
             assert_eq!(term.next_epoch(used_up), None, "the term has no epoch left");
             assert!(used_up <= crate::EPOCH_MAX);
         }
-        assert_eq!(term(1, 1).next_epoch(term(2, 1).floor()), None, "that is another's");
+        assert_eq!(
+            term(1, 1).next_epoch(term(2, 1).floor()),
+            None,
+            "the epoch belongs to another term"
+        );
     }
 
     #[test]
-    fn a_term_begins_above_all_that_were_heard_of() {
+    fn a_new_term_is_above_all_known_terms() {
         assert_eq!(Term::next_number([]), Some(1));
         assert_eq!(Term::next_number([term(3, 1), term(7, 2), Term::default()]), Some(8));
         assert_eq!(Term::next_number([term(TERM_MAX, 1)]), None);
