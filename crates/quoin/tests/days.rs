@@ -227,7 +227,7 @@ fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io
     assert!(dev.ok(&["cluster", "rotate-authority"]).contains("authority"));
     flows("IO goes on under a new authority");
     let again = dev.quoin(&["cluster", "rotate-authority"]);
-    assert!(String::from_utf8_lossy(&again.stderr).contains("being rotated already"));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("already being rotated"));
 
     for port in ports(&dev) {
         let mut noise = TcpStream::connect(&port).unwrap();

@@ -14,7 +14,7 @@ use quoin_api::control::{
     TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
 use quoin_identity::convert::membership_message;
-use quoin_identity::{Caller, NoSlot, Peer, Place, Role};
+use quoin_identity::{Caller, NoSlot, Peer, Slot, Role};
 use quoin_types::membership::REPLICAS_MAX;
 use quoin_types::{Epoch, Member};
 use tonic::{Request, Response, Status, Streaming, async_trait};
@@ -70,7 +70,7 @@ impl Services {
     }
 
     /// A place for one stream, of the share that a member has.
-    pub(super) fn stream_place(&self, caller: &Caller) -> Result<Option<Place<Peer>>, Error> {
+    pub(super) fn stream_place(&self, caller: &Caller) -> Result<Option<Slot<Peer>>, Error> {
         let Caller::Member(member) = caller else { return Ok(None) };
         let place = self.streams.take(member.peer.clone()).map_err(|why| {
             Error::Exhausted(match why {

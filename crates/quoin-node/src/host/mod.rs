@@ -221,7 +221,7 @@ impl NodeHost {
             other => {
                 return Err(Error::OtherContent {
                     volume: volume.clone(),
-                    found: other.description().to_owned(),
+                    found: other.words().to_owned(),
                     wanted: file_system.name().to_owned(),
                 });
             }
