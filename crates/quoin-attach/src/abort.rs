@@ -31,8 +31,8 @@ impl AbortHandles {
         }
     }
 
-    /// Same as [`AbortHandles::end`], for a device that was made for a use before the one since this
-    /// epoch. Returns true the first time.
+    /// Same as [`AbortHandles::end`], for a device that was made for a use before the one since
+    /// this epoch. Returns true the first time.
     pub(crate) fn end_before(&self, volume: &str, since_epoch: u64, why: &str) -> bool {
         let abort_handle = self.lock().get(volume).cloned();
         abort_handle.is_some_and(|abort_handle| {

@@ -144,7 +144,8 @@ impl Device {
         if let Some(loop_device) = &device.device
             && let Err(error) = device.host.created.add(&device.request.volume, loop_device)
         {
-            tracing::warn!(volume = %device.request.volume, %error, "cannot be recorded as created here");
+            tracing::warn!(volume = %device.request.volume, %error, "cannot be recorded as created \
+                                                                     here");
         }
         device.hold();
         // The last daemon may have died after the file had grown and before the loop device had.
@@ -203,7 +204,8 @@ impl Device {
         if let Some(device) = &self.device
             && let Err(why) = self.host.created.link(&self.request.volume, name, device.path())
         {
-            tracing::warn!(volume = %self.request.volume, why, "the device has no link with the name of the volume");
+            tracing::warn!(volume = %self.request.volume, why, "the device has no link with the \
+                                                                name of the volume");
         }
         self.hold();
     }
@@ -263,7 +265,8 @@ impl Device {
                 self.host.holder.hold(held, connection)
             }
             Some(Err(error)) => {
-                tracing::warn!(volume = %self.request.volume, %error, "the holder cannot keep the device");
+                tracing::warn!(volume = %self.request.volume, %error, "the holder cannot keep the \
+                                                                       device");
                 false
             }
             None => false,

@@ -6,8 +6,8 @@
 //! again when the new daemon asks for that. So a daemon that is killed or replaced only pauses IO.
 //!
 //! The protocol uses a unix socket of sequenced packets: one JSON object for each packet, with the
-//! descriptor beside it ([`HolderRequest`], [`HolderReply`]). [`serve`] is the holder, [`Holder`] the daemon's side.
-//! The daemon sends everything again to a holder that was restarted.
+//! descriptor beside it ([`HolderRequest`], [`HolderReply`]). [`serve`] is the holder, [`Holder`]
+//! the daemon's side. The daemon sends everything again to a holder that was restarted.
 //!
 //! A caller that attaches a device must be able to rely on it at once: a daemon without a
 //! connection connects to the holder before it answers ([`Holder::hold`]), not only periodically.

@@ -113,8 +113,8 @@ pub enum Error {
     #[error("volume {volume} is already attached with {what}: detach it first")]
     Conflict { volume: String, what: String },
     #[error(
-        "volume {volume} cannot be attached: the device of an earlier use is still here and dead ({why}). \
-             Unmount it, or end it with `quoin volume detach --force`"
+        "volume {volume} cannot be attached: the device of an earlier use is still here and dead \
+             ({why}). Unmount it, or end it with `quoin volume detach --force`"
     )]
     Dead { volume: String, why: String },
     #[error("volume {volume} is in use as {device}: unmount it and close it first")]

@@ -257,7 +257,8 @@ struct IsolatedDaemon(Child, AttachClient);
 
 impl IsolatedDaemon {
     async fn start(run: &Path) -> Self {
-        let script = "mount -t tmpfs none \"$1\" && exec \"$0\" --exact another_use::a_daemon_in_a_mount_namespace_of_its_own";
+        let script = "mount -t tmpfs none \"$1\" && exec \"$0\" --exact \
+                      another_use::a_daemon_in_a_mount_namespace_of_its_own";
         let child = Command::new("unshare")
             .args(["--mount", "sh", "-c", script])
             .arg(std::env::current_exe().unwrap())

@@ -21,9 +21,9 @@ use crate::{NodeSide, Plugin, context, limits, topology};
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
 
-const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` or \
-     `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and printed why \
-     at its start";
+const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
+     or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
+     printed why at its start";
 const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 const CAPABILITIES: &[rpc::Type] = &[

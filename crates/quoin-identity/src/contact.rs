@@ -83,8 +83,8 @@ impl Contact {
     }
 
     /// Runs `follow_once`, which follows the controller until their connection ends, again and
-    /// again until `shutdown`, with a pause of `retry`. `report` receives why the controller does not
-    /// answer.
+    /// again until `shutdown`, with a pause of `retry`. `report` receives why the controller does
+    /// not answer.
     ///
     /// # Errors
     /// The controller's statement that this member was removed from the cluster.

@@ -43,8 +43,8 @@ pub enum Error {
     Role(String),
 
     #[error(
-        "this is not a join token ({0}): copy the whole text, as `quoin token create` printed it, or make \
-         another one"
+        "this is not a join token ({0}): copy the whole text, as `quoin token create` printed it, \
+         or make another one"
     )]
     Token(&'static str),
 

@@ -52,7 +52,8 @@ pub enum Error {
     )]
     PublishedElsewhere { volume: String, target: PathBuf },
     #[error(
-        "volume {volume} is staged for {staged} use, not for {wanted} use; unstage it and stage it again"
+        "volume {volume} is staged for {staged} use, not for {wanted} use; unstage it and stage it \
+         again"
     )]
     OtherCapability { volume: String, staged: String, wanted: String },
     #[error(
@@ -104,7 +105,8 @@ pub enum Error {
     MountFlag { volume: String },
     #[error("{} is in use; stop what uses it and try again", path.display())]
     Busy { path: PathBuf },
-    #[error("volume {volume}: {} has {has_bytes} bytes, fewer than the requested {want_bytes}", device.display())]
+    #[error("volume {volume}: {} has {has_bytes} bytes, fewer than the requested \
+             {want_bytes}", device.display())]
     TooSmall { volume: String, device: PathBuf, has_bytes: u64, want_bytes: u64 },
     #[error(
         "growing the mounted ext4 of volume {volume} needs CAP_SYS_RESOURCE, which this node \
@@ -121,8 +123,8 @@ pub enum Error {
     #[error("waited {waited_ms} ms for {what}; {way_out}")]
     Waiting { what: String, waited_ms: u64, way_out: &'static str },
     #[error(
-        "the staged mount of volume {volume} at {} is of an earlier use ({why}): unpublish and unstage \
-         it, then stage it anew",
+        "the staged mount of volume {volume} at {} is of an earlier use ({why}): unpublish and \
+         unstage it, then stage it anew",
         path.display()
     )]
     DeadStaging { volume: String, path: PathBuf, why: String },

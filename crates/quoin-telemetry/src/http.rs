@@ -87,7 +87,8 @@ pub async fn serve(listener: TcpListener, source: Source, mut shutdown: watch::R
                 connections.spawn(converse(stream, router.clone()));
             }
             Ok((_, address)) => {
-                tracing::debug!(%address, "too many connections for metrics; the new one is closed");
+                tracing::debug!(%address, "too many connections for metrics; the new one is \
+                                           closed");
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection for metrics");

@@ -120,13 +120,13 @@ fn introduce(
     }
 }
 
-/// Proves both sides of an accepted connection and reads the Hello. `verify_peer` decides by the peer's
-/// certificates (none on a plain connection), its session and its Hello. Blocks.
+/// Proves both sides of an accepted connection and reads the Hello. `verify` decides by the
+/// peer's certificates (none on a plain connection), its session and its Hello. Blocks.
 pub fn answer(
     stream: Stream,
     peer_address: PeerAddress,
     security: &ServerSecurity,
-    verify_peer: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), Rejection>,
+    verify: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), Rejection>,
 ) -> Result<Accepted, EstablishError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
     let established = accept(stream, peer_address, security)?;
@@ -143,7 +143,7 @@ pub fn answer(
         flush(&mut connection, deadline)?;
         return Err(EstablishError::Versions(reason));
     }
-    match verify_peer(&established.peer_certificates, &session, &hello) {
+    match verify(&established.peer_certificates, &session, &hello) {
         Ok(()) => {
             connection.send_welcome(session, &welcome)?;
             flush(&mut connection, deadline)?;

@@ -187,11 +187,11 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
         let is_socket = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
         match error.kind() {
             std::io::ErrorKind::ConnectionRefused if !is_socket() => {
-                bail!("{shown} is no socket, so no controller listens on it: {way_out}")
+                bail!("{shown} is not a socket, so no controller listens on it: {way_out}")
             }
             std::io::ErrorKind::NotFound => bail!("no controller at {shown}: {way_out}"),
             std::io::ErrorKind::ConnectionRefused => {
-                bail!("no controller listens on {shown} any more (its process is gone): {way_out}")
+                bail!("no controller listens on {shown} (its process has ended): {way_out}")
             }
             std::io::ErrorKind::PermissionDenied => {
                 bail!("not allowed to use {shown}: run the command as the controller's user (sudo)")
@@ -211,8 +211,8 @@ pub fn refusal(status: tonic::Status) -> anyhow::Error {
         // A status with a source comes from this process: the connection failed. Without one, it is
         // the controller's answer.
         tonic::Code::Unavailable if std::error::Error::source(&status).is_some() => anyhow!(
-            "the controller does not answer ({message}); IO of attached volumes goes on: try again, \
-             and look at its log if this stays"
+            "the controller does not answer ({message}); IO of attached volumes continues: try \
+             again, and read its log if this lasts"
         ),
         _ if message.is_empty() => anyhow!("{}", status.code().description()),
         _ => anyhow!("{message}"),
@@ -285,7 +285,7 @@ mod tests {
         assert!(message.contains("no controller at") && message.contains("quoin dev"), "{message}");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let message = connect(&path).await.unwrap_err().to_string();
-        assert!(message.contains("process is gone") && message.contains("--socket"), "{message}");
+        assert!(message.contains("process has ended") && message.contains("--socket"), "{message}");
         let letter = directory.path().join("letter");
         std::fs::write(&letter, "dear").unwrap();
         let message = connect(&letter).await.unwrap_err().to_string();

@@ -100,7 +100,7 @@ pub async fn drain(
         let view = CordonView::of(&scope, status);
         return match format {
             Format::Json | Format::Yaml => output::print_one(format, &view, String::new),
-            _ => output::print_list(format, &view.replicas, "no replica is there"),
+            _ => output::print_list(format, &view.replicas, "no replica exists there"),
         };
     }
     if options.wait {

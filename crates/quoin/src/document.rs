@@ -158,8 +158,8 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
 fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
     let Some(fields) = value.as_mapping() else {
         bail!(
-            "no document, but a mere value: a document has the fields apiVersion, kind, metadata \
-             and spec; `quoin volume get NAME --manifest` prints one"
+            "not a document but a single value: a document has the fields apiVersion, kind, \
+             metadata and spec; `quoin volume get NAME --manifest` prints one"
         );
     };
     for (field, known) in [("apiVersion", API_VERSION), ("kind", KIND)] {
@@ -167,7 +167,7 @@ fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
             Some(found) if found.as_str() == Some(known) => {}
             Some(found) => {
                 let found = serde_json::to_string(found)?;
-                bail!("{field}: {found} is not known to this Quoin; write {field}: {known}")
+                bail!("{field}: {found} is unknown to this Quoin; write {field}: {known}")
             }
             None => bail!("{field} is missing: write {field}: {known}"),
         }
@@ -200,7 +200,10 @@ impl Document {
             }
         };
         if matches!(spec.desired_replication_factor, Some(0)) {
-            bail!("spec.desiredReplicationFactor: 0 replicas are none; leave it out to keep it");
+            bail!(
+                "spec.desiredReplicationFactor: at least 1 replica is needed; leave it out to \
+                   keep the number"
+            );
         }
         let mut declared = VolumeSpec {
             name: self.metadata.name.clone(),
@@ -268,7 +271,7 @@ impl Spec {
     /// A field that is no option, or a value that is none of its.
     fn write_options(&self, message: &mut VolumeSpec) -> Result<()> {
         for (key, value) in &self.options {
-            let key = key.as_str().context("spec: a field whose name is no text")?;
+            let key = key.as_str().context("spec: a field whose name is not text")?;
             let Some(option) = VolumeOption::find(key).filter(|option| option.key == key) else {
                 let known: Vec<_> = OPTIONS.iter().map(|option| option.key).collect();
                 bail!("spec.{key} is not known; options are {}", known.join(", "));
@@ -278,7 +281,7 @@ impl Spec {
                 Value::Number(number) => number.to_string(),
                 // An empty field leaves the option as it is.
                 Value::Null => continue,
-                _ => bail!("spec.{key}: no single value, write one of: {}", option.values),
+                _ => bail!("spec.{key}: not a single value, write one of: {}", option.values),
             };
             // A limit of 0 is none.
             if text == "0" && matches!(option.values, Values::Rate { .. }) {

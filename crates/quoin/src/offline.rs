@@ -159,7 +159,7 @@ impl CheckView {
             false => format!("the pool is damaged; {checked} were read"),
         }];
         for DamagedView { replica, what } in &self.damaged {
-            lines.push(format!("replica {replica} cannot be read whole; damaged: {what}"));
+            lines.push(format!("replica {replica} cannot be read completely; damaged: {what}"));
         }
         for bad in &self.bad {
             let BadView { replica, offset_bytes, length_bytes, what } = bad;
@@ -299,7 +299,7 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
                 "{} exists already: name another file with --to, or remove it",
                 options.to.display()
             ),
-            _ => anyhow!("cannot create {} ({error}): mend --to", options.to.display()),
+            _ => anyhow!("cannot create {} ({error}): correct --to", options.to.display()),
         },
     )?;
     let outcome = offline::export(open(&options.pool.data)?, guid, snapshot, |offset, bytes| {
@@ -375,7 +375,7 @@ fn find_replica<'a>(
             listed(replicas)
         ),
         _ => bail!(
-            "--replica {named} means {} replicas: give more digits of one; it holds {}",
+            "--replica {named} matches {} replicas: give more digits of one; it holds {}",
             found.len(),
             listed(replicas)
         ),
@@ -394,7 +394,7 @@ fn find_snapshot(replica: &ReplicaInspection, named: &str) -> Result<SnapshotId>
             let held = if held.is_empty() { "none".to_owned() } else { held.join(", ") };
             bail!("--snapshot {named}: the replica has no such snapshot; it has {held}")
         }
-        _ => bail!("--snapshot {named} begins several ids: give more of it"),
+        _ => bail!("--snapshot {named} matches several ids: give more digits"),
     }
 }
 

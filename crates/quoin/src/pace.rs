@@ -21,7 +21,7 @@ const STANDSTILL: Duration = Duration::from_secs(6);
 
 /// Interruption of a wait by Ctrl-C.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted: {0}; it goes on by itself, and the same command waits for it again")]
+#[error("interrupted: {0}; it continues by itself, and the same command waits for it again")]
 pub struct Interrupted(String);
 
 /// Something under way in the cluster, as it was seen last.
@@ -76,7 +76,8 @@ pub async fn follow<U: UnderWay>(
         }
         if moved.elapsed() > client.timeout() {
             bail!(
-                "{}; nothing moved for {} s, though it may go on by itself (--timeout waits longer)",
+                "{}; nothing moved for {} s, though it may continue by itself (--timeout waits \
+                 longer)",
                 seen.progress(&words(&pace)),
                 client.timeout
             );

@@ -100,7 +100,7 @@ struct RestoredView {
 fn check_place(file: &Path) -> Result<()> {
     let shown = file.display();
     if file.exists() {
-        bail!("{shown} exists already, and a backup is never written over: name another file");
+        bail!("{shown} exists already, and a backup is never overwritten: name another file");
     }
     // The parent of a mere name is "".
     let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -171,7 +171,7 @@ pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
     let path = options.file.display();
     let size = std::fs::metadata(&options.file).with_context(|| format!("open {path}"))?.len();
     if size > BACKUP_BYTES_MAX {
-        bail!("{path} is no backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
+        bail!("{path} is not a backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
     }
     let bytes = std::fs::read(&options.file).with_context(|| format!("read {path}"))?;
     let backup = Backup::parse(&bytes).map_err(|error| match error {
@@ -403,7 +403,7 @@ pub async fn recover(
     }
     let undecided = found.volumes.iter().filter(|v| v.outcome == "undecided").count();
     if undecided > 0 {
-        bail!("{undecided} volumes are undecided: what each needs is said above");
+        bail!("{undecided} volumes are undecided: the lines above say what each needs");
     }
     Ok(())
 }

@@ -141,8 +141,8 @@ async fn follow(
         if heard.elapsed() > client.timeout() {
             bar.finish_and_clear();
             bail!(
-                "pool {name} has said nothing of its scrub for {} s ({}{}): it goes on by itself \
-                 when the pool does",
+                "pool {name} has not reported its scrub for {} s ({}{}): the scrub continues when \
+                 the pool does",
                 client.timeout,
                 pool.state.to_lowercase(),
                 if pool.message.is_empty() { String::new() } else { format!(": {}", pool.message) },

@@ -227,7 +227,7 @@ impl AskedView {
             "" => String::new(),
             changing => format!(": {changing}"),
         };
-        let told = if self.told { "" } else { "; the target has not been told yet" };
+        let told = if self.told { "" } else { "; the target does not know it yet" };
         format!("{rf} replicas, {cf} of which hold a write{changing}{told}")
     }
 }

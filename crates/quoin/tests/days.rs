@@ -218,7 +218,7 @@ fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io
     let flows = |what: &str| {
         let before = written.load(Ordering::SeqCst);
         eventually(what, || {
-            assert!(!load.is_finished(), "the application saw an error");
+            assert!(!load.is_finished(), "the application got an error");
             (written.load(Ordering::SeqCst) > before + 20).then_some(())
         });
     };

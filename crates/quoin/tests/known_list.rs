@@ -442,7 +442,7 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     );
     let text = dev.ok(&CONFIG);
     assert!(text.contains("5 replicas, 3 of which hold a write: 2 replicas being added"), "{text}");
-    assert!(text.contains("the target has not been told yet"), "{text}");
+    assert!(text.contains("the target does not know it yet"), "{text}");
     signal(target, "CONT");
     dev.wait_for_volume("db", "grown", |volume| whole(volume) && factors(volume) == [5, 3, 5]);
     let five = ([5, 3, 5], known(&dev));

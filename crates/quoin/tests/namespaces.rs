@@ -68,7 +68,7 @@ impl Io {
             let on = self.rounds.load(Ordering::Relaxed) > from + 20;
             (on || self.thread.is_finished()).then_some(())
         });
-        assert!(!self.thread.is_finished(), "{what}: the client saw an error");
+        assert!(!self.thread.is_finished(), "{what}: the client got an error");
     }
 
     fn end(self) {

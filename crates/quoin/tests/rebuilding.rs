@@ -180,7 +180,7 @@ fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_agai
     let said = std::io::read_to_string(errors).unwrap();
     assert_eq!(waiting.wait().unwrap().code(), Some(130), "{said}");
     assert!(said.contains("error: interrupted: volume db: 1 replica being added"), "{said}");
-    assert!(said.contains("it goes on by itself"), "{said}");
+    assert!(said.contains("it continues by itself"), "{said}");
     dev.eventually("more than half of it is there", || {
         let grown = allocated_bytes(&dev.pool_file(&pool)).saturating_sub(before);
         (grown > MIB_OF_DATA * MIB * 6 / 10).then_some(())

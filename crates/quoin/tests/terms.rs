@@ -114,7 +114,7 @@ impl Writer {
     fn goes_on(&self, what: &str) {
         let before = self.count();
         eventually(what, || {
-            assert!(!self.thread.is_finished(), "{what}: the client saw an error");
+            assert!(!self.thread.is_finished(), "{what}: the client got an error");
             (self.count() > before + 50).then_some(())
         });
     }

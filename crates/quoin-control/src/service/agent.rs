@@ -14,7 +14,7 @@ use quoin_api::control::{
     TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
 use quoin_identity::convert::membership_message;
-use quoin_identity::{Caller, NoSlot, Peer, Slot, Role};
+use quoin_identity::{Caller, NoSlot, Peer, Role, Slot};
 use quoin_types::membership::REPLICAS_MAX;
 use quoin_types::{Epoch, Member};
 use tonic::{Request, Response, Status, Streaming, async_trait};

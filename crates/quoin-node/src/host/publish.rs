@@ -221,7 +221,8 @@ fn remove_target(target: &Path, ours: bool) -> Result<(), Error> {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(error) if !ours => {
-            tracing::debug!(path = %target.display(), %error, "cannot read the metadata of the target");
+            tracing::debug!(path = %target.display(), %error, "cannot read the metadata of the \
+                                                               target");
             return Ok(());
         }
         Err(error) => return Err(Error::io("looking at", target)(error)),

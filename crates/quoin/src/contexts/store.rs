@@ -38,7 +38,7 @@ impl Contexts {
         let home = || variable("HOME").filter(absolute).map(|home| home.join(".config"));
         match configuration.or_else(home) {
             Some(root) => Ok(Self { root: root.join("quoin") }),
-            None => bail!("there is no place for contexts: set HOME or XDG_CONFIG_HOME"),
+            None => bail!("no directory for contexts: set HOME or XDG_CONFIG_HOME"),
         }
     }
 

@@ -236,7 +236,7 @@ fn wait_until_gone(pid: Pid) -> Result<()> {
     // A zombie of another parent answers to signal 0 until it is waited for; its parent does.
     while rustix::process::test_kill_process(pid).is_ok() && !is_zombie(pid) {
         if began.elapsed() > Duration::from_secs(10) {
-            bail!("process {} outlives kill -9", pid.as_raw_nonzero());
+            bail!("process {} survives kill -9", pid.as_raw_nonzero());
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -75,7 +75,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     if interrupt::is_wanted() {
         // All that was started is stopped already: it belonged to the script.
         drop(directory);
-        tell("interrupted; everything is cleaned up");
+        tell("interrupted; cleaning up");
         std::process::exit(130);
     }
     if outcome.as_ref().is_err_and(|error| !error.is::<Refused>()) {

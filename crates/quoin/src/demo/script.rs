@@ -93,7 +93,7 @@ impl Demo {
         self.verify(&documents)?;
 
         say(&format!(
-            "starting the application: {WORKERS} writers and readers that check what they read"
+            "starting the application: {WORKERS} writers and readers that verify what they read"
         ));
         let load = Load::start(self.surfaces(
             &claim,
@@ -139,7 +139,7 @@ impl Demo {
                 demo.wait_for_another_guid(&claim, &pools[2], &before)
             },
         )?;
-        let step = "kill -9 of the target; IO goes on at a higher epoch";
+        let step = "kill -9 of the target; IO continues at a higher epoch";
         let before = self.volume(&claim)?.epoch;
         self.step(step, &claim, &load, &documents, |demo| demo.cluster()?.kill(&["target"]))?;
         if self.wants(step) {
@@ -195,13 +195,13 @@ impl Demo {
             demo.replicas = 4;
             demo.cluster()?.command(&["volume", "scale", volume, "--replicas", "4", "--wait"])
         })?;
-        let step = "quoin replica remove: one is taken away";
+        let step = "quoin replica remove: a replica is removed";
         self.step(step, claim, load, documents, |demo| {
             let pools = demo.pools_of(claim)?;
             demo.replicas -= 1;
             demo.cluster()?.command(&["replica", "remove", volume, &pools[0], "--wait"])
         })?;
-        let step = "quoin replica move: one goes to another pool";
+        let step = "quoin replica move: a replica moves to another pool";
         self.step(step, claim, load, documents, |demo| {
             let pools = demo.pools_of(claim)?;
             let free = POOL_NAMES.into_iter().find(|name| pools.iter().all(|pool| pool != name));
@@ -420,7 +420,7 @@ impl Demo {
         while self.guid_in(claim, pool)? == before {
             interrupt::check()?;
             if began.elapsed() > FLOW_BUDGET {
-                bail!("the loss of the replica in {pool} is not noticed");
+                bail!("the loss of the replica in {pool} is not detected");
             }
             std::thread::sleep(Duration::from_millis(50));
         }

@@ -93,8 +93,8 @@ impl Blocked {
             replica_id: String::new(),
             reason: "CannotAttach".into(),
             message: match held {
-                "" => format!("no block device can be made: {}", self.why),
-                held => format!("{held}: no IO goes on, and nothing is attached: {}", self.why),
+                "" => format!("block devices cannot be made: {}", self.why),
+                held => format!("{held}: IO waits, and nothing is attached: {}", self.why),
             },
         };
         let mut events: Vec<_> = self.volumes.iter().map(|(id, held)| event(id, held)).collect();
@@ -102,7 +102,7 @@ impl Blocked {
             events.push(event("", ""));
         }
         if tell(admin_socket, node, events).await.is_none() {
-            say("the controller could not be told of it; it is told nowhere but here");
+            say("the controller cannot be notified; this is the only report");
         }
     }
 

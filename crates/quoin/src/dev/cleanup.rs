@@ -126,7 +126,7 @@ impl InUse {
                 });
                 let shown: Vec<_> = shown.take(5).collect();
                 let at =
-                    if shown.is_empty() { "nobody tells where".into() } else { shown.join(", ") };
+                    if shown.is_empty() { "location unknown".into() } else { shown.join(", ") };
                 format!("{} is mounted in another mount namespace ({at})", device.path.display())
             }
         }
@@ -246,7 +246,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             () = ends.wait() => {
                 write_back(&busy).await;
                 for device in &bare_busy {
-                    problems.push(format!("{} was taken away", device.path.display()));
+                    problems.push(format!("{} was detached by force", device.path.display()));
                     cut_off(device).await;
                 }
                 for used in busy.iter().rev() {
@@ -256,7 +256,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
                     }
                 }
                 if !busy.is_empty() {
-                    problems.push(format!("taken away while in use: {told}"));
+                    problems.push(format!("detached by force while in use: {told}"));
                 }
                 anyhow::bail!("{}", problems.join("; "));
             }
@@ -268,8 +268,8 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
 async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
     let (path, reason) = (path.display(), why_held(layout, device).await);
     format!(
-        "waiting: the IO of {path} does not get on, since its volume waits for {reason}. If that lasts \
-         {} s, it is taken away, and its IO fails; Ctrl-C again does so now",
+        "waiting: the IO of {path} makes no progress, since its volume waits for {reason}. If that \
+         lasts {} s, it is detached by force, and its IO fails; Ctrl-C again does so now",
         STANDSTILL.as_secs()
     )
 }
@@ -277,10 +277,10 @@ async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path
 /// Reports that the device or mount at `path` is taken away, and the reason.
 async fn at_standstill(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
     let (path, reason) = (path.display(), why_held(layout, device).await);
-    say(&format!("{path} is at a standstill and is taken away"));
+    say(&format!("{path} makes no progress and is detached by force"));
     format!(
-        "{path} was taken away: its IO did not get on for {} s, since the volume waits for {reason}; \
-         what was not synced may be lost",
+        "{path} was detached by force: its IO made no progress for {} s, since the volume waits \
+         for {reason}; what was not synced may be lost",
         STANDSTILL.as_secs()
     )
 }
@@ -293,7 +293,7 @@ async fn why_held(layout: &Layout, device: &Device) -> String {
         Some(volume.waiting_for).filter(|waiting_for| !waiting_for.is_empty())
     };
     let asked = tokio::time::timeout(REASON_BUDGET, ask).await;
-    asked.ok().flatten().unwrap_or_else(|| "something that nobody tells (see the logs)".to_owned())
+    asked.ok().flatten().unwrap_or_else(|| "an unknown reason (see the logs)".to_owned())
 }
 
 /// Fails the device's IO, so that no program waits for it any more.
@@ -325,7 +325,7 @@ pub fn tell_of_what_stays(layout: &Layout, pid: Pid) {
         format!("{}{}", device.path.display(), on.collect::<String>())
     });
     say(&format!(
-        "left as they were by the last `quoin dev`, which was killed: {}. Process {pid} holds their \
+        "unchanged since the last `quoin dev`, which was killed: {}. Process {pid} holds their \
          IO until the next start, whose Ctrl-C takes them down",
         shown.collect::<Vec<_>>().join(", ")
     ));
@@ -340,7 +340,7 @@ fn describe(mount: &Mount) -> String {
 
 /// Writes back to the volume what programs have written, while its device is still served.
 async fn write_back(busy: &[InUse]) {
-    say("writing back what the file systems hold, then taking the devices away");
+    say("writing back the file systems, then detaching the devices");
     for used in busy {
         let directories = used.directories();
         let synced = apart(move || directories.iter().try_for_each(|directory| sync(directory)));
@@ -349,7 +349,7 @@ async fn write_back(busy: &[InUse]) {
                 InUse::Here(_, mount) => mount.target.display(),
                 InUse::Elsewhere(device, _) => device.path.display(),
             };
-            say(&format!("{path} could not be written back whole"));
+            say(&format!("{path} could not be written back completely"));
             match used {
                 InUse::Here(device, mount) => take_away(device, mount).await,
                 InUse::Elsewhere(device, _) => cut_off(device).await,

@@ -210,7 +210,7 @@ impl Keeper {
     /// Ends the process by SIGTERM and waits; kills it if it does not drain in time.
     pub async fn stop(self) -> Result<()> {
         let _ = self.stop.send(true);
-        self.task.await.context("the keeper's task failed")?
+        self.task.await.context("the supervisor task failed")?
     }
 }
 
@@ -247,8 +247,8 @@ async fn keep(
         match failed_starts.get() {
             // Restarts go on: the obstacle may pass.
             FAILED_STARTS_MAX => super::say(&format!(
-                "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is started every \
-                 {} s without a word until it stays, its log is {}",
+                "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is restarted \
+                 every {} s without further messages until it stays up, its log is {}",
                 BACKOFF_MAX.as_secs(),
                 log.display()
             )),
@@ -309,7 +309,7 @@ fn spawn(process: &Process, layout: &Layout) -> Result<Child> {
 fn open_log(layout: &Layout, name: &str) -> Result<File> {
     let path = layout.log(name);
     if std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() > LOG_BYTES_MAX) {
-        std::fs::rename(&path, path.with_extension("log.old")).context("put an old log aside")?;
+        std::fs::rename(&path, path.with_extension("log.old")).context("rename an old log")?;
     }
     OpenOptions::new()
         .create(true)
@@ -341,8 +341,8 @@ async fn end(name: &str, child: &mut Running, log: &Path) -> Result<()> {
             kill_process(pid, Signal::KILL).context("kill a process")?;
             if tokio::time::timeout(KILL_BUDGET, child.wait()).await.is_err() {
                 bail!(
-                    "{name} (process {pid}) was killed and is held by the kernel, in IO that nobody \
-                     answers"
+                    "{name} (process {pid}) was killed and is held by the kernel, in IO that is \
+                     not answered"
                 );
             }
             bail!(

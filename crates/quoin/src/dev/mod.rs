@@ -216,7 +216,7 @@ async fn start(
         if Identity::load(&directory).is_ok() && !layout.pool_data(&pool.name).exists() {
             let name = &pool.name;
             say(&format!(
-                "{name} has no file any more: an empty one is made, and what it held is rebuilt"
+                "the file of {name} is missing: an empty one is made, and its replicas are rebuilt"
             ));
         }
         members::join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
@@ -229,7 +229,7 @@ async fn start(
         wait_for_holder(layout, keepers, began).await?;
     }
     if let Some(pid) = left {
-        say("attached devices of the last `quoin dev`, which was killed, go on");
+        say("attached devices of the last `quoin dev`, which was killed, continue");
         let (layout, roster) = (layout.clone(), roster.clone());
         keepers.push(Keeper::adopt(processes::attach(&layout, settings), pid, layout, roster)?);
     } else if let Attaching::Yes = attaching {
@@ -343,7 +343,7 @@ fn last_line(log: &Path) -> String {
     let text = std::fs::read(log).unwrap_or_default();
     let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]).into_owned();
     let last = tail.lines().rev().find(|line| !line.trim().is_empty());
-    last.map_or("it says nothing", |line| line.trim_start_matches("error: ")).to_owned()
+    last.map_or("its log is empty", |line| line.trim_start_matches("error: ")).to_owned()
 }
 
 async fn greet(
@@ -370,7 +370,7 @@ async fn greet(
         Some(blocked) => {
             let held = blocked.shown(&layout.admin_socket()).await;
             let held = if held.is_empty() { held } else { format!(" ({held})") };
-            format!(", but no block device can be made: {}{held}\n", blocked.why)
+            format!(", but block devices cannot be made: {}{held}\n", blocked.why)
         }
         None => ": ".to_owned(),
     };

@@ -96,7 +96,7 @@ impl Settings {
                 {
                     notes.push(format!(
                         "{} pools of up to {} were made here at the first start: --pools and \
-                         --pool-size change nothing now; use another --dir for others",
+                         --pool-size have no effect now; use another --dir for others",
                         settings.pools.len(),
                         crate::size::show_size(size)
                     ));
@@ -118,8 +118,7 @@ impl Settings {
         pool_bytes: Option<u64>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
-        let filesystem =
-            rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
+        let filesystem = rustix::fs::statvfs(layout.root()).context("query the free disk space")?;
         let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
         let capacity_bytes = pool_bytes.unwrap_or(default_pool_bytes(free, pools));
         if pool_bytes.is_none() && capacity_bytes < POOL_BYTES_MIN {
@@ -142,7 +141,7 @@ impl Settings {
         }
         quoin_store::FileDisk::rehearse(&layout.root().join("pool"), capacity_bytes, true)
             .with_context(|| {
-                format!("--pool-size {} is not possible", crate::size::show_size(capacity_bytes))
+                format!("--pool-size {} is too large", crate::size::show_size(capacity_bytes))
             })?;
         if capacity_bytes.saturating_mul(pools as u64) > free {
             notes.push(format!(
@@ -336,7 +335,7 @@ mod tests {
     fn sizes_that_no_pool_can_have_are_refused_and_forgotten_and_large_ones_are_noted() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is not possible")] {
+        for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is too large")] {
             let error = Settings::load_or_create(&layout, None, Some(size)).unwrap_err();
             assert!(error.to_string().contains(words), "{error:#}");
             assert!(!layout.settings().exists());

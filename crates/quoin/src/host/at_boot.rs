@@ -154,7 +154,7 @@ impl Etc {
         };
         if let Some(line) = text.lines().find(is_there) {
             bail!(
-                "{} has another file system for {shown}: `{}`. Take that line away, or name another \
+                "{} has another file system for {shown}: `{}`. Remove that line, or name another \
                  path by --mount",
                 self.fstab().display(),
                 line.trim()
@@ -259,7 +259,7 @@ fn file_system(device: &Path) -> Result<FileSystem> {
         .arg(device)
         .stdin(Stdio::null())
         .output()
-        .context("start blkid, which tells what is on a device")?;
+        .context("start blkid, which reads the type of a file system")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let value = |key: &str| {
         let mut lines = text.lines();

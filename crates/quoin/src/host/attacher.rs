@@ -32,7 +32,7 @@ impl Attacher {
         let pid = self.pid;
         match self.state {
             'T' | 't' => format!(
-                "`kill -CONT {pid}` lets it go on, `kill -9 {pid}` gives its devices up (their IO \
+                "`kill -CONT {pid}` continues it, `kill -9 {pid}` ends its devices (their IO \
                  fails)"
             ),
             'D' | 'Z' | 'X' => {
@@ -49,8 +49,8 @@ impl fmt::Display for Attacher {
         let pid = self.pid;
         let standing = match self.state {
             'T' | 't' => "was stopped by a signal",
-            'D' => "is held by the kernel, in IO that nobody answers",
-            'Z' | 'X' => "has ended, but for IO that nobody answers",
+            'D' => "is held by the kernel, in IO that is not answered",
+            'Z' | 'X' => "has ended, except for IO that is not answered",
             _ => "runs, and does not answer",
         };
         write!(f, "process {pid} (`quoin attach`) {standing}")

@@ -39,13 +39,18 @@ pub fn on_signal(within: Duration) -> Result<watch::Receiver<bool>> {
         stop.send_replace(true);
         std::thread::sleep(within);
         let waits_for = threads();
-        tracing::error!(within_s = within.as_secs(), waits_for, "the end is not waited for longer");
+        tracing::error!(
+            within_s = within.as_secs(),
+            waits_for,
+            "the shutdown took too long; \
+                                                                 ending now"
+        );
         // Not `exit`, which runs handlers that other parts of the process registered for its end.
         // SAFETY: it takes a number, and ends this process.
         unsafe { libc::_exit(1) }
     };
-    std::thread::Builder::new().name(THREAD.into()).spawn(hear).context("hear signals")?;
-    is_armed.recv().context("hear signals")?.context("hear signals")?;
+    std::thread::Builder::new().name(THREAD.into()).spawn(hear).context("handle signals")?;
+    is_armed.recv().context("handle signals")?.context("handle signals")?;
     Ok(shutdown)
 }
 

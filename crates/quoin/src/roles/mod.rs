@@ -89,7 +89,7 @@ where
 fn raise_open_files() {
     match quoin_reactor::descriptors::raise_limit() {
         Ok(limit) => tracing::debug!(?limit, "open files"),
-        Err(error) => tracing::warn!(%error, "the limit of open files stays as it is"),
+        Err(error) => tracing::warn!(%error, "the limit of open files is unchanged"),
     }
 }
 
@@ -156,7 +156,7 @@ pub fn check_run_directory(run: &Path) -> Result<()> {
     let run = std::path::absolute(run)?;
     match run.parent() {
         Some(parent) if !parent.is_dir() => anyhow::bail!(
-            "there is no directory {} to make {} in: mend --run",
+            "there is no directory {} to create {} in: correct --run",
             parent.display(),
             run.display()
         ),

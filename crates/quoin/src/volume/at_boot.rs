@@ -54,7 +54,7 @@ impl AtBootOptions {
     pub fn check(&self, volume: &Volume) -> Result<()> {
         if self.changes() && !rustix::process::geteuid().is_root() {
             bail!(
-                "what happens at boot is written to /etc, which needs root: run the command with sudo"
+                "attachment at boot is written to /etc, which needs root: run the command with sudo"
             );
         }
         match &self.mount {
@@ -103,7 +103,7 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     let name = output::quoted(&options.volume);
     let Some(record) = Etc::default().find(&options.volume, &options.volume)? else {
         bail!(
-            "{name} is not attached at boot here: `quoin volume attach {name} --at-boot` has it so"
+            "{name} is not attached at boot here: `quoin volume attach {name} --at-boot` sets that"
         );
     };
     let run = client.run_directory();

@@ -108,7 +108,7 @@ pub async fn attach(
         );
     }
     if is_elsewhere && options.boot.changes() {
-        bail!("what happens at boot is a host's own: run the command on {node}");
+        bail!("attachment at boot is set on the host itself: run the command on {node}");
     }
     if is_elsewhere && options.nbd.is_none() {
         let request = super::remote::Request { volume, node, read_only: options.read_only };
@@ -210,7 +210,7 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
     let attacher = Attacher::of(&client.run_directory());
     if let Some(stuck) = attacher.filter(Attacher::is_stuck) {
         bail!(
-            "no block device can be made here: {stuck}. {}; or take an NBD address with --nbd",
+            "this host cannot make block devices: {stuck}. {}; or take an NBD address with --nbd",
             stuck.way_out()
         );
     }

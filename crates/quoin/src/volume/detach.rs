@@ -105,7 +105,8 @@ pub async fn detach(
             let was = if here == Here::WasDead { " from an earlier use" } else { "" };
             let volume = &view.volume;
             format!(
-                "what this host had of volume {volume}{was} is removed; it stays attached to {on}"
+                "the device of volume {volume} on this host{was} is removed; the volume stays \
+                 attached to {on}"
             )
         });
     };
@@ -219,8 +220,8 @@ async fn take_down_here(
                 mounts => format!("unmount {}", mounts.join(" and ")),
             };
             bail!(
-                "volume {} is in use as {device}: {mounted} first (--force ends it all the same: its \
-                 IO fails)",
+                "volume {} is in use as {device}: {mounted} first (--force ends it anyway: its IO \
+                 fails)",
                 options.volume
             );
         }
@@ -278,7 +279,7 @@ async fn unpublish(
         if !std::io::stdin().is_terminal() {
             return Err(refusal(refused));
         }
-        eprint!("{}\nType the volume's name to detach it all the same: ", refused.message());
+        eprint!("{}\nType the volume's name to detach it anyway: ", refused.message());
         let mut answer = String::new();
         std::io::stdin().lock().read_line(&mut answer)?;
         if answer.trim() != name {

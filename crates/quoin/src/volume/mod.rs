@@ -52,8 +52,8 @@ pub enum VolumeCommand {
     },
     /// Make a volume a block device of this host, or of another, and print the device.
     #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/quoin/db\n  \
-                            quoin volume attach db --nbd    prints an NBD address; needs no root\n  \
-                            quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
+                            quoin volume attach db --nbd    prints an NBD address; needs no root\n \
+                             quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
     Attach(attach::AttachOptions),
     /// Attach and mount again what this host has at boot; run by quoin-volume@.service.
     #[command(hide = true)]
@@ -227,7 +227,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             output::print_one(format, &view, || match view.state {
                 "deleted" => format!("volume {} is deleted", view.volume),
                 _ => format!(
-                    "volume {} is being deleted and goes by itself; it waits for {}",
+                    "volume {} is being deleted; the deletion continues by itself and waits for {}",
                     view.volume, view.waiting_for
                 ),
             })
@@ -291,8 +291,8 @@ async fn create(
     while !options.no_wait && volume.phase == "Pending" {
         if began.elapsed() > client.timeout() {
             bail!(
-                "volume {} is made but not ready after {} s; it waits for: {}. It goes on by itself: \
-                 watch it with `quoin volume get {}`",
+                "volume {} is made but not ready after {} s; it waits for: {}. It continues by \
+                 itself: watch it with `quoin volume get {}`",
                 options.name,
                 client.timeout,
                 volume.waiting_for,
@@ -306,7 +306,7 @@ async fn create(
     output::print_one(format, &view, || {
         let more = match view.size_bytes > options.size {
             true => format!(
-                " ({} were asked for; a volume has whole blocks of 4 KiB, at least 1 MiB)",
+                " ({} were requested; a volume has whole blocks of 4 KiB, at least 1 MiB)",
                 show_size(options.size)
             ),
             false => String::new(),
@@ -372,11 +372,11 @@ fn in_flags(status: tonic::Status) -> anyhow::Error {
 fn confirm_delete(volume: &str) -> Result<()> {
     if !std::io::stdin().is_terminal() {
         bail!(
-            "deleting destroys the data of volume `{}`: add --yes to do it without being asked",
+            "deleting destroys the data of volume `{}`: add --yes to do it without the question",
             output::plain(volume)
         );
     }
-    print!("This destroys all data of volume {volume}. Type its name to go on: ");
+    print!("This destroys all data of volume {volume}. Type its name to continue: ");
     std::io::stdout().flush()?;
     let mut answer = String::new();
     std::io::stdin().lock().read_line(&mut answer)?;

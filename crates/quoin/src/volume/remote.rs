@@ -107,9 +107,9 @@ fn waits(volume: &Volume, attachment: &Attachment) -> String {
     let causes = [&attachment.device_message, &attachment.message, &volume.waiting_for];
     match causes.into_iter().find(|cause| !cause.is_empty()) {
         Some(cause) => cause.clone(),
-        None => {
-            "its target has not told of the device yet; one of an older version never does".into()
-        }
+        None => "its target has not reported the device yet; a target of an older version never \
+             does"
+            .into(),
     }
 }
 

@@ -268,7 +268,7 @@ fn settled(
     let held = named == *on || id.starts_with(&named.to_ascii_lowercase());
     let moved = before.replicas.iter().filter(|r| r.replica_id == *id).count() > 1;
     Some(match pool {
-        Some(_) if moved => format!("replica {id} stays on pool {on}: its move is taken back"),
+        Some(_) if moved => format!("replica {id} stays on pool {on}: its move is cancelled"),
         Some(_) if held => format!("replica {id} is on pool {on} already"),
         Some(_) => format!(
             "pool {named} holds no replica of the volume, and replica {id} is on pool {on} already"
@@ -325,7 +325,7 @@ pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
                 .collect::<Vec<_>>()
                 .join(", ")
         ),
-        _ => bail!("{named} begins several replica ids of volume {name}: give more of it"),
+        _ => bail!("{named} matches several replica ids of volume {name}: give more digits"),
     }
 }
 
@@ -494,7 +494,7 @@ mod tests {
         assert_eq!(on_its_way, None);
         assert_eq!(settled(&back, &volume, "aabb01", "aabb01", None), None);
         let said = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
-        assert_eq!(said, "replica aabb01 stays on pool pool-d: its move is taken back");
+        assert_eq!(said, "replica aabb01 stays on pool pool-d: its move is cancelled");
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }

@@ -231,8 +231,8 @@ impl VerificationView {
         } else if self.differing > 0 && open > 0 {
             let _ = writeln!(
                 text,
-                "next: quoin volume repair {name} --from REPLICA, for the replica to believe, or \
-                 quoin replica replace the others"
+                "next: quoin volume repair {name} --from REPLICA, for the replica with the right \
+                 data, or quoin replica replace the others"
             );
         }
         text
@@ -253,7 +253,7 @@ pub async fn verify(
     let volume = ask(cluster, &volume, action, String::new()).await?;
     if options.stop {
         let name = volume.spec.map(|spec| spec.name).unwrap_or_default();
-        return output::print_line(&format!("volume {name} is not being verified any more"));
+        return output::print_line(&format!("volume {name} is no longer being verified"));
     }
     finish(cluster, volume, &options.follow, client, format).await
 }
@@ -342,7 +342,7 @@ async fn follow(
             bar.finish_and_clear();
             let waits = if last.message.is_empty() { "" } else { ": it waits " };
             bail!(
-                "volume {name}: nothing has moved for {} s{waits}{}; it goes on by itself \
+                "volume {name}: nothing has moved for {} s{waits}{}; it continues by itself \
                  (--timeout waits longer, `quoin volume get` shows how far it is)",
                 client.timeout,
                 last.message
