@@ -61,7 +61,7 @@ pub struct ClientOptions {
 
 /// How a command comes to its controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Way {
+enum Route {
     Socket(PathBuf),
     Context(String),
     /// Neither was named, and there is none.
@@ -70,24 +70,24 @@ enum Way {
 
 impl ClientOptions {
     /// Named ways come first, then a socket of this host, then the current context.
-    fn way(&self) -> Way {
+    fn route(&self) -> Route {
         if let Some(context) = &self.context {
-            return Way::Context(context.clone());
+            return Route::Context(context.clone());
         }
         if let Some(socket) = &self.socket {
             return match context_of_address(socket) {
-                Some(context) => Way::Context(context),
-                None => Way::Socket(socket.clone()),
+                Some(context) => Route::Context(context),
+                None => Route::Socket(socket.clone()),
             };
         }
         if let Some(context) = std::env::var("QUOIN_CONTEXT").ok().filter(|name| !name.is_empty()) {
-            return Way::Context(context);
+            return Route::Context(context);
         }
         if let Some(present) = usual_admin_sockets().into_iter().find(|path| path.exists()) {
-            return Way::Socket(present);
+            return Route::Socket(present);
         }
         let current = Contexts::of_user().ok().and_then(|contexts| contexts.current());
-        current.map_or(Way::Unknown, Way::Context)
+        current.map_or(Route::Unknown, Route::Context)
     }
 
     /// Where the processes of this host keep their sockets: as named, or beside the admin socket.
@@ -95,10 +95,10 @@ impl ClientOptions {
         if let Some(run) = &self.run {
             return run.clone();
         }
-        match self.way() {
-            Way::Socket(socket) => socket.parent().map(Path::to_path_buf).unwrap_or_default(),
-            Way::Context(_) => PACKAGED_RUN.into(),
-            Way::Unknown => default_root().join("run"),
+        match self.route() {
+            Route::Socket(socket) => socket.parent().map(Path::to_path_buf).unwrap_or_default(),
+            Route::Context(_) => PACKAGED_RUN.into(),
+            Route::Unknown => default_root().join("run"),
         }
     }
 
@@ -108,13 +108,13 @@ impl ClientOptions {
 
     /// Connects, or names the reason of the failure, one of the usual ones.
     pub async fn connect(&self) -> Result<Cluster> {
-        match self.way() {
-            Way::Socket(socket) => connect(&socket).await,
-            Way::Context(name) => {
+        match self.route() {
+            Route::Socket(socket) => connect(&socket).await,
+            Route::Context(name) => {
                 let cluster = contexts::connect(&name).await?;
                 Ok(cluster.max_decoding_message_size(MESSAGE_BYTES_MAX))
             }
-            Way::Unknown => {
+            Route::Unknown => {
                 let usual = usual_admin_sockets();
                 let usual: Vec<_> = usual.iter().map(|path| path.display().to_string()).collect();
                 bail!(
@@ -270,10 +270,10 @@ mod tests {
         for path in ["/run/h1:7400", "./h1:7400", "h1", "h1:x", ":7400", "admin.sock"] {
             assert_eq!(address_in(Path::new(path)), None, "{path}");
         }
-        let said = connect(Path::new("no-such-host:7400")).await.unwrap_err().to_string();
+        let message = connect(Path::new("no-such-host:7400")).await.unwrap_err().to_string();
         assert!(
-            said.contains("quoin cluster join") && said.contains("no-such-host:7400"),
-            "{said}"
+            message.contains("quoin cluster join") && message.contains("no-such-host:7400"),
+            "{message}"
         );
     }
 
@@ -289,6 +289,6 @@ mod tests {
         let letter = directory.path().join("letter");
         std::fs::write(&letter, "dear").unwrap();
         let message = connect(&letter).await.unwrap_err().to_string();
-        assert!(message.contains("no socket"), "{message}");
+        assert!(message.contains("not a socket"), "{message}");
     }
 }

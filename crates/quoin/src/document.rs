@@ -369,11 +369,11 @@ mod tests {
             ("apiVersion: quoin/v1\nkind: 7\n", ["kind: 7", "Volume"]),
             ("apiVersion: quoin/v1\nkind: Volume\nspec: {}\n", ["metadata.name is missing", "db"]),
             (SMALL, ["spec is missing", "spec: {size: 10GiB}"]),
-            ("just words\n", ["no document", "--manifest"]),
+            ("just words\n", ["not a document", "--manifest"]),
         ] {
-            let said = refused(text);
-            assert!(words.iter().all(|word| said.contains(word)), "{text}: {said}");
-            assert!(said.starts_with("db.yaml, document 1"), "{said}");
+            let message = refused(text);
+            assert!(words.iter().all(|word| message.contains(word)), "{text}: {message}");
+            assert!(message.starts_with("db.yaml, document 1"), "{message}");
         }
     }
 

@@ -184,7 +184,7 @@ pub async fn cluster(
         ClusterCommand::RotateAuthority { at_once } => {
             let request = RotateAuthorityRequest { at_once };
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
-            let view = ToldView { message: answer.message };
+            let view = MessageView { message: answer.message };
             output::print_one(format, &view, || view.message.clone())
         }
     }
@@ -192,7 +192,7 @@ pub async fn cluster(
 
 /// Message of the controller about work that it has begun.
 #[derive(Serialize)]
-struct ToldView {
+struct MessageView {
     message: String,
 }
 

@@ -207,7 +207,7 @@ fn shown(options: &OfflineOptions) -> String {
     options.data.display().to_string()
 }
 
-fn kept_of(replica: &ReplicaInspection) -> Kept {
+fn spec_of(replica: &ReplicaInspection) -> Kept {
     Kept::of(replica.identity.volume, &replica.identity.volume_spec)
 }
 
@@ -215,7 +215,7 @@ fn kept_of(replica: &ReplicaInspection) -> Kept {
 /// the record that its pool received has it before.
 fn size_of(replica: &ReplicaInspection) -> u64 {
     let own = replica.state.volume_blocks * BLOCK_SIZE as u64;
-    own.max(kept_of(replica).size_bytes)
+    own.max(spec_of(replica).size_bytes)
 }
 
 impl From<&ReplicaInspection> for ReplicaView {
@@ -223,7 +223,7 @@ impl From<&ReplicaInspection> for ReplicaView {
         let ReplicaInspection { identity, state, meta, .. } = replica;
         Self {
             guid: identity.guid.to_string(),
-            volume: kept_of(replica).name,
+            volume: spec_of(replica).name,
             volume_id: identity.volume.to_string(),
             id: identity.replica.to_string(),
             size_bytes: size_of(replica),
@@ -343,7 +343,7 @@ const PREFIX_MIN: usize = 4;
 /// Replicas as a refusal names them.
 fn listed(replicas: &[ReplicaInspection]) -> String {
     let one = |replica: &ReplicaInspection| {
-        let (guid, name) = (replica.identity.guid, kept_of(replica).name);
+        let (guid, name) = (replica.identity.guid, spec_of(replica).name);
         let volume = if name.is_empty() { replica.identity.volume.to_string() } else { name };
         format!("{guid} of volume {volume}")
     };
@@ -360,7 +360,7 @@ fn find_replica<'a>(
     let begins = |id: String| lower.len() >= PREFIX_MIN && id.starts_with(&lower);
     let is_meant = |replica: &&ReplicaInspection| {
         let identity = &replica.identity;
-        kept_of(replica).name == named
+        spec_of(replica).name == named
             || begins(identity.guid.to_string())
             || begins(identity.replica.to_string())
             || begins(identity.volume.to_string())
@@ -435,15 +435,18 @@ mod tests {
             assert_eq!(guid(named).unwrap(), long(a), "{named}");
         }
         assert_eq!(guid("cc02").unwrap(), long(b));
-        let said = guid("aabb").unwrap_err().to_string();
-        assert!(said.contains("2 replicas") && said.contains("of volume log"), "{said}");
+        let message = guid("aabb").unwrap_err().to_string();
+        assert!(message.contains("2 replicas") && message.contains("of volume log"), "{message}");
         // Too few digits, or digits of no replica.
         for named in ["1", "aab", "ddee", ""] {
-            let said = guid(named).unwrap_err().to_string();
-            assert!(said.contains("no replica in this pool") && said.contains(&long(b)), "{said}");
+            let message = guid(named).unwrap_err().to_string();
+            assert!(
+                message.contains("no replica in this pool") && message.contains(&long(b)),
+                "{message}"
+            );
         }
-        let said = find_snapshot(&all[0], "7").unwrap_err().to_string();
-        assert!(said.contains("it has none"), "{said}");
+        let message = find_snapshot(&all[0], "7").unwrap_err().to_string();
+        assert!(message.contains("it has none"), "{message}");
     }
 
     #[test]

@@ -332,7 +332,7 @@ struct Line<'a>(&'a VolumeFound, Option<&'a ReplicaFound>);
 impl Line<'_> {
     fn cells(&self) -> Vec<String> {
         let Line(volume, replica) = self;
-        let told = |text: fn(&ReplicaFound) -> String| replica.map(text).unwrap_or_default();
+        let column = |text: fn(&ReplicaFound) -> String| replica.map(text).unwrap_or_default();
         let version = match (volume.version_before, volume.version) {
             (0, now) => now.to_string(),
             (before, now) if before == now => now.to_string(),
@@ -340,14 +340,14 @@ impl Line<'_> {
         };
         vec![
             volume.name.clone(),
-            told(|r| r.pool.clone()),
-            told(|r| r.standing.clone()),
-            told(|r| Epoch(r.promised_epoch).to_string()),
-            told(|r| r.position.clone()),
-            told(|r| r.version.to_string()),
+            column(|r| r.pool.clone()),
+            column(|r| r.standing.clone()),
+            column(|r| Epoch(r.promised_epoch).to_string()),
+            column(|r| r.position.clone()),
+            column(|r| r.version.to_string()),
             volume.outcome.clone(),
             version,
-            told(|r| r.message.clone()),
+            column(|r| r.message.clone()),
         ]
     }
 }
@@ -451,12 +451,12 @@ mod tests {
         check_place(&there).unwrap();
         check_place(Path::new("surely-no-such-backup-here")).unwrap();
         std::fs::write(&there, "").unwrap();
-        let said = check_place(&there).unwrap_err().to_string();
-        assert!(said.contains("exists already"), "{said}");
+        let message = check_place(&there).unwrap_err().to_string();
+        assert!(message.contains("exists already"), "{message}");
         for none in [scratch.path().join("none/backup"), there.join("backup")] {
-            let said = check_place(&none).unwrap_err().to_string();
+            let message = check_place(&none).unwrap_err().to_string();
             let directory = none.parent().unwrap().display().to_string();
-            assert!(said.contains(&format!("no directory {directory}")), "{said}");
+            assert!(message.contains(&format!("no directory {directory}")), "{message}");
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::output::{self, Format, fields};
 use crate::size::show_size;
 
 /// Interval between two polls of the pool's progress.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 #[derive(Args)]
 pub struct ScrubOptions {
@@ -150,6 +150,6 @@ async fn follow(
         }
         bar.set_length(scrub.total_bytes);
         bar.set_position(if scrub.request >= wanted { scrub.read_bytes } else { 0 });
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }

@@ -161,7 +161,10 @@ fn events_are_watched_on_after_the_controller_was_killed_and_started_again() {
     assert!(!new.contains("for a pool,"), "told twice: {new}");
     assert_eq!(watch.0.try_wait().unwrap(), None);
     let said = std::fs::read_to_string(controller.path("said")).unwrap();
-    assert!(said.contains("went away") && said.contains("is back"), "{said}");
+    assert!(
+        said.contains("connection to the controller ended") && said.contains("reachable again"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -338,7 +341,7 @@ fn a_socket_that_is_none_and_places_that_do_not_exist_are_named() {
     let file = directory.path().join("letter");
     std::fs::write(&file, "dear").unwrap();
     let path = file.to_str().unwrap();
-    assert!(refused(1, &["volume", "list", "--socket", path]).contains("no socket"));
+    assert!(refused(1, &["volume", "list", "--socket", path]).contains("not a socket"));
     let said = refused(1, &["pool", "inspect", directory.path().to_str().unwrap()]);
     assert!(said.contains("no pool in"), "{said}");
     let said = refused(1, &["controller", "init", "--state", directory.path().to_str().unwrap()]);

@@ -429,7 +429,8 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     drop(dev);
     let dev = Dev::start(&scratch.cluster(), &[]);
     let in_the_way = format!("process {attach} (`quoin attach`) was stopped by a signal");
-    for words in [&*in_the_way, "no block device", "volume db", &device, "kill -CONT"] {
+    for words in [&*in_the_way, "block devices cannot be made", "volume db", &device, "kill -CONT"]
+    {
         assert!(dev.greeting.contains(words), "{words}: {}", dev.greeting);
     }
     let shown = dev.json(&["volume", "get", "db"])["here"].clone();

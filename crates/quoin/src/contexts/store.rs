@@ -245,7 +245,10 @@ mod tests {
         let contexts = Contexts::at(directory.path());
         made(&contexts, "a");
         std::fs::write(contexts.directory("a").join(FILE), "{").unwrap();
-        let said = format!("{:#}", contexts.load("a").unwrap_err());
-        assert!(said.contains("damaged") && said.contains("quoin context remove a"), "{said}");
+        let message = format!("{:#}", contexts.load("a").unwrap_err());
+        assert!(
+            message.contains("damaged") && message.contains("quoin context remove a"),
+            "{message}"
+        );
     }
 }

@@ -98,7 +98,9 @@ pub async fn await_the_last(layout: &Layout, going_on: Option<Pid>) {
     while last.iter().any(is_ours) && began.elapsed() < STOP_BUDGET {
         if !is_told && began.elapsed() > SILENCE {
             is_told = true;
-            super::say("waiting: processes of the last `quoin dev`, which was killed, are ending");
+            super::print_line(
+                "waiting: processes of the last `quoin dev`, which was killed, are ending",
+            );
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -198,12 +200,12 @@ impl Keeper {
     }
 
     /// Ends the process and does not start it again; [`Keeper::stop`] is still to be called.
-    pub fn let_go(&self) {
+    pub fn request_stop(&self) {
         let _ = self.stop.send(true);
     }
 
-    /// Whether [`Keeper::let_go`] was called.
-    pub fn was_let_go(&self) -> bool {
+    /// Whether [`Keeper::request_stop`] was called.
+    pub fn was_asked_to_stop(&self) -> bool {
         *self.stop.borrow()
     }
 
@@ -246,14 +248,14 @@ async fn keep(
         let (status, log) = (show_status(status), layout.log(&name));
         match failed_starts.get() {
             // Restarts go on: the obstacle may pass.
-            FAILED_STARTS_MAX => super::say(&format!(
+            FAILED_STARTS_MAX => super::print_line(&format!(
                 "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is restarted \
                  every {} s without further messages until it stays up, its log is {}",
                 BACKOFF_MAX.as_secs(),
                 log.display()
             )),
             failed if failed > FAILED_STARTS_MAX => {}
-            _ => super::say(&format!(
+            _ => super::print_line(&format!(
                 "{name} ended ({status}); starting it again in {:.1} s, its log is {}",
                 backoff.as_secs_f64(),
                 log.display()
@@ -265,7 +267,7 @@ async fn keep(
         }
         // Devices that a holder keeps only wait for the next attach process.
         if process.outlives && quoin_attach::holder::held_at(&layout.holder_socket()).is_empty() {
-            super::tell_of_the_dead(&layout)?;
+            super::report_dead_mounts(&layout)?;
         }
         child = Running::Child(spawn(&process, &layout)?);
         roster.set(&name, child.pid());

@@ -234,12 +234,12 @@ impl Ports {
     /// its process restarts. Between its choice and the start of that process a port looks free to
     /// others, so each process chooses in a row of its own first.
     fn next(&mut self) -> Result<SocketAddr> {
-        static LOOKED_AT: AtomicU32 = AtomicU32::new(0);
+        static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
         let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
         let count = lasting.len() as u32;
         let first = std::process::id().wrapping_mul(PORTS_IN_A_ROW);
         let chosen = (0..count)
-            .map(|_| first.wrapping_add(LOOKED_AT.fetch_add(1, Ordering::Relaxed)) % count)
+            .map(|_| first.wrapping_add(NEXT_OFFSET.fetch_add(1, Ordering::Relaxed)) % count)
             .map(|offset| lasting.start + offset as u16)
             // The kernel's choice where none of those is free.
             .chain([0])

@@ -302,7 +302,7 @@ pub fn mount(path: &Path) -> Result<()> {
 }
 
 /// Tells systemd of a unit that is wanted now; nothing where systemd does not run.
-pub fn tell_systemd(volume: &AtBoot, is_wanted: bool) -> Result<()> {
+pub fn notify_systemd(volume: &AtBoot, is_wanted: bool) -> Result<()> {
     if !Path::new("/run/systemd/system").exists() {
         return Ok(());
     }
@@ -364,8 +364,8 @@ mod tests {
         etc.check_mount(&volume, Path::new("/srv/db")).unwrap();
         let other = AtBoot::new("other", "4567", 4096, false);
         for (of, taken) in [(&volume, "/srv/other"), (&other, "/srv/db")] {
-            let said = etc.check_mount(of, Path::new(taken)).unwrap_err().to_string();
-            assert!(said.contains(taken) && said.contains("another path"), "{said}");
+            let message = etc.check_mount(of, Path::new(taken)).unwrap_err().to_string();
+            assert!(message.contains(taken) && message.contains("another path"), "{message}");
         }
         assert!(etc.check_mount(&volume, Path::new("srv/db")).is_err());
 

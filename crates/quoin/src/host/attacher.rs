@@ -47,13 +47,13 @@ impl Attacher {
 impl fmt::Display for Attacher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pid = self.pid;
-        let standing = match self.state {
+        let state = match self.state {
             'T' | 't' => "was stopped by a signal",
             'D' => "is held by the kernel, in IO that is not answered",
             'Z' | 'X' => "has ended, except for IO that is not answered",
             _ => "runs, and does not answer",
         };
-        write!(f, "process {pid} (`quoin attach`) {standing}")
+        write!(f, "process {pid} (`quoin attach`) {state}")
     }
 }
 

@@ -62,7 +62,7 @@ fn number() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'sta
 
 impl HealingOptions {
     /// Writes the flags to a controller's options.
-    pub fn tell(&self, control: &mut quoin_control::Options) {
+    pub fn apply_to(&self, control: &mut quoin_control::Options) {
         control.replace_after = self.replace_after;
         control.heals_per_pool = self.heals_per_pool;
         control.rebalance_at = self.rebalance_at;
@@ -160,8 +160,8 @@ mod tests {
             ("--dying-bad-copies", "0"),
             ("--dying-stalls", "0"),
         ] {
-            let said = parse(&[flag, value]).unwrap_err().to_string();
-            assert!(said.contains(flag), "{said}");
+            let message = parse(&[flag, value]).unwrap_err().to_string();
+            assert!(message.contains(flag), "{message}");
         }
     }
 }

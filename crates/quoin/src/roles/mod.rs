@@ -81,7 +81,7 @@ where
         }
         role(shutdown).await
     });
-    ending::leave_behind(runtime);
+    ending::shut_down_runtime(runtime);
     outcome
 }
 

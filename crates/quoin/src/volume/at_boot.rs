@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::attach::HostOptions;
 use crate::client::ClientOptions;
-use crate::host::at_boot::{AtBoot, Etc, mount, tell_systemd};
+use crate::host::at_boot::{AtBoot, Etc, mount, notify_systemd};
 use crate::output;
 
 /// What a host is to have of a volume after a boot.
@@ -75,7 +75,7 @@ impl AtBootOptions {
         for path in Etc::default().add(&record, device)? {
             eprintln!("wrote {path}");
         }
-        tell_systemd(&record, true)?;
+        notify_systemd(&record, true)?;
         match &record.mount {
             Some(path) => mount(path),
             None => Ok(()),
@@ -93,7 +93,7 @@ pub fn forget(volume: &Volume) -> Result<()> {
     for path in etc.remove(&record)? {
         eprintln!("removed {path}");
     }
-    tell_systemd(&record, false)
+    notify_systemd(&record, false)
 }
 
 /// Command of `quoin-volume@.service`. The records have the volume attached to this host, so its

@@ -22,11 +22,11 @@ use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_
 use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{number_within, parse_size, show_size};
-use detach::GoneView;
+use detach::DetachedView;
 use options::OptionFlags;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
-pub use view::{HereView, VolumeView};
+pub use view::{LocalDeviceView, VolumeView};
 
 #[derive(Subcommand)]
 pub enum VolumeCommand {
@@ -180,7 +180,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Get { volume, manifest: false, host } => {
             let volume = get_volume(&mut cluster, &volume).await?;
-            let here = attach::here(&volume, &host.client(client)).await;
+            let here = attach::local_device(&volume, &host.client(client)).await;
             let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
@@ -241,10 +241,10 @@ async fn wait_until_deleted(
     name: String,
     id: &str,
     client: &ClientOptions,
-) -> Result<GoneView> {
+) -> Result<DetachedView> {
     let began = Instant::now();
     let view =
-        |state, waiting_for| GoneView { volume: name, id: id.to_owned(), state, waiting_for };
+        |state, waiting_for| DetachedView { volume: name, id: id.to_owned(), state, waiting_for };
     loop {
         let request = GetVolumeRequest { volume: Some(volume_ref(id)) };
         let volume = match cluster.get_volume(request).await {
@@ -395,9 +395,9 @@ mod tests {
         let status = tonic::Status::invalid_argument(
             "consistencyFactor: too low; accept that with allowLossOnSingleFailure",
         );
-        let said = in_flags(status).to_string();
-        assert!(said.contains("--consistency-factor: too low"), "{said}");
-        assert!(said.ends_with("--allow-loss-on-single-failure"), "{said}");
+        let message = in_flags(status).to_string();
+        assert!(message.contains("--consistency-factor: too low"), "{message}");
+        assert!(message.ends_with("--allow-loss-on-single-failure"), "{message}");
     }
 
     #[test]

@@ -245,7 +245,7 @@ async fn relocate(
         (answer, _) => answer.map_err(refusal)?.into_inner(),
     };
     match settled(&before, &volume, &replica_id, replica, pool.as_deref()) {
-        Some(said) => output::print_one(format, &VolumeView::from(volume), || said),
+        Some(message) => output::print_one(format, &VolumeView::from(volume), || message),
         None => finish(cluster, volume, wait, client, format).await,
     }
 }
@@ -381,7 +381,7 @@ impl UnderWay for Volume {
         left(self)
     }
 
-    fn standing(&self) -> String {
+    fn state_text(&self) -> String {
         // Positions of those that are in sync go on with every write.
         let replica = |r: &Replica| match r.phase.as_str() {
             "InSync" => format!("{} {}", r.guid, r.phase),
@@ -482,19 +482,26 @@ mod tests {
         };
         let mut volume = volume(vec![known("aabb01", "pool-d"), known("aabb02", "pool-b")]);
         for (named, id) in [("aabb01", "aabb01"), ("pool-d", "aabb01"), ("pool-a", "")] {
-            let said = settled(&volume, &volume, id, named, Some("pool-d")).unwrap_or_default();
-            assert!(said.contains("replica aabb01 is on pool pool-d already"), "{named}: {said}");
-            assert_eq!(said.contains("pool pool-a holds no replica"), named == "pool-a", "{said}");
+            let message = settled(&volume, &volume, id, named, Some("pool-d")).unwrap_or_default();
+            assert!(
+                message.contains("replica aabb01 is on pool pool-d already"),
+                "{named}: {message}"
+            );
+            assert_eq!(
+                message.contains("pool pool-a holds no replica"),
+                named == "pool-a",
+                "{message}"
+            );
         }
-        let said = settled(&volume, &volume, "aabb01", "aabb01", None).unwrap();
-        assert!(said.contains("in sync on pool pool-d"), "{said}");
+        let message = settled(&volume, &volume, "aabb01", "aabb01", None).unwrap();
+        assert!(message.contains("in sync on pool pool-d"), "{message}");
         let back = volume.clone();
         volume.replicas.push(replica("aabb01", "pool-c", 0, 0));
         let on_its_way = settled(&back, &volume, "aabb01", "aabb01", Some("pool-c"));
         assert_eq!(on_its_way, None);
         assert_eq!(settled(&back, &volume, "aabb01", "aabb01", None), None);
-        let said = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
-        assert_eq!(said, "replica aabb01 stays on pool pool-d: its move is cancelled");
+        let message = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
+        assert_eq!(message, "replica aabb01 stays on pool pool-d: its move is cancelled");
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }
@@ -502,8 +509,8 @@ mod tests {
     #[test]
     fn a_name_that_no_pool_has_is_told_with_those_that_there_are() {
         let pools = ["pool-a".to_owned(), "pool-b".to_owned()];
-        let said = no_pool("pool-x", &pools);
-        assert_eq!(said.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
+        let message = no_pool("pool-x", &pools);
+        assert_eq!(message.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
         assert_eq!(no_pool("pool-b", &pools), None, "it holds none of the volume");
         assert_eq!(no_pool("aabb0", &pools), None, "an id");
     }

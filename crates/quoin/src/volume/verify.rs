@@ -20,7 +20,7 @@ use crate::size::show_size;
 /// Exit code where something is bad, differs or is lost.
 const FOUND: i32 = 3;
 /// Interval between two polls of the progress.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Findings shown to people; programs get all that are remembered.
 const SHOWN: usize = 16;
 
@@ -348,7 +348,7 @@ async fn follow(
                 last.message
             );
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         volume = get_volume(cluster, &id).await?;
     }
 }
