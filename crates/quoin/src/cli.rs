@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_usage_line_shows_what_a_command_takes_whatever_is_given_already() {
+    fn a_usage_line_shows_all_arguments_of_a_command() {
         // Arguments stand for values of the environment here: clap does not distinguish them.
         let message = refusal(&["volume", "attach", "--run", "/x", "--socket", "/y"]);
         let line = message.lines().find(|line| line.contains("quoin volume attach")).unwrap();
@@ -315,7 +315,7 @@ mod tests {
 
     /// Two arguments with one name: clap may give a command the value of either.
     #[test]
-    fn no_argument_of_a_command_has_the_name_of_one_of_all_commands() {
+    fn no_argument_of_a_command_has_the_name_of_a_global_one() {
         fn check(command: &clap::Command, everywhere: &[clap::Id]) {
             for inner in command.get_subcommands() {
                 for argument in inner.get_arguments() {

@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thirty_two_hex_digits_are_an_id_and_all_else_is_a_name() {
+    fn thirty_two_hex_digits_are_an_id_and_other_text_is_a_name() {
         assert_eq!(volume_ref("DB").name, "DB");
         let id = "0123456789ABCDEF0123456789abcdef";
         assert_eq!(volume_ref(id).id, id.to_ascii_lowercase());
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_in_place_of_a_socket_is_told_from_a_path_and_says_how_to_join() {
+    async fn an_address_in_place_of_a_socket_is_refused_with_the_way_to_join() {
         assert_eq!(address_in(Path::new("h1:7400")), Some("h1:7400"));
         assert_eq!(address_in(Path::new("[fd00::1]:7400")), Some("[fd00::1]:7400"));
         for path in ["/run/h1:7400", "./h1:7400", "h1", "h1:x", ":7400", "admin.sock"] {
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_socket_and_one_left_by_a_dead_process_are_told_apart() {
+    async fn a_missing_socket_is_distinguished_from_one_of_a_dead_process() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("admin.sock");
         let message = connect(&path).await.unwrap_err().to_string();

@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_counts_replicas_by_what_they_do_and_names_what_hinders() {
+    fn progress_counts_replicas_by_state_and_names_obstacles() {
         let replica = |state: &str, message: &str| DrainedReplica {
             volume_name: "db".into(),
             state: state.into(),

@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn another_kind_is_told_before_its_missing_fields_and_each_of_those_by_name_and_rule() {
+    fn a_wrong_kind_is_reported_before_missing_fields() {
         let refused = |text: &str| format!("{:#}", read(text, "db.yaml").unwrap_err());
         for (text, words) in [
             ("kind: Pod\napiVersion: v1\n", ["apiVersion: \"v1\"", "write apiVersion: quoin/v1"]),
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_says_what_it_says_and_leaves_the_rest_as_it_is() {
+    fn a_document_changes_only_the_fields_that_it_has() {
         let document = one("{size: 10GiB, desiredReplicationFactor: 3, replicas: [{pool: a}]}");
         let request = document.unwrap().request(true).unwrap();
         let spec = request.spec.unwrap();
@@ -394,7 +394,7 @@ mod tests {
 
     /// Proves SCALE-CONF-06, SCALE-ID-06.
     #[test]
-    fn a_volume_printed_reads_back_and_asks_for_what_there_is() {
+    fn a_printed_volume_is_parsed_to_its_present_state() {
         let spec = VolumeSpec { name: "db".into(), block_size: 4096, ..VolumeSpec::default() };
         let replica = |id: &str, pool: &str, known, leaving| quoin_api::control::Replica {
             replica_id: id.into(),
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_by_its_name() {
+    fn unknown_fields_are_refused_by_name() {
         for (spec, words) in [
             ("{replicationFactor: 3}", "replicationFactor"),
             ("{replicas: [{node: a}]}", "node"),
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_holds_several_documents_and_json_is_one_too() {
+    fn a_file_may_hold_several_documents_and_json_is_accepted() {
         let text =
             format!("---\n{SMALL}spec: {{}}\n---\n{}", SMALL.replace("db", "log") + "spec: {}");
         let names: Vec<_> =

@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_is_named_by_its_volume_or_by_enough_of_its_guid_or_id_and_by_nothing_less() {
+    fn a_replica_is_named_by_volume_or_by_an_unambiguous_prefix_of_guid_or_id() {
         let (a, b) = ("aabb01", "aabb02");
         let long = |text: &str| format!("{text:0<32}");
         let all = [replica(&long(a), &long("cc01"), "db"), replica(&long(b), &long("cc02"), "log")];
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_check_found_is_told_in_sentences_and_as_fields() {
+    fn the_result_of_a_check_is_printed_as_text_and_as_fields() {
         let sound = CheckReport { checked_bytes: 5 << 20, ..CheckReport::default() };
         let text = CheckView::of(&sound).text();
         assert!(text.contains("sound") && text.contains("5.0 MiB"), "{text}");

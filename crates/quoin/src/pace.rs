@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_end_are_progress_whether_or_not_their_bytes_were_ever_seen() {
+    fn parts_that_end_are_progress_even_without_known_bytes() {
         let mut pace = Pace::default();
         let left = |from: u64| (from..25).map(|n| part(&n.to_string(), 0)).collect();
         for n in 0..=20 {
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_and_time_left_are_told_from_what_was_gone_through_lately() {
+    fn rate_and_time_left_are_computed_from_recent_progress() {
         let mut pace = Pace::default();
         // Progress before the first poll is no pace.
         pace.saw(vec![part("a", 500)], second(0));
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_begin_end_or_begin_anew_neither_stop_the_pace_nor_make_it_jump() {
+    fn parts_that_begin_end_or_restart_do_not_distort_the_rate() {
         let mut pace = Pace::default();
         pace.saw(vec![part("a", 0), part("b", 0)], second(0));
         pace.saw(vec![part("a", 50), part("b", 50)], second(5));
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_moves_it_is_said_for_how_long_and_no_time_is_promised() {
+    fn without_progress_the_duration_is_reported_and_no_time_left() {
         let mut pace = Pace::default();
         for n in 0..=5 {
             pace.saw(vec![part("a", 7)], second(n));
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_moves_is_waited_for_and_what_does_not_only_for_as_long_as_the_user_says() {
+    async fn a_wait_lasts_while_there_is_progress_and_otherwise_until_the_timeout() {
         let client = patience(1);
         let began = Instant::now();
         let mut polls = 0;
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_further_round_of_a_rebuild_goes_on_from_where_the_last_one_was() {
+    fn a_further_round_of_a_rebuild_continues_from_the_last_one() {
         let mut rounds = Rounds::default();
         let mut shown = 0;
         for (done, total) in [(0, 100), (90, 100), (100, 100), (0, 0), (0, 20), (15, 20), (3, 7)] {

@@ -445,7 +445,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_where_no_backup_can_be_is_refused_by_the_directory_and_the_rule() {
+    fn an_impossible_backup_path_is_refused_with_the_directory_and_the_rule() {
         let scratch = tempfile::tempdir().unwrap();
         let there = scratch.path().join("there");
         check_place(&there).unwrap();

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_felt_and_a_healthy_volume_raises_nothing() {
+    fn a_pause_is_measured_and_a_healthy_volume_has_no_error() {
         let memory = Memory::new();
         let load = Load::start(vec![memory.clone()]);
         load.flows_again(Duration::from_secs(20)).unwrap();

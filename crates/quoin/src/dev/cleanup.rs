@@ -406,7 +406,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_at_a_standstill_once_it_has_done_nothing_for_long_with_something_to_do() {
+    fn a_device_with_pending_io_and_no_progress_is_stalled_after_a_while() {
         let mut progress = Progress::default();
         let mut has_no_progress = |done, has_work, seconds| {
             static BEGAN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();

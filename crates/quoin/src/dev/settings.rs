@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_start_keeps_names_sizes_and_free_ports_and_replaces_taken_ones() {
+    fn a_second_start_keeps_names_sizes_and_ports_and_replaces_occupied_ports() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
         let (first, notes) = Settings::load_or_create(&layout, None, None).unwrap();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_chosen_where_no_outgoing_connection_takes_them() {
+    fn ports_are_chosen_outside_the_ephemeral_range() {
         if first_ephemeral_port() <= LASTING_PORTS.start {
             return;
         }
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_pool_takes_almost_nothing_of_the_disk_that_it_may_grow_into() {
+    fn a_new_pool_is_sparse() {
         use std::os::unix::fs::MetadataExt;
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_pool_can_have_are_refused_and_forgotten_and_large_ones_are_noted() {
+    fn impossible_pool_sizes_are_refused_and_large_ones_are_noted() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
         for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is too large")] {

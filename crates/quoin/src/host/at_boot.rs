@@ -326,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_instances_are_what_systemd_escape_makes_of_the_name() {
+    fn names_of_instances_equal_the_output_of_systemd_escape() {
         for (name, escaped) in [
             ("db", "db"),
             ("my-db", "my\\x2ddb"),
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_for_a_volume_is_found_again_and_taken_back_and_all_else_stays() {
+    fn the_line_of_a_volume_is_added_found_and_removed_and_other_lines_stay() {
         let directory = tempfile::tempdir().unwrap();
         let etc = Etc(directory.path().into());
         let before = "# local\nUUID=1 / ext4 defaults 0 1\n/dev/sdb1 /srv/other xfs defaults 0 2\n";

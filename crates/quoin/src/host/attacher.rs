@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_lock_is_read_from_the_kernels_table() {
+    fn the_holder_of_a_lock_is_read_from_the_table_of_the_kernel() {
         let table = "1: POSIX  ADVISORY  WRITE 7 08:01:42 0 EOF\n\
                      2: FLOCK  ADVISORY  WRITE 1234 08:01:42 0 EOF\n\
                      2: -> FLOCK  ADVISORY  WRITE 99 08:01:42 0 EOF\n\
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn each_standing_has_its_way_out() {
+    fn each_state_has_its_way_out() {
         let of = |state| Attacher { pid: 12, state };
         assert!(!of('S').is_stuck() && of('D').is_stuck() && of('T').is_stuck());
         assert!(of('T').way_out().contains("kill -CONT 12"));
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_nobody_has_and_a_lock_of_another_program_are_nobodys() {
+    fn an_unlocked_directory_and_the_lock_of_another_program_have_no_holder() {
         let directory = tempfile::tempdir().unwrap();
         assert_eq!(Attacher::of(directory.path()), None);
         std::fs::create_dir(directory.path().join("attach")).unwrap();

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_takes_a_volume_from_itself_alone_unless_another_one_is_named() {
+    fn a_host_detaches_only_its_own_attachment_unless_another_node_is_named() {
         let all = [LocalDevice::Nothing, LocalDevice::TakenDown, LocalDevice::WasDead];
         for forced in [&[][..], &["--force"]] {
             for here in all {

@@ -391,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_of_a_creation_name_the_flags_that_a_person_typed() {
+    fn a_refused_creation_names_the_flags_of_the_command() {
         let status = tonic::Status::invalid_argument(
             "consistencyFactor: too low; accept that with allowLossOnSingleFailure",
         );

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_where_there_is_none() {
+    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_without_one() {
         let mut attachment = Attachment::default();
         let mut volume = Volume::default();
         assert!(waits(&volume, &attachment).contains("older version"));

@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_is_named_by_its_pool_or_by_the_beginning_of_its_id() {
+    fn a_replica_is_named_by_its_pool_or_a_prefix_of_its_id() {
         let volume = volume(vec![
             replica("aabb01", "pool-a", 0, 0),
             replica("aabb02", "pool-b", 0, 0),
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_a_move_again_hears_that_it_is_made_and_other_names_are_refused() {
+    fn a_repeated_move_reports_the_present_pool_and_wrong_names_are_refused() {
         let known = |id: &str, pool: &str| Replica {
             known: true,
             phase: "InSync".into(),
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_no_pool_has_is_told_with_those_that_there_are() {
+    fn an_unknown_pool_name_is_refused_with_the_existing_names() {
         let pools = ["pool-a".to_owned(), "pool-b".to_owned()];
         let message = no_pool("pool-x", &pools);
         assert_eq!(message.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn progress_says_what_each_pool_has_gone_through_and_how_long_it_takes() {
+    fn progress_shows_the_bytes_of_each_pool_and_the_time_left() {
         let volume = volume(vec![replica("aabb01", "pool-a", 250, 1000)]);
         assert_eq!(left(&volume), 750);
         let text = progress(&volume, "; 50 B/s, about 15 s left");

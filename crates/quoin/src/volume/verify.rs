@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_clean_where_nothing_is_bad_or_all_of_it_was_repaired() {
+    fn a_report_is_clean_without_damage_or_with_all_damage_repaired() {
         assert!(view(0, 0, 0).is_clean() && view(3, 3, 0).is_clean());
         assert!(!view(3, 2, 0).is_clean() && !view(0, 0, 1).is_clean());
         let running = VerificationView { state: "running".into(), ..view(0, 0, 0) };
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_names_what_is_bad_and_where_and_what_helps() {
+    fn a_report_names_the_damage_its_place_and_the_remedy() {
         let text = view(20, 0, 0).text("db");
         assert!(text.contains("bad on pool pool-b: 4096 bytes at offset 8192"), "{text}");
         assert!(text.contains("and 4 more places"), "{text}");
