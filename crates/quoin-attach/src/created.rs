@@ -293,9 +293,9 @@ mod tests {
 
         // A file that is no link, and a link to something that exists, stay.
         fs::write(links.join("file"), "kept").unwrap();
-        assert!(created.link("2", "file", free).unwrap_err().contains("no link"));
+        assert!(created.link("2", "file", free).unwrap_err().contains("not a link"));
         std::os::unix::fs::symlink("/dev/null", links.join("null")).unwrap();
-        assert!(created.link("2", "null", free).unwrap_err().contains("stays"));
+        assert!(created.link("2", "null", free).unwrap_err().contains("not replaced"));
         assert_eq!(fs::read_link(links.join("null")).unwrap(), Path::new("/dev/null"));
         // A link to a free loop device was left by an earlier process.
         std::os::unix::fs::symlink(next, links.join("stale")).unwrap();

@@ -286,7 +286,7 @@ fn a_device_without_progress_is_detached_by_force_at_shutdown() {
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(&device) && line.contains("waits for quorum"), "{line}");
     assert!(line.contains("20 s") && line.contains("Ctrl-C again"), "{line}");
-    let line = dev.wait_for_line("standstill");
+    let line = dev.wait_for_line("makes no progress and is detached by force");
     assert!(line.contains(&device), "{line}");
     assert!(!writer.wait().unwrap().success(), "it is told that its writes failed");
     pools.iter().for_each(|pid| signal(pid, "CONT"));
