@@ -12,10 +12,10 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Mutex, watch};
 
+use super::abort::{self, AbortHandles};
+use super::created::Created;
 use super::device::{Device, Host, check, check_name};
-use super::fate::{self, Fates};
 use super::holder::Holder;
-use super::made::Made;
 use super::protocol::{
     AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
 };
@@ -50,11 +50,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         return Err(Error::Locked { directory: options.directory });
     }
-    let holder = Holder::find(&options.holder, &options.metrics)
+    let holder = Holder::start(&options.holder, &options.metrics)
         .map_err(io("start a thread for", &options.holder))?;
-    let made = Arc::new(Made::open(&options.directory, &options.links));
-    let (metrics, fates) = (options.metrics.clone(), Fates::default());
-    let host = Host { mounts, holder, metrics, made, fates };
+    let created = Arc::new(Created::open(&options.directory, &options.links));
+    let (metrics, abort_handles) = (options.metrics.clone(), AbortHandles::default());
+    let host = Host { mounts, holder, metrics, created, abort_handles };
     let daemon = Daemon { host, slots: Arc::default() };
     daemon.take_over().await;
     daemon.clean_up()?;
@@ -80,7 +80,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
                         // The semaphore is never closed, so this fails only if the daemon is gone.
                         let Ok(_permit) = clients.acquire().await else { return };
                         if let Err(error) = daemon.serve(stream).await {
-                            tracing::debug!(%error, "a client of the control socket went away");
+                            tracing::debug!(%error, "a client of the control socket disconnected");
                         }
                     });
                 }
@@ -108,13 +108,13 @@ impl Daemon {
     /// Takes over what the last daemon left at the holder, before any other work.
     async fn take_over(&self) {
         let this = self.clone();
-        let taken = tokio::task::spawn_blocking(move || {
+        let taken_over = tokio::task::spawn_blocking(move || {
             let mut devices = Vec::new();
             for (held, connection) in this.host.holder.take() {
-                let volume = held.asked.volume.clone();
+                let volume = held.request.volume.clone();
                 match Device::take_over(&this.host, held, connection) {
                     Ok(device) => {
-                        tracing::info!(volume, "taken over; its IO goes on");
+                        tracing::info!(volume, "taken over; its IO continues");
                         this.host.metrics.taken_over.inc();
                         devices.push((volume, device));
                     }
@@ -126,7 +126,7 @@ impl Daemon {
             }
             devices
         });
-        for (volume, device) in taken.await.unwrap_or_default() {
+        for (volume, device) in taken_over.await.unwrap_or_default() {
             let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             slots.insert(volume, Arc::new(Mutex::new(Some(device))));
         }
@@ -136,31 +136,32 @@ impl Daemon {
     /// no holder kept. Their IO failed when it died; a loop device that is still in use is removed
     /// with its last user. Devices that it did not make are left alone, whatever their path.
     fn clean_up(&self) -> Result<(), Error> {
-        let Host { mounts, made, .. } = &self.host;
+        let Host { mounts, created, .. } = &self.host;
         let failed = |source| Error::Io { doing: "clean up", path: mounts.clone(), source };
         let volumes: Vec<String> = {
             let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             slots.keys().cloned().collect()
         };
-        let ours: Vec<PathBuf> = volumes.iter().map(|volume| mounts.join(volume)).collect();
-        for device in made.devices(mounts).map_err(failed)? {
+        let attached_paths: Vec<PathBuf> =
+            volumes.iter().map(|volume| mounts.join(volume)).collect();
+        for device in created.devices(mounts).map_err(failed)? {
             let file = device.backing_file().unwrap_or_default();
-            if ours.contains(&file) || !device.is_on(&file) {
+            if attached_paths.contains(&file) || !device.is_bound_to(&file) {
                 continue;
             }
             tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
             device.release()?;
         }
-        made.keep_only(&volumes);
+        created.remove_all_but(&volumes);
         for path in mount::mounts_under(mounts).map_err(failed)? {
-            if !ours.contains(&path) {
+            if !attached_paths.contains(&path) {
                 tracing::warn!(path = %path.display(), "left by a daemon that died: unmounting");
                 mount::unmount(&path).map_err(failed)?;
             }
         }
         for entry in std::fs::read_dir(mounts).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
-            if !ours.contains(&path) {
+            if !attached_paths.contains(&path) {
                 std::fs::remove_file(path).map_err(failed)?;
             }
         }
@@ -195,7 +196,7 @@ impl Daemon {
 
     async fn answer(&self, request: Request) -> Response {
         let result = match request {
-            Request::Attach(asked) => self.attach(asked).await.map(Response::Ok),
+            Request::Attach(request) => self.attach(request).await.map(Response::Ok),
             Request::Detach { volume } => self.detach(volume).await.map(|()| Response::Detached {}),
             Request::Resize { volume, size } => self.resize(volume, size).await.map(Response::Ok),
             Request::List {} => Ok(Response::List(self.list().await)),
@@ -210,29 +211,29 @@ impl Daemon {
         })
     }
 
-    async fn attach(&self, asked: AttachVolume) -> Result<Attached, Error> {
-        check(&asked)?;
+    async fn attach(&self, request: AttachVolume) -> Result<Attached, Error> {
+        check(&request)?;
         let this = self.clone();
-        self.on(asked.volume.clone(), move |slot| {
+        self.with_slot(request.volume.clone(), move |slot| {
             // A dead device without users serves no purpose.
             if let Some(why) = slot.as_ref().and_then(Device::dead)
                 && let Some(dead) = slot.take()
                 && let Err((dead, _)) = dead.detach()
             {
                 *slot = Some(*dead);
-                return Err(Error::Dead { volume: asked.volume, why });
+                return Err(Error::Dead { volume: request.volume, why });
             }
             let device = match slot.take() {
                 Some(device) => {
                     let device = slot.insert(device);
-                    device.check_same(&asked)?;
-                    device.mend()?;
-                    if asked.size > device.size() {
-                        device.resize(asked.size)?;
+                    device.check_same(&request)?;
+                    device.ensure_device()?;
+                    if request.size > device.size() {
+                        device.resize(request.size)?;
                     }
                     device
                 }
-                None => slot.insert(Device::attach(&this.host, asked)?),
+                None => slot.insert(Device::attach(&this.host, request)?),
             };
             Ok(device.show())
         })
@@ -241,7 +242,7 @@ impl Daemon {
 
     async fn detach(&self, volume: String) -> Result<(), Error> {
         check_name(&volume)?;
-        self.on(volume, |slot| {
+        self.with_slot(volume, |slot| {
             let Some(device) = slot.take() else { return Ok(()) };
             device.detach().map_err(|(device, error)| {
                 *slot = Some(*device);
@@ -253,7 +254,7 @@ impl Daemon {
 
     async fn resize(&self, volume: String, size: u64) -> Result<Attached, Error> {
         check_name(&volume)?;
-        self.on(volume.clone(), move |slot| {
+        self.with_slot(volume.clone(), move |slot| {
             let device = slot.as_mut().ok_or_else(|| {
                 Error::Invalid(format!("volume {volume} is not attached: attach it first"))
             })?;
@@ -268,7 +269,7 @@ impl Daemon {
         for slot in self.slots() {
             let slot = slot.lock().await;
             // A device that was taken by another program is not of this volume.
-            list.extend(slot.as_ref().filter(|device| device.is_whole()).map(Device::show));
+            list.extend(slot.as_ref().filter(|device| device.has_its_device()).map(Device::show));
         }
         list
     }
@@ -277,10 +278,10 @@ impl Daemon {
         check_name(&volume)?;
         if name.is_empty() || name.len() > LINK_NAME_BYTES_MAX {
             return Err(Error::Invalid(format!(
-                "the name of volume {volume} is not one of 1 to {LINK_NAME_BYTES_MAX} bytes"
+                "the name of volume {volume} must have 1 to {LINK_NAME_BYTES_MAX} bytes"
             )));
         }
-        self.on(volume.clone(), move |slot| {
+        self.with_slot(volume.clone(), move |slot| {
             let device = slot.as_mut().ok_or_else(|| {
                 Error::Invalid(format!("volume {volume} is not attached: attach it first"))
             })?;
@@ -294,16 +295,19 @@ impl Daemon {
     /// waits for that user.
     async fn end(&self, volume: String) -> Result<Vec<String>, Error> {
         check_name(&volume)?;
-        self.host.fates.end(&volume, "it was ended by `quoin volume detach --force`");
-        self.on(volume, |slot| Ok(slot.take().map(Device::force).unwrap_or_default())).await
+        self.host
+            .abort_handles
+            .end(&volume, "the device was ended by `quoin volume detach --force`");
+        self.with_slot(volume, |slot| Ok(slot.take().map(Device::force_detach).unwrap_or_default()))
+            .await
     }
 
     async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<Response, Error> {
         check_name(&served.volume)?;
         let ServedElsewhere { volume, name, node, since_epoch } = served;
-        let why = fate::served_elsewhere(&node, since_epoch);
+        let why = abort::served_elsewhere(&node, since_epoch);
         // A device of a later use was made while this message was on its way.
-        if self.host.fates.end_before(&volume, since_epoch, &why) {
+        if self.host.abort_handles.end_before(&volume, since_epoch, &why) {
             tracing::error!(volume = name, id = volume, why, "its IO fails from now on");
             self.host.metrics.call(&volume, &name);
         }
@@ -316,7 +320,7 @@ impl Daemon {
             let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             slots.iter().map(|(volume, slot)| (volume.clone(), slot.clone())).collect()
         };
-        let look = move || {
+        let query = move || {
             let usage = |(volume, slot): (String, Slot)| match slot.try_lock() {
                 Ok(slot) => slot.as_ref().map(Device::usage),
                 // Work on the device is under way, which may wait for its IO.
@@ -330,7 +334,7 @@ impl Daemon {
             };
             slots.into_iter().filter_map(usage).collect()
         };
-        tokio::task::spawn_blocking(look).await.unwrap_or_default()
+        tokio::task::spawn_blocking(query).await.unwrap_or_default()
     }
 
     /// Ends everything as [`AtShutdown`] requires; devices that must become idle first get
@@ -356,7 +360,7 @@ impl Daemon {
     }
 
     /// Runs a function that may block on one volume, exclusively.
-    async fn on<T: Send + 'static>(
+    async fn with_slot<T: Send + 'static>(
         &self,
         volume: String,
         act: impl FnOnce(&mut Option<Device>) -> Result<T, Error> + Send + 'static,
@@ -407,7 +411,7 @@ fn end(device: Device, how: AtShutdown) -> Option<String> {
     }
     let (device, error) = device.detach().err()?;
     tracing::error!(device = name, %error, "in use at shutdown: its IO fails now");
-    device.force();
+    device.force_detach();
     Some(name)
 }
 

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Error;
-use super::fate::Fates;
-use super::holder::{Held, Holder};
-use super::made::Made;
+use super::abort::AbortHandles;
+use super::created::Created;
+use super::holder::{HeldDevice, Holder};
 use super::metrics::Metrics;
 use super::protocol::{AttachVolume, Attached, Usage};
 use crate::fuse::Server;
-use crate::fuse::server::Shape;
+use crate::fuse::server::Geometry;
 use crate::loopdev::{LoopDevice, LoopError};
 use quoin_nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 
@@ -28,12 +28,12 @@ pub(super) struct Host {
     pub mounts: PathBuf,
     pub holder: Arc<Holder>,
     pub metrics: Metrics,
-    pub made: Arc<Made>,
-    pub fates: Fates,
+    pub created: Arc<Created>,
+    pub abort_handles: AbortHandles,
 }
 
 pub(super) struct Device {
-    asked: AttachVolume,
+    request: AttachVolume,
     server: Server,
     /// `None`: the attachment is the file alone.
     device: Option<LoopDevice>,
@@ -46,37 +46,38 @@ pub(super) struct Device {
 
 impl Device {
     /// Creates the whole stack, or nothing.
-    pub(super) fn attach(host: &Host, asked: AttachVolume) -> Result<Self, Error> {
-        let link = Link::connect(client_options(&asked))?;
+    pub(super) fn attach(host: &Host, request: AttachVolume) -> Result<Self, Error> {
+        let link = Link::connect(client_options(&request))?;
         let info = link.info();
-        if info.size_bytes < asked.size {
-            let (volume, is, wanted) = (asked.volume, info.size_bytes, asked.size);
+        if info.size_bytes < request.size {
+            let (volume, is, wanted) = (request.volume, info.size_bytes, request.size);
             return Err(Error::Size { volume, is, wanted });
         }
-        if info.block_size_min > asked.block_size {
+        if info.block_size_min > request.block_size {
             return Err(Error::Invalid(format!(
                 "the target of volume {} has blocks of {} bytes, not {}",
-                asked.volume, info.block_size_min, asked.block_size
+                request.volume, info.block_size_min, request.block_size
             )));
         }
-        if info.read_only() && !asked.read_only {
+        if info.read_only() && !request.read_only {
             return Err(Error::Invalid(format!(
                 "the target of volume {} offers it read-only: attach it read-only",
-                asked.volume
+                request.volume
             )));
         }
-        let path = host.mounts.join(&asked.volume);
-        let server = Server::start(&path, &asked.volume, &shape(&asked), link, &host.metrics)?;
-        host.fates.add(&asked.volume, server.ending());
+        let path = host.mounts.join(&request.volume);
+        let server =
+            Server::start(&path, &request.volume, &geometry(&request), link, &host.metrics)?;
+        host.abort_handles.add(&request.volume, server.abort_handle());
         let mut device = Self {
-            asked,
+            request,
             server,
             device: None,
             name: String::new(),
             active: Mutex::default(),
             host: host.clone(),
         };
-        if !device.asked.file_only
+        if !device.request.file_only
             && let Err(error) = device.put_on_loop()
         {
             device.stop();
@@ -84,19 +85,19 @@ impl Device {
         }
         // The kernel has reported by now whether it can send again: it was asked for the file's
         // size.
-        let _ = crate::apart::look(&path, device.asked.size);
+        let _ = crate::child::check_file_size(&path, device.request.size);
         // The device is held before it is reported: from then on its IO must not depend on this
         // process.
         if device.server.connection().is_none() {
             tracing::warn!(
-                volume = %device.asked.volume,
+                volume = %device.request.volume,
                 "this kernel cannot send FUSE requests again (Linux 6.9 can): if this process \
                  dies, the IO of its devices fails"
             );
         } else if !device.hold() {
             tracing::warn!(
-                volume = %device.asked.volume,
-                "no holder is there yet: if this process dies before one is, the IO of its \
+                volume = %device.request.volume,
+                "no holder runs yet: if this process dies before one starts, the IO of its \
                  devices fails"
             );
         }
@@ -106,12 +107,16 @@ impl Device {
     /// Serves again what an earlier daemon left; its IO continues.
     ///
     /// The mount and the loop device must be as they were left: half of them is useless.
-    pub(super) fn take_over(host: &Host, held: Held, connection: OwnedFd) -> Result<Self, Error> {
-        let Held { asked, device, sequence, name, since_epoch } = held;
-        check(&asked)?;
-        let path = host.mounts.join(&asked.volume);
+    pub(super) fn take_over(
+        host: &Host,
+        held: HeldDevice,
+        connection: OwnedFd,
+    ) -> Result<Self, Error> {
+        let HeldDevice { request, device, sequence, name, since_epoch } = held;
+        check(&request)?;
+        let path = host.mounts.join(&request.volume);
         let gone = |what: &str| {
-            Error::Invalid(format!("the {what} of volume {} is not there any more", asked.volume))
+            Error::Invalid(format!("the {what} of volume {} no longer exists", request.volume))
         };
         let mounted = crate::fuse::mount::mounts_under(&path).map_err(|source| Error::Io {
             doing: "look at",
@@ -122,31 +127,33 @@ impl Device {
             return Err(gone("mount"));
         }
         let device = device.map(|path| LoopDevice::of(path, sequence));
-        if device.as_ref().is_some_and(|device| !device.is_on(&path)) {
+        if device.as_ref().is_some_and(|device| !device.is_bound_to(&path)) {
             return Err(gone("loop device"));
         }
-        let known = ExportInfo { since_epoch, ..ExportInfo::of_size(asked.size) };
-        let link = Link::resume(client_options(&asked), known);
-        let (volume, metrics) = (&asked.volume, &host.metrics);
-        let server = Server::take_over(&path, connection, volume, &shape(&asked), link, metrics)?;
-        host.fates.add(volume, server.ending());
+        let known = ExportInfo { since_epoch, ..ExportInfo::of_size(request.size) };
+        let link = Link::resume(client_options(&request), known);
+        let (volume, metrics) = (&request.volume, &host.metrics);
+        let server =
+            Server::take_over(&path, connection, volume, &geometry(&request), link, metrics)?;
+        host.abort_handles.add(volume, server.abort_handle());
         let device =
-            Self { asked, server, device, name, active: Mutex::default(), host: host.clone() };
+            Self { request, server, device, name, active: Mutex::default(), host: host.clone() };
         if !device.name.is_empty() {
-            device.host.metrics.call(&device.asked.volume, &device.name);
+            device.host.metrics.call(&device.request.volume, &device.name);
         }
         if let Some(loop_device) = &device.device
-            && let Err(error) = device.host.made.add(&device.asked.volume, loop_device)
+            && let Err(error) = device.host.created.add(&device.request.volume, loop_device)
         {
-            tracing::warn!(volume = %device.asked.volume, %error, "cannot be written down as made here");
+            tracing::warn!(volume = %device.request.volume, %error, "cannot be recorded as created \
+                                                                     here");
         }
         device.hold();
         // The last daemon may have died after the file had grown and before the loop device had.
         if let Some(loop_device) = &device.device
-            && loop_device.size() != Some(device.asked.size)
+            && loop_device.size() != Some(device.request.size)
             && let Err(error) = loop_device.update_size()
         {
-            tracing::warn!(volume = %device.asked.volume, %error, "keeps its old size");
+            tracing::warn!(volume = %device.request.volume, %error, "keeps its old size");
         }
         Ok(device)
     }
@@ -154,14 +161,11 @@ impl Device {
     /// Creates the block device, and records it as made here before it is reported.
     fn put_on_loop(&mut self) -> Result<(), Error> {
         let path = self.server.path().to_owned();
-        let written = |source| Error::Io {
-            doing: "write down what is made over",
-            path: path.clone(),
-            source,
-        };
-        self.host.made.intend(&self.asked.volume).map_err(written)?;
-        let device = LoopDevice::attach(&path, self.asked.block_size, self.asked.read_only)?;
-        if let Err(error) = self.host.made.add(&self.asked.volume, &device) {
+        let written =
+            |source| Error::Io { doing: "record the device of", path: path.clone(), source };
+        self.host.created.record_intent(&self.request.volume).map_err(written)?;
+        let device = LoopDevice::attach(&path, self.request.block_size, self.request.read_only)?;
+        if let Err(error) = self.host.created.add(&self.request.volume, &device) {
             device.release()?;
             return Err(written(error));
         }
@@ -171,15 +175,15 @@ impl Device {
 
     /// Ensures that the block device belongs to this attachment. Another program may have freed it,
     /// and a third may have it since: that one is not touched.
-    pub(super) fn mend(&mut self) -> Result<(), Error> {
-        if self.is_whole() {
+    pub(super) fn ensure_device(&mut self) -> Result<(), Error> {
+        if self.has_its_device() {
             return Ok(());
         }
         let lost = self.path();
         self.put_on_loop()?;
         tracing::warn!(
-            volume = %self.asked.volume, lost = %lost.display(), device = %self.path().display(),
-            "the device was freed by somebody else; another one is made"
+            volume = %self.request.volume, lost = %lost.display(), device = %self.path().display(),
+            "the device was freed by another program; a new one is made"
         );
         self.hold();
         if !self.name.is_empty() {
@@ -189,18 +193,19 @@ impl Device {
     }
 
     /// Returns true if the device that was made here still exists.
-    pub(super) fn is_whole(&self) -> bool {
-        self.device.as_ref().is_none_or(|device| device.is_on(self.server.path()))
+    pub(super) fn has_its_device(&self) -> bool {
+        self.device.as_ref().is_none_or(|device| device.is_bound_to(self.server.path()))
     }
 
     /// Links the device under the volume's name, unless the name is taken.
     pub(super) fn link(&mut self, name: &str) {
         self.name = name.to_owned();
-        self.host.metrics.call(&self.asked.volume, name);
+        self.host.metrics.call(&self.request.volume, name);
         if let Some(device) = &self.device
-            && let Err(why) = self.host.made.link(&self.asked.volume, name, device.path())
+            && let Err(why) = self.host.created.link(&self.request.volume, name, device.path())
         {
-            tracing::warn!(volume = %self.asked.volume, why, "its device has no link under its name");
+            tracing::warn!(volume = %self.request.volume, why, "the device has no link with the \
+                                                                name of the volume");
         }
         self.hold();
     }
@@ -217,7 +222,7 @@ impl Device {
 
     pub(super) fn usage(&self) -> Usage {
         Usage {
-            volume: self.asked.volume.clone(),
+            volume: self.request.volume.clone(),
             device: self.path(),
             in_use: self.is_busy(),
             since_epoch: self.since_epoch(),
@@ -250,8 +255,8 @@ impl Device {
         match self.server.connection() {
             Some(Ok(connection)) => {
                 let device = self.device.as_ref();
-                let held = Held {
-                    asked: self.asked.clone(),
+                let held = HeldDevice {
+                    request: self.request.clone(),
                     device: device.map(|device| device.path().to_owned()),
                     sequence: device.and_then(LoopDevice::sequence),
                     name: self.name.clone(),
@@ -260,7 +265,8 @@ impl Device {
                 self.host.holder.hold(held, connection)
             }
             Some(Err(error)) => {
-                tracing::warn!(volume = %self.asked.volume, %error, "cannot be held");
+                tracing::warn!(volume = %self.request.volume, %error, "the holder cannot keep the \
+                                                                       device");
                 false
             }
             None => false,
@@ -275,68 +281,68 @@ impl Device {
         if !self.hold() {
             return Err(Box::new(self));
         }
-        self.host.fates.forget(&self.asked.volume);
+        self.host.abort_handles.forget(&self.request.volume);
         self.server.leave();
         Ok(())
     }
 
-    /// Checks that `asked` equals the attachment, except for its size.
-    pub(super) fn check_same(&self, asked: &AttachVolume) -> Result<(), Error> {
-        let same = AttachVolume { size: self.asked.size, ..asked.clone() };
-        if same == self.asked {
+    /// Checks that `request` equals the attachment, except for its size.
+    pub(super) fn check_same(&self, request: &AttachVolume) -> Result<(), Error> {
+        let same = AttachVolume { size: self.request.size, ..request.clone() };
+        if same == self.request {
             return Ok(());
         }
         let what = format!(
             "socket {}, blocks of {} bytes, {}{}",
-            self.asked.nbd_socket.display(),
-            self.asked.block_size,
-            if self.asked.read_only { "read-only" } else { "writable" },
-            if self.asked.file_only { ", as a file" } else { "" },
+            self.request.nbd_socket.display(),
+            self.request.block_size,
+            if self.request.read_only { "read-only" } else { "writable" },
+            if self.request.file_only { ", as a file" } else { "" },
         );
-        Err(Error::Conflict { volume: self.asked.volume.clone(), what })
+        Err(Error::Conflict { volume: self.request.volume.clone(), what })
     }
 
     pub(super) fn size(&self) -> u64 {
-        self.asked.size
+        self.request.size
     }
 
     pub(super) fn show(&self) -> Attached {
         Attached {
-            volume: self.asked.volume.clone(),
+            volume: self.request.volume.clone(),
             device: self.path(),
-            nbd_socket: self.asked.nbd_socket.clone(),
-            size: self.asked.size,
-            block_size: self.asked.block_size,
-            read_only: self.asked.read_only,
-            file_only: self.asked.file_only,
+            nbd_socket: self.request.nbd_socket.clone(),
+            size: self.request.size,
+            block_size: self.request.block_size,
+            read_only: self.request.read_only,
+            file_only: self.request.file_only,
             connected: self.server.connected(),
             in_flight: self.server.in_flight(),
-            link: self.host.made.link_of(&self.asked.volume, &self.path()),
+            link: self.host.created.link_of(&self.request.volume, &self.path()),
             dead: self.server.dead().unwrap_or_default(),
         }
     }
 
     /// Grows file and device; the target must have grown before.
     pub(super) fn resize(&mut self, size: u64) -> Result<(), Error> {
-        if size < self.asked.size {
+        if size < self.request.size {
             return Err(Error::Invalid(format!(
                 "volume {} has {} bytes and cannot shrink to {size}",
-                self.asked.volume, self.asked.size
+                self.request.volume, self.request.size
             )));
         }
-        check_size(size, self.asked.block_size)?;
+        check_size(size, self.request.block_size)?;
         // A separate connection, because only a negotiation reports the size.
-        let mut pipe = Pipe::connect(&client_options(&self.asked))?;
+        let mut pipe = Pipe::connect(&client_options(&self.request))?;
         let is = pipe.info().size_bytes;
         pipe.disconnect();
         if is < size {
-            let volume = self.asked.volume.clone();
+            let volume = self.request.volume.clone();
             return Err(Error::Size { volume, is, wanted: size });
         }
         let io =
             |source| Error::Io { doing: "resize", path: self.server.path().to_owned(), source };
         self.server.resize(size).map_err(io)?;
-        self.asked.size = size;
+        self.request.size = size;
         // Before the device has it: a daemon that takes over never serves less than is in use.
         self.hold();
         if let Some(device) = &self.device {
@@ -353,7 +359,7 @@ impl Device {
     pub(super) fn detach(self) -> Result<(), (Box<Self>, Error)> {
         if let Some(device) = &self.device {
             let busy = |this: &Self| Error::Busy {
-                volume: this.asked.volume.clone(),
+                volume: this.request.volume.clone(),
                 device: this.path(),
             };
             match device.detach(DETACH_TIMEOUT) {
@@ -361,9 +367,9 @@ impl Device {
                 Ok(false) if self.server.in_flight() > 0 => {
                     // No program has it open any more, and IO that waits for an absent target keeps
                     // it.
-                    tracing::warn!(volume = %self.asked.volume, in_flight = self.server.in_flight(),
+                    tracing::warn!(volume = %self.request.volume, in_flight = self.server.in_flight(),
                         "detaching with IO that waits for the target: it fails");
-                    self.server.abort("it was detached while its target was away");
+                    self.server.abort("the device was detached while its target was away");
                     match device.detach(DETACH_TIMEOUT) {
                         Ok(true) => {}
                         _ => {
@@ -385,19 +391,17 @@ impl Device {
 
     /// Ends the stack, even in use: IO fails, and the loop device is removed with its last user.
     /// Returns the actions taken, as text.
-    pub(super) fn force(self) -> Vec<String> {
+    pub(super) fn force_detach(self) -> Vec<String> {
         let mut did = vec!["its IO fails from now on".to_owned()];
         if let Some(device) = &self.device {
             let path = device.path().display().to_string();
             match device.release() {
                 Err(error) => {
-                    tracing::warn!(volume = %self.asked.volume, %error, "cannot release");
+                    tracing::warn!(volume = %self.request.volume, %error, "cannot release");
                     did.push(format!("{path} is not freed: {error}"));
                 }
-                Ok(()) if device.is_on(self.server.path()) => {
-                    did.push(format!(
-                        "{path} goes when its last user does: unmount it, end its users"
-                    ));
+                Ok(()) if device.is_bound_to(self.server.path()) => {
+                    did.push(format!("{path} goes with its last user: unmount it, end its users"));
                 }
                 Ok(()) => did.push(format!("{path} is freed")),
             }
@@ -407,13 +411,13 @@ impl Device {
     }
 
     fn stop(self) {
-        let Self { asked, server, host, .. } = self;
+        let Self { request, server, host, .. } = self;
         let stopped = server.stop();
-        host.fates.forget(&asked.volume);
-        host.holder.release(&asked.volume);
-        host.made.remove(&asked.volume);
+        host.abort_handles.forget(&request.volume);
+        host.holder.release(&request.volume);
+        host.created.remove(&request.volume);
         if let Err(error) = stopped {
-            tracing::warn!(volume = %asked.volume, %error, "cannot unmount");
+            tracing::warn!(volume = %request.volume, %error, "cannot unmount");
         }
     }
 
@@ -426,19 +430,19 @@ impl Device {
 }
 
 /// Checks the parts of a request that need no target.
-pub(super) fn check(asked: &AttachVolume) -> Result<(), Error> {
-    check_name(&asked.volume)?;
-    if !matches!(asked.block_size, 512 | 4096) {
+pub(super) fn check(request: &AttachVolume) -> Result<(), Error> {
+    check_name(&request.volume)?;
+    if !matches!(request.block_size, 512 | 4096) {
         return Err(Error::Invalid(format!(
-            "blocks of {} bytes are not possible: 512 or 4096",
-            asked.block_size
+            "blocks of {} bytes are not supported, only 512 or 4096",
+            request.block_size
         )));
     }
-    if !asked.nbd_socket.is_absolute() {
-        let socket = asked.nbd_socket.display();
+    if !request.nbd_socket.is_absolute() {
+        let socket = request.nbd_socket.display();
         return Err(Error::Invalid(format!("the NBD socket {socket} is not an absolute path")));
     }
-    check_size(asked.size, asked.block_size)
+    check_size(request.size, request.block_size)
 }
 
 pub(super) fn check_name(volume: &str) -> Result<(), Error> {
@@ -454,25 +458,29 @@ fn check_size(size: u64, block_size: u32) -> Result<(), Error> {
     // The kernel's file sizes are signed.
     if size == 0 || !size.is_multiple_of(u64::from(block_size)) || i64::try_from(size).is_err() {
         return Err(Error::Invalid(format!(
-            "a size of {size} bytes is not possible: a multiple of {block_size}, above 0, below 2^63"
+            "{size} bytes is not a valid size: a multiple of {block_size}, above 0, below 2^63"
         )));
     }
     Ok(())
 }
 
-fn shape(asked: &AttachVolume) -> Shape {
-    Shape { size_bytes: asked.size, block_size: asked.block_size, read_only: asked.read_only }
+fn geometry(request: &AttachVolume) -> Geometry {
+    Geometry {
+        size_bytes: request.size,
+        block_size: request.block_size,
+        read_only: request.read_only,
+    }
 }
 
-fn client_options(asked: &AttachVolume) -> ClientOptions {
-    ClientOptions::new(Address::Unix(asked.nbd_socket.clone()))
+fn client_options(request: &AttachVolume) -> ClientOptions {
+    ClientOptions::new(Address::Unix(request.nbd_socket.clone()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn asked() -> AttachVolume {
+    fn request() -> AttachVolume {
         AttachVolume {
             volume: "db".into(),
             nbd_socket: "/run/db.sock".into(),
@@ -486,21 +494,21 @@ mod tests {
     #[test]
     fn names_that_could_leave_the_directory_are_refused() {
         for name in ["", ".", "..", "../x", "a/b", "a\0b", ".hidden", "ü", &"x".repeat(129)] {
-            let request = AttachVolume { volume: name.into(), ..asked() };
+            let request = AttachVolume { volume: name.into(), ..request() };
             assert!(matches!(check(&request), Err(Error::Name(_))), "{name:?}");
         }
-        assert!(check(&AttachVolume { volume: "x".repeat(128), ..asked() }).is_ok());
+        assert!(check(&AttachVolume { volume: "x".repeat(128), ..request() }).is_ok());
     }
 
     #[test]
-    fn sizes_and_blocks_that_no_device_can_have_are_refused() {
+    fn impossible_sizes_and_block_sizes_are_refused() {
         for size in [0, 4095, 4097, 1 << 63, u64::MAX] {
-            assert!(check(&AttachVolume { size, ..asked() }).is_err(), "{size}");
+            assert!(check(&AttachVolume { size, ..request() }).is_err(), "{size}");
         }
         for block_size in [0, 1, 1024, 8192] {
-            assert!(check(&AttachVolume { block_size, ..asked() }).is_err(), "{block_size}");
+            assert!(check(&AttachVolume { block_size, ..request() }).is_err(), "{block_size}");
         }
-        assert!(check(&AttachVolume { nbd_socket: "relative".into(), ..asked() }).is_err());
-        assert!(check(&asked()).is_ok());
+        assert!(check(&AttachVolume { nbd_socket: "relative".into(), ..request() }).is_err());
+        assert!(check(&request()).is_ok());
     }
 }

@@ -1,13 +1,13 @@
 //! The holder: keeps the kernel's side of attached volumes while the attach daemon is away.
 //!
 //! A FUSE connection exists as long as a process has its descriptor. The daemon gives each one to a
-//! process that does nothing else, with the data needed to serve it again; a new daemon requests
-//! them back. Unanswered requests of the kernel stay with the descriptor, and the kernel sends them
+//! process that does nothing else, with the data needed to serve it again; a new daemon asks for
+//! them. Unanswered requests of the kernel stay with the descriptor, and the kernel sends them
 //! again when the new daemon asks for that. So a daemon that is killed or replaced only pauses IO.
 //!
 //! The protocol uses a unix socket of sequenced packets: one JSON object for each packet, with the
-//! descriptor beside it ([`Ask`], [`Told`]). [`serve`] is the holder, [`Holder`] the daemon's side.
-//! The daemon sends everything again to a holder that was restarted.
+//! descriptor beside it ([`HolderRequest`], [`HolderReply`]). [`serve`] is the holder, [`Holder`]
+//! the daemon's side. The daemon sends everything again to a holder that was restarted.
 //!
 //! A caller that attaches a device must be able to rely on it at once: a daemon without a
 //! connection connects to the holder before it answers ([`Holder::hold`]), not only periodically.
@@ -43,8 +43,9 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(500);
 
 /// One attached volume, with the data that a daemon needs to serve it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Held {
-    pub asked: AttachVolume,
+pub struct HeldDevice {
+    #[serde(rename = "asked")]
+    pub request: AttachVolume,
     /// The loop device on its file.
     pub device: Option<PathBuf>,
     /// Sequence number of its binding; absent: unknown.
@@ -61,24 +62,24 @@ pub struct Held {
 /// Message of a daemon.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Ask {
+enum HolderRequest {
     /// Keep this descriptor; it replaces the one held for the volume.
-    Hold(Box<Held>),
+    Hold(Box<HeldDevice>),
     Drop {
         volume: String,
     },
-    /// Send everything: one [`Told::Held`] for each volume, then [`Told::Done`].
+    /// Send everything: one [`HolderReply::Held`] for each volume, then [`HolderReply::Done`].
     Take {},
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Told {
-    Held(Box<Held>),
+enum HolderReply {
+    Held(Box<HeldDevice>),
     Done {},
 }
 
-type Table = BTreeMap<String, (Held, OwnedFd)>;
+type Table = BTreeMap<String, (HeldDevice, OwnedFd)>;
 
 /// Serves at `path` until the process ends; held descriptors end with it.
 ///
@@ -114,7 +115,7 @@ pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
         let client = match accept_with(&listener, SocketFlags::CLOEXEC) {
             Ok(client) => client,
             Err(error) => {
-                tracing::warn!(%error, "a connection was not accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 std::thread::sleep(ACCEPT_RETRY);
                 continue;
             }
@@ -132,33 +133,35 @@ pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
 }
 
 fn answer(client: &OwnedFd, table: &Mutex<Table>) -> io::Result<()> {
-    while let Some((ask, descriptor)) = receive::<Ask>(client)? {
-        match (ask, descriptor) {
-            (Ask::Hold(held), Some(descriptor)) => {
-                lock(table).insert(held.asked.volume.clone(), (*held, descriptor));
+    while let Some((request, descriptor)) = receive::<HolderRequest>(client)? {
+        match (request, descriptor) {
+            (HolderRequest::Hold(held), Some(descriptor)) => {
+                lock(table).insert(held.request.volume.clone(), (*held, descriptor));
             }
-            (Ask::Hold(held), None) => {
-                let volume = held.asked.volume;
-                return Err(io::Error::other(format!("no descriptor came for {volume}")));
+            (HolderRequest::Hold(held), None) => {
+                let volume = held.request.volume;
+                return Err(io::Error::other(format!(
+                    "the message for {volume} had no descriptor"
+                )));
             }
-            (Ask::Drop { volume }, _) => {
+            (HolderRequest::Drop { volume }, _) => {
                 lock(table).remove(&volume);
             }
-            (Ask::Take {}, _) => {
+            (HolderRequest::Take {}, _) => {
                 for (held, descriptor) in lock(table).values() {
-                    let told = Told::Held(Box::new(held.clone()));
-                    send(client, &told, Some(descriptor.as_fd()))?;
+                    let reply = HolderReply::Held(Box::new(held.clone()));
+                    send(client, &reply, Some(descriptor.as_fd()))?;
                 }
             }
         }
-        send(client, &Told::Done {}, None)?;
+        send(client, &HolderReply::Done {}, None)?;
     }
     Ok(())
 }
 
 /// Returns true if a holder serves `path`.
 #[must_use]
-pub fn is_at(path: &Path) -> bool {
+pub fn is_served(path: &Path) -> bool {
     dial(path).is_ok()
 }
 
@@ -166,19 +169,21 @@ pub fn is_at(path: &Path) -> bool {
 #[must_use]
 pub fn held_at(path: &Path) -> Vec<String> {
     let Ok(connection) = dial(path) else { return Vec::new() };
-    let held = everything(&connection).0;
-    held.into_iter().map(|(held, _)| held.asked.volume).collect()
+    let held = request_all(&connection).0;
+    held.into_iter().map(|(held, _)| held.request.volume).collect()
 }
 
 /// Requests everything held. Returns it with the error that ended the transfer early, if any.
-fn everything(connection: &OwnedFd) -> (Vec<(Held, OwnedFd)>, io::Result<()>) {
+fn request_all(connection: &OwnedFd) -> (Vec<(HeldDevice, OwnedFd)>, io::Result<()>) {
     let mut found = Vec::new();
-    let outcome = send(connection, &Ask::Take {}, None).and_then(|()| {
+    let outcome = send(connection, &HolderRequest::Take {}, None).and_then(|()| {
         loop {
             match receive(connection)? {
-                Some((Told::Held(held), Some(descriptor))) => found.push((*held, descriptor)),
-                Some((Told::Done {}, _)) => return Ok(()),
-                _ => return Err(io::Error::other("the holder broke off")),
+                Some((HolderReply::Held(held), Some(descriptor))) => {
+                    found.push((*held, descriptor))
+                }
+                Some((HolderReply::Done {}, _)) => return Ok(()),
+                _ => return Err(io::Error::other("the holder ended the transfer")),
             }
         }
     });
@@ -201,14 +206,14 @@ struct Inner {
 impl Holder {
     /// Connects to a holder at `path`, and keeps trying on a thread of its own, for one that starts
     /// later or is restarted.
-    pub(super) fn find(path: &Path, metrics: &Metrics) -> io::Result<Arc<Self>> {
+    pub(super) fn start(path: &Path, metrics: &Metrics) -> io::Result<Arc<Self>> {
         let holder = Arc::new(Self {
             path: path.to_owned(),
             inner: Mutex::default(),
             up: metrics.holder_up.clone(),
         });
         lock(&holder.inner).connection = dial(path).ok().map(Arc::new);
-        holder.up.set(i64::from(holder.is_there()));
+        holder.up.set(i64::from(holder.is_connected()));
         let watched = Arc::downgrade(&holder);
         std::thread::Builder::new().name("holder".into()).spawn(move || {
             while let Some(holder) = watched.upgrade() {
@@ -228,35 +233,35 @@ impl Holder {
                 if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
                     && let Some(holder) = watched.upgrade()
                 {
-                    holder.lost(&connection);
+                    holder.disconnected(&connection);
                 }
             }
         })?;
         Ok(holder)
     }
 
-    pub(super) fn is_there(&self) -> bool {
+    pub(super) fn is_connected(&self) -> bool {
         lock(&self.inner).connection.is_some()
     }
 
     /// Returns what an earlier daemon left, to be served again.
-    pub(super) fn take(&self) -> Vec<(Held, OwnedFd)> {
+    pub(super) fn take(&self) -> Vec<(HeldDevice, OwnedFd)> {
         let inner = lock(&self.inner);
         let Some(connection) = inner.connection.as_ref() else { return Vec::new() };
-        let (found, outcome) = everything(connection);
+        let (found, outcome) = request_all(connection);
         if let Err(error) = outcome {
-            tracing::error!(%error, "not all of what the last daemon left can be taken over");
+            tracing::error!(%error, "not all devices of the last daemon can be taken over");
         }
         found
     }
 
     /// Holds a volume from now on, also at the holder while there is one; replaces the one held
     /// before. Returns true if the holder has it now.
-    pub(super) fn hold(&self, held: Held, descriptor: OwnedFd) -> bool {
+    pub(super) fn hold(&self, held: HeldDevice, descriptor: OwnedFd) -> bool {
         let mut inner = lock(&self.inner);
-        let ask = Ask::Hold(Box::new(held.clone()));
-        let volume = held.asked.volume.clone();
-        inner.tell(&ask, Some(descriptor.as_fd()));
+        let request = HolderRequest::Hold(Box::new(held.clone()));
+        let volume = held.request.volume.clone();
+        inner.send_request(&request, Some(descriptor.as_fd()));
         inner.table.insert(volume, (held, descriptor));
         // With no holder, or one that died a moment ago, this connects to its successor and sends
         // everything.
@@ -267,7 +272,7 @@ impl Holder {
     pub(super) fn release(&self, volume: &str) {
         let mut inner = lock(&self.inner);
         inner.table.remove(volume);
-        inner.tell(&Ask::Drop { volume: volume.to_owned() }, None);
+        inner.send_request(&HolderRequest::Drop { volume: volume.to_owned() }, None);
     }
 
     /// Connects to the holder if there is no connection, and sends it everything.
@@ -282,22 +287,25 @@ impl Holder {
         inner.connection = Some(Arc::new(connection));
         let table = std::mem::take(&mut inner.table);
         for (held, descriptor) in table.values() {
-            inner.tell(&Ask::Hold(Box::new(held.clone())), Some(descriptor.as_fd()));
+            inner.send_request(
+                &HolderRequest::Hold(Box::new(held.clone())),
+                Some(descriptor.as_fd()),
+            );
         }
         // A dying holder may have accepted the connection and nothing else.
         if inner.connection.is_some() {
             self.up.set(1);
             let volumes = table.len();
-            tracing::info!(volumes, "the holder is here and holds what is attached");
+            tracing::info!(volumes, "connected to the holder, which holds the attached volumes");
         }
         inner.table = table;
     }
 
     /// Forgets a connection that ended, unless there is a newer one already.
-    fn lost(&self, connection: &Arc<OwnedFd>) {
+    fn disconnected(&self, connection: &Arc<OwnedFd>) {
         let mut inner = lock(&self.inner);
         if inner.connection.as_ref().is_some_and(|current| Arc::ptr_eq(current, connection)) {
-            tracing::warn!("the holder is gone; looking for it");
+            tracing::warn!("the connection to the holder ended; trying to reconnect");
             inner.connection = None;
             self.up.set(0);
         }
@@ -307,15 +315,16 @@ impl Holder {
 impl Inner {
     /// Sends a message. A holder that does not accept it counts as absent; [`Holder::connect`]
     /// finds the next.
-    fn tell(&mut self, ask: &Ask, descriptor: Option<BorrowedFd<'_>>) {
+    fn send_request(&mut self, request: &HolderRequest, descriptor: Option<BorrowedFd<'_>>) {
         let Some(connection) = self.connection.as_ref() else { return };
-        let outcome =
-            send(connection, ask, descriptor).and_then(|()| match receive::<Told>(connection)? {
-                Some((Told::Done {}, _)) => Ok(()),
-                _ => Err(io::Error::other("the holder broke off")),
-            });
+        let outcome = send(connection, request, descriptor).and_then(|()| {
+            match receive::<HolderReply>(connection)? {
+                Some((HolderReply::Done {}, _)) => Ok(()),
+                _ => Err(io::Error::other("the holder ended the transfer")),
+            }
+        });
         if let Err(error) = outcome {
-            tracing::warn!(%error, "the holder did not take it");
+            tracing::warn!(%error, "the holder did not accept the message");
             self.connection = None;
         }
     }
@@ -387,8 +396,8 @@ mod tests {
 
     use super::*;
 
-    fn held(volume: &str) -> Held {
-        let asked = AttachVolume {
+    fn held(volume: &str) -> HeldDevice {
+        let request = AttachVolume {
             volume: volume.into(),
             nbd_socket: "/run/v.sock".into(),
             size: 4096,
@@ -396,8 +405,8 @@ mod tests {
             read_only: false,
             file_only: false,
         };
-        Held {
-            asked,
+        HeldDevice {
+            request,
             device: Some("/dev/loop7".into()),
             sequence: Some(3),
             name: "db".into(),
@@ -405,15 +414,15 @@ mod tests {
         }
     }
 
-    fn find(path: &Path) -> io::Result<Arc<Holder>> {
-        Holder::find(path, &Metrics::default())
+    fn start(path: &Path) -> io::Result<Arc<Holder>> {
+        Holder::start(path, &Metrics::default())
     }
 
     fn served() -> (tempfile::TempDir, PathBuf) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
-        let theirs = path.clone();
-        std::thread::spawn(move || serve(&theirs).map(|never| match never {}));
+        let path_of_holder = path.clone();
+        std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
         while dial(&path).is_err() {
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -421,18 +430,18 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_a_daemon_held_are_usable_by_the_next_one() {
+    fn descriptors_held_for_a_daemon_are_usable_by_the_next_daemon() {
         let (_directory, path) = served();
         let (ours, mut other) = UnixStream::pair().unwrap();
-        let first = find(&path).unwrap();
-        assert!(first.is_there() && first.take().is_empty());
+        let first = start(&path).unwrap();
+        assert!(first.is_connected() && first.take().is_empty());
         first.hold(held("a"), ours.into());
         first.hold(held("b"), UnixStream::pair().unwrap().0.into());
         first.release("b");
         drop(first);
         assert_eq!(held_at(&path), ["a"]);
 
-        let mut taken = find(&path).unwrap().take();
+        let mut taken = start(&path).unwrap().take();
         assert_eq!(taken.len(), 1);
         let (what, descriptor) = taken.pop().unwrap();
         assert_eq!(what, held("a"));
@@ -441,31 +450,31 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_comes_later_is_given_what_is_attached_already() {
+    fn a_holder_that_starts_later_receives_the_attached_volumes() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
-        let daemon = find(&path).unwrap();
-        assert!(!daemon.is_there() && !is_at(&path));
+        let daemon = start(&path).unwrap();
+        assert!(!daemon.is_connected() && !is_served(&path));
         daemon.hold(held("a"), UnixStream::pair().unwrap().0.into());
-        let theirs = path.clone();
-        std::thread::spawn(move || serve(&theirs).map(|never| match never {}));
-        while !daemon.is_there() {
+        let path_of_holder = path.clone();
+        std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
+        while !daemon.is_connected() {
             std::thread::sleep(Duration::from_millis(2));
         }
-        assert!(is_at(&path));
-        assert_eq!(find(&path).unwrap().take().len(), 1);
-        assert!(matches!(serve(&path), Err(Error::Invalid(_))), "a second one was let in");
+        assert!(is_served(&path));
+        assert_eq!(start(&path).unwrap().take().len(), 1);
+        assert!(matches!(serve(&path), Err(Error::Invalid(_))), "a second holder started");
     }
 
     #[test]
-    fn an_attached_volume_is_held_at_once_by_a_holder_that_was_just_started_or_restarted() {
+    fn an_attached_volume_is_held_at_once_by_a_started_or_restarted_holder() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
-        let daemon = find(&path).unwrap();
+        let daemon = start(&path).unwrap();
         let pair = || OwnedFd::from(UnixStream::pair().unwrap().0);
-        assert!(!daemon.hold(held("a"), pair()), "there is none yet");
-        let theirs = path.clone();
-        std::thread::spawn(move || serve(&theirs).map(|never| match never {}));
+        assert!(!daemon.hold(held("a"), pair()), "no holder runs yet");
+        let path_of_holder = path.clone();
+        std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
         while dial(&path).is_err() {}
         assert!(daemon.hold(held("b"), pair()));
         assert_eq!(held_at(&path), ["a", "b"]);
@@ -485,16 +494,16 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_ends_its_connection_and_nothing_else() {
+    fn an_invalid_message_ends_only_its_own_connection() {
         let (_directory, path) = served();
-        let daemon = find(&path).unwrap();
+        let daemon = start(&path).unwrap();
         daemon.hold(held("a"), UnixStream::pair().unwrap().0.into());
         let stranger = dial(&path).unwrap();
         send(&stranger, &"hello", None).unwrap();
-        assert!(receive::<Told>(&stranger).unwrap().is_none());
+        assert!(receive::<HolderReply>(&stranger).unwrap().is_none());
         let without = dial(&path).unwrap();
-        send(&without, &Ask::Hold(Box::new(held("c"))), None).unwrap();
-        assert!(receive::<Told>(&without).unwrap().is_none());
-        assert_eq!(find(&path).unwrap().take().len(), 1);
+        send(&without, &HolderRequest::Hold(Box::new(held("c"))), None).unwrap();
+        assert!(receive::<HolderReply>(&without).unwrap().is_none());
+        assert_eq!(start(&path).unwrap().take().len(), 1);
     }
 }

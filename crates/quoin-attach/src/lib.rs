@@ -7,9 +7,9 @@
 //!
 //! * Attach, detach and resize are idempotent; there is one attachment for each volume.
 //! * After another node used a volume, it is not the one that the host's caches know: the device is
-//!   dead permanently, and all its IO fails ([`fate`]). A device waits for a target that is only
+//!   dead permanently, and all its IO fails ([`abort`]). A device waits for a target that is only
 //!   away.
-//! * A device belongs to this daemon if the daemon recorded that it made it (`made.json`); it
+//! * A device belongs to this daemon if the daemon recorded that it made it (`created.json`); it
 //!   neither shows nor removes other devices.
 //! * A clean shutdown detaches idle devices. It waits for those in use (`drain_timeout`) and then
 //!   leaves them to the next daemon ([`AtShutdown`] has the other ways).
@@ -25,15 +25,15 @@
 //! not start writeback, and its memory is locked, so that no page of it must be read from a disk.
 //! Both need privileges and are skipped where they are refused.
 
-mod apart;
+mod abort;
+mod child;
 mod client;
+mod created;
 mod daemon;
 mod device;
-mod fate;
 pub mod fuse;
 pub mod holder;
 pub mod loopdev;
-mod made;
 mod metrics;
 pub mod protocol;
 
@@ -41,8 +41,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use client::AttachClient;
+pub use created::file_name;
 pub use daemon::run;
-pub use made::file_name;
 pub use metrics::Metrics;
 
 use crate::fuse::MountError;
@@ -110,11 +110,11 @@ pub enum Error {
     Name(String),
     #[error("{0}")]
     Invalid(String),
-    #[error("volume {volume} is attached already with {what}: detach it first")]
+    #[error("volume {volume} is already attached with {what}: detach it first")]
     Conflict { volume: String, what: String },
     #[error(
-        "volume {volume} cannot be attached: what is left here of an earlier use is dead ({why}). \
-             Unmount it, or end it with `quoin volume detach --force`"
+        "volume {volume} cannot be attached: the device of an earlier use is still here and dead \
+             ({why}). Unmount it, or end it with `quoin volume detach --force`"
     )]
     Dead { volume: String, why: String },
     #[error("volume {volume} is in use as {device}: unmount it and close it first")]
@@ -122,7 +122,7 @@ pub enum Error {
     #[error("these devices were still in use at shutdown, and their IO fails now: {0:?}")]
     BusyAtShutdown(Vec<String>),
     #[error(
-        "the target of volume {volume} offers {is} bytes and {wanted} are asked: not resized \
+        "the target of volume {volume} offers {is} bytes and {wanted} are requested: not resized \
              yet, or another volume"
     )]
     Size { volume: String, is: u64, wanted: u64 },
@@ -134,7 +134,7 @@ pub enum Error {
     Loop(#[from] LoopError),
     #[error("cannot reach the attach daemon at {socket}: {source}; is `quoin attach` running?")]
     Daemon { socket: PathBuf, source: std::io::Error },
-    #[error("the attach daemon answered {0:?}")]
+    #[error("unexpected reply of the attach daemon: {0:?}")]
     Answer(String),
     /// The daemon's answer to a request of [`AttachClient`].
     #[error("{message}")]

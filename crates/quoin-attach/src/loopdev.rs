@@ -2,7 +2,7 @@
 //!
 //! They use direct I/O, so that nothing is cached twice and a write is answered once the target has
 //! answered it. The block size is the volume's; discards become holes punched in the file. Where
-//! the kernel queries the file, which this process may serve, the call is made [`apart`].
+//! the kernel queries the file, which this process may serve, the call is made in a [`child`].
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::apart::{self, c_string};
+use crate::child::{self, c_string};
 
 const CONTROL: &str = "/dev/loop-control";
 const CTL_GET_FREE: libc::c_ulong = 0x4c82;
@@ -132,18 +132,18 @@ impl LoopDevice {
     }
 
     /// Returns true if this binding of the device still exists, on `file`.
-    pub fn is_on(&self, file: &Path) -> bool {
-        self.lives() && self.backing_file().as_deref() == Some(file)
+    pub fn is_bound_to(&self, file: &Path) -> bool {
+        self.is_current() && self.backing_file().as_deref() == Some(file)
     }
 
-    fn lives(&self) -> bool {
+    fn is_current(&self) -> bool {
         self.sequence.is_none() || self.sequence == sequence_of(&self.path)
     }
 
     /// Opens the device; `None`: this binding has ended. While it is open, no other can begin.
     fn open(&self, options: &OpenOptions) -> io::Result<Option<File>> {
         match options.open(&self.path) {
-            Ok(file) => Ok(self.lives().then_some(file)),
+            Ok(file) => Ok(self.is_current().then_some(file)),
             Err(error) if gone(&error) => Ok(None),
             Err(error) => Err(error),
         }
@@ -157,7 +157,7 @@ impl LoopDevice {
     pub fn in_use(&self) -> Result<bool, LoopError> {
         match self.open(OpenOptions::new().read(true).custom_flags(libc::O_EXCL)) {
             Ok(_) => Ok(false),
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(self.lives()),
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(self.is_current()),
             Err(error) => Err(failed("open", &self.path, error)),
         }
     }
@@ -166,7 +166,7 @@ impl LoopDevice {
     /// the kernel shows without opening the device: an open, however short, would prevent others
     /// from opening it exclusively. A program that has the device open is not detected.
     pub fn is_held(&self) -> bool {
-        let Some(name) = self.path.file_name().filter(|_| self.lives()) else { return false };
+        let Some(name) = self.path.file_name().filter(|_| self.is_current()) else { return false };
         let sysfs = Path::new("/sys/block").join(name);
         let holders = std::fs::read_dir(sysfs.join("holders"));
         if holders.is_ok_and(|mut holders| holders.next().is_some()) {
@@ -197,11 +197,11 @@ impl LoopDevice {
         let failed = |error| failed("resize", &self.path, error);
         let path = c_string(&self.path).map_err(failed)?;
         let act = || {
-            let device = apart::open(&path, libc::O_RDONLY)?;
+            let device = child::open(&path, libc::O_RDONLY)?;
             ioctl(device, SET_CAPACITY, 0).map(drop)
         };
         // SAFETY: two system calls.
-        unsafe { apart::apart(act) }.map_err(failed)
+        unsafe { child::in_child(act) }.map_err(failed)
     }
 
     /// Returns its size in bytes, as the kernel reports it without touching the device.
@@ -234,12 +234,12 @@ impl LoopDevice {
         }
         self.release()?;
         let until = Instant::now() + timeout;
-        while self.lives() && self.backing_file().is_some() {
+        while self.is_current() && self.backing_file().is_some() {
             if Instant::now() >= until {
-                return match self.stay() {
+                return match self.keep_bound() {
                     Ok(()) => Err(LoopError::Busy { device: self.path.clone() }),
                     Err(error) if gone(&error) => {
-                        Ok(!self.lives() || self.backing_file().is_none())
+                        Ok(!self.is_current() || self.backing_file().is_none())
                     }
                     Err(error) => Err(failed("keep", &self.path, error)),
                 };
@@ -251,7 +251,7 @@ impl LoopDevice {
 
     /// Cancels a [`LoopDevice::release`] that waits for the last program to close the device. The
     /// error is "gone" if there is none.
-    fn stay(&self) -> io::Result<()> {
+    fn keep_bound(&self) -> io::Result<()> {
         let device = self.open(OpenOptions::new().read(true))?;
         let device = device.ok_or_else(|| io::Error::from_raw_os_error(libc::ENXIO))?;
         let mut info = EMPTY;
@@ -272,7 +272,7 @@ impl LoopDevice {
     /// Returns all loop devices whose files are under `directory` by their names. Names belong to
     /// one mount namespace: a device that is found may belong to another one, and is shown, not
     /// touched.
-    pub fn all_under(directory: &Path) -> io::Result<Vec<Self>> {
+    pub fn list_under(directory: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/sys/block")? {
             let name = entry?.file_name();
@@ -316,13 +316,13 @@ fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io
     info.file_name[..length].copy_from_slice(&name[..length]);
     let access = if read_only { libc::O_RDONLY } else { libc::O_RDWR };
     let act = || {
-        let fd = apart::open(&backing, access | libc::O_DIRECT)? as u32;
-        let device = apart::open(&device, libc::O_RDWR)?;
+        let fd = child::open(&backing, access | libc::O_DIRECT)? as u32;
+        let device = child::open(&device, libc::O_RDWR)?;
         let config = Config { fd, block_size, info, reserved: [0; 8] };
         ioctl(device, CONFIGURE, std::ptr::from_ref(&config) as usize).map(drop)
     };
     // SAFETY: system calls only.
-    unsafe { apart::apart(act) }
+    unsafe { child::in_child(act) }
 }
 
 /// Opens the device; creates its node first if no devtmpfs does.

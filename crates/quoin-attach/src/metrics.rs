@@ -22,7 +22,7 @@ fn duration() -> Histogram {
 }
 
 /// State of one volume, as it reports it.
-pub(crate) struct Standing {
+pub(crate) struct VolumeStatus {
     /// Set while its target answers.
     pub connected: bool,
     /// Number of kernel requests that wait for it.
@@ -31,7 +31,7 @@ pub(crate) struct Standing {
     pub dead: Option<String>,
 }
 
-type Ask = Arc<dyn Fn() -> Standing + Send + Sync>;
+type QueryStatus = Arc<dyn Fn() -> VolumeStatus + Send + Sync>;
 
 /// Metrics. Cheap to clone; all clones count together.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ pub struct Metrics {
     in_flight: Gauge,
     pub(crate) taken_over: Counter,
     pub(crate) holder_up: Gauge,
-    standing: Arc<Mutex<BTreeMap<String, Ask>>>,
+    status: Arc<Mutex<BTreeMap<String, QueryStatus>>>,
     /// Names of the volumes for people.
     names: Arc<Mutex<BTreeMap<String, String>>>,
 }
@@ -60,7 +60,7 @@ impl std::fmt::Debug for Metrics {
 
 /// Request of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Asked {
+pub(crate) enum RequestKind {
     Read { bytes: u64 },
     Write { bytes: u64 },
     Flush,
@@ -89,7 +89,7 @@ impl Default for Metrics {
             in_flight: Gauge::default(),
             taken_over: Counter::default(),
             holder_up: Gauge::default(),
-            standing: Arc::default(),
+            status: Arc::default(),
             names: Arc::default(),
         };
         let r = &mut registry;
@@ -114,11 +114,11 @@ impl Metrics {
     #[must_use]
     pub fn render(&self) -> String {
         let (mut volumes, mut connected, mut in_flight) = (0, 0, 0);
-        for ask in self.standing().values() {
-            let standing = ask();
+        for query in self.status().values() {
+            let status = query();
             volumes += 1;
-            connected += i64::from(standing.connected);
-            in_flight += i64::try_from(standing.in_flight).unwrap_or(i64::MAX);
+            connected += i64::from(status.connected);
+            in_flight += i64::try_from(status.in_flight).unwrap_or(i64::MAX);
         }
         self.volumes.set(volumes);
         self.connected.set(connected);
@@ -135,49 +135,49 @@ impl Metrics {
     /// The volumes whose IO waits.
     pub fn health(&self) -> Result<(), String> {
         let names = self.names().clone();
-        let waits = |(volume, ask): (&String, &Ask)| {
+        let waits = |(volume, query): (&String, &QueryStatus)| {
             let named = names.get(volume).unwrap_or(volume);
-            match ask() {
-                Standing { dead: Some(why), .. } => Some(format!("volume {named}: {why}")),
-                Standing { connected: true, .. } => None,
-                Standing { in_flight, .. } => Some(format!(
-                    "volume {named}: no target serves it here at this moment, {in_flight} requests \
+            match query() {
+                VolumeStatus { dead: Some(why), .. } => Some(format!("volume {named}: {why}")),
+                VolumeStatus { connected: true, .. } => None,
+                VolumeStatus { in_flight, .. } => Some(format!(
+                    "volume {named}: no target serves it on this node, {in_flight} requests \
                      wait"
                 )),
             }
         };
-        let problems: Vec<_> = self.standing().iter().filter_map(waits).collect();
+        let problems: Vec<_> = self.status().iter().filter_map(waits).collect();
         if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
     }
 
-    pub(crate) fn serve(&self, volume: &str, ask: Ask) {
-        self.standing().insert(volume.to_owned(), ask);
+    pub(crate) fn serve(&self, volume: &str, query: QueryStatus) {
+        self.status().insert(volume.to_owned(), query);
     }
 
     pub(crate) fn forget(&self, volume: &str) {
-        self.standing().remove(volume);
+        self.status().remove(volume);
         self.names().remove(volume);
     }
 
     /// Sets the name for people of a volume that is served.
     pub(crate) fn call(&self, volume: &str, name: &str) {
-        if self.standing().contains_key(volume) {
+        if self.status().contains_key(volume) {
             self.names().insert(volume.to_owned(), name.to_owned());
         }
     }
 
-    pub(crate) fn answered(&self, asked: Asked, took: Duration, is_good: bool) {
-        let kind = match asked {
-            Asked::Read { bytes } => {
+    pub(crate) fn count_reply(&self, kind: RequestKind, took: Duration, is_good: bool) {
+        let kind = match kind {
+            RequestKind::Read { bytes } => {
                 self.read.inc_by(bytes);
                 0
             }
-            Asked::Write { bytes } => {
+            RequestKind::Write { bytes } => {
                 self.written.inc_by(bytes);
                 1
             }
-            Asked::Flush => 2,
-            Asked::Zero => 3,
+            RequestKind::Flush => 2,
+            RequestKind::Zero => 3,
         };
         self.requests[kind].inc();
         self.durations[kind].observe(took.as_secs_f64());
@@ -186,8 +186,8 @@ impl Metrics {
         }
     }
 
-    fn standing(&self) -> MutexGuard<'_, BTreeMap<String, Ask>> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn status(&self) -> MutexGuard<'_, BTreeMap<String, QueryStatus>> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn names(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
@@ -200,18 +200,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_daemon_is_healthy_while_every_target_answers_and_counts_its_answers() {
+    fn a_daemon_is_healthy_while_every_target_replies_and_counts_its_replies() {
         let metrics = Metrics::default();
         assert_eq!(metrics.health(), Ok(()));
-        let waits = || Standing { connected: false, in_flight: 3, dead: None };
+        let waits = || VolumeStatus { connected: false, in_flight: 3, dead: None };
         metrics.serve("17", Arc::new(waits));
         metrics.call("17", "db");
         assert!(metrics.health().unwrap_err().contains("volume db: no target"));
-        let dead = move || Standing { dead: Some("served by h2".into()), ..waits() };
+        let dead = move || VolumeStatus { dead: Some("served by h2".into()), ..waits() };
         metrics.serve("17", Arc::new(dead));
         assert_eq!(metrics.health(), Err("volume db: served by h2".into()));
         metrics.serve("17", Arc::new(waits));
-        metrics.answered(Asked::Write { bytes: 4096 }, Duration::from_micros(20), true);
+        metrics.count_reply(RequestKind::Write { bytes: 4096 }, Duration::from_micros(20), true);
         let text = metrics.render();
         for line in [
             "quoin_attach_written_bytes_total 4096",

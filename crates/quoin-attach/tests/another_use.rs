@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use crate::daemon::{Daemon, SIZE, asked, blocking, possible, sh};
+use crate::daemon::{Daemon, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{Kind, ServedElsewhere};
 use quoin_attach::{AttachClient, Error, Options, run};
@@ -57,8 +57,8 @@ fn waiting_program(at: &Path) -> Child {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn users_of_a_device_whose_volume_another_node_has_see_errors_and_let_go() {
-    if !possible() || !have("mkfs.ext4") {
+async fn users_of_a_device_whose_volume_moved_to_another_node_get_errors() {
+    if !have_requirements() || !have("mkfs.ext4") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -78,11 +78,11 @@ async fn users_of_a_device_whose_volume_another_node_has_see_errors_and_let_go()
     // A use that is no later than the device's own did not overtake it.
     daemon.client.served_elsewhere(elsewhere("17", 5)).await.unwrap();
     assert_eq!(daemon.client.list().await.unwrap()[0].dead, "");
-    assert!(program.try_wait().unwrap().is_none(), "it waits for a target that is away");
+    assert!(program.try_wait().unwrap().is_none(), "the program waits for the target");
 
     daemon.client.served_elsewhere(elsewhere("17", 31)).await.unwrap();
     let status = blocking(move || program.wait().unwrap()).await;
-    assert!(!status.success(), "its write was lost, and it must know");
+    assert!(!status.success(), "the lost write must be reported to the program");
     let dead = daemon.client.list().await.unwrap().remove(0).dead;
     assert!(dead.contains("served by h2 since epoch 31"), "{dead}");
     let again = daemon.client.attach(asked("17", &socket)).await;
@@ -94,8 +94,8 @@ async fn users_of_a_device_whose_volume_another_node_has_see_errors_and_let_go()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_waits_is_sent_to_the_same_use_of_a_volume_and_never_to_another_one() {
-    if !possible() {
+async fn waiting_requests_are_sent_only_to_the_same_use_of_a_volume() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -116,26 +116,26 @@ async fn what_waits_is_sent_to_the_same_use_of_a_volume_and_never_to_another_one
     blocking(move || server.stop()).await;
     let waits = write(&device, 2);
     until_it_waits(&daemon).await;
-    let theirs = volume(SIZE as usize);
-    let server = Server::start(&socket, theirs.clone(), since(12));
+    let other_use = volume(SIZE as usize);
+    let server = Server::start(&socket, other_use.clone(), since(12));
     let error = blocking(move || waits.join().unwrap()).await.unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::EIO));
-    assert_eq!(theirs.lock().unwrap().writes, 0, "a write of the use before reached the volume");
+    assert_eq!(other_use.lock().unwrap().writes, 0, "a write of the former use reached the volume");
     assert!(daemon.client.list().await.unwrap()[0].dead.contains("another node"));
 
     // The dead device has no users, so the volume's present use gets another one.
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
     let fine = write(&device, 3);
     blocking(move || fine.join().unwrap()).await.unwrap();
-    assert_eq!(theirs.lock().unwrap().bytes()[..4096], [3; 4096]);
+    assert_eq!(other_use.lock().unwrap().bytes()[..4096], [3; 4096]);
     daemon.client.detach("17").await.unwrap();
     blocking(move || server.stop()).await;
     daemon.stop().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
-    if !possible() || !have("mkfs.ext4") {
+async fn a_device_in_use_is_ended_by_force_and_the_actions_are_reported() {
+    if !have_requirements() || !have("mkfs.ext4") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -183,8 +183,8 @@ async fn is_taken_for(device: &Path, file: &Path) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_taken_away() {
-    if !possible() || !have("losetup") {
+async fn a_loop_device_rebound_by_another_program_is_neither_returned_nor_detached() {
+    if !have_requirements() || !have("losetup") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -203,18 +203,25 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
         }
     };
     let link = first.link.clone().unwrap();
-    let theirs = || LoopDevice::at(first.device.clone()).backing_file();
-    assert_eq!(theirs().as_deref(), Some(&*foreign));
+    let file_of_device = || LoopDevice::at(first.device.clone()).backing_file();
+    assert_eq!(file_of_device().as_deref(), Some(&*foreign));
 
-    assert!(daemon.client.list().await.unwrap().is_empty(), "it names a device that is another's");
+    assert!(
+        daemon.client.list().await.unwrap().is_empty(),
+        "the list has a device of another program"
+    );
     let second = daemon.client.attach(asked("17", &socket)).await.unwrap();
     assert_ne!(second.device, first.device);
-    assert_eq!(std::fs::read_link(&link).unwrap(), second.device, "the link follows");
+    assert_eq!(
+        std::fs::read_link(&link).unwrap(),
+        second.device,
+        "the link points to the new device"
+    );
     let fine = write(&second.device, 9);
     blocking(move || fine.join().unwrap()).await.unwrap();
     assert_eq!(memory.lock().unwrap().bytes()[..4096], [9; 4096]);
     daemon.client.detach("17").await.unwrap();
-    assert!(std::fs::symlink_metadata(&link).is_err(), "the link went with the device");
+    assert!(std::fs::symlink_metadata(&link).is_err(), "the link is removed with the device");
 
     // The same holds if the daemon itself still knows the number of the first one.
     let third = loop {
@@ -226,7 +233,7 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
     daemon.client.detach("17").await.unwrap();
     assert_eq!(LoopDevice::at(third.clone()).backing_file().as_deref(), Some(&*foreign));
     daemon.stop().await.unwrap();
-    assert_eq!(theirs().as_deref(), Some(&*foreign));
+    assert_eq!(file_of_device().as_deref(), Some(&*foreign));
     for device in [first.device, third] {
         sh(&format!("losetup -d {}", device.display()));
     }
@@ -237,7 +244,7 @@ const DAEMON_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY_APART";
 
 /// Not a test of its own: the process that the test below runs in another mount namespace.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_daemon_apart() {
+async fn a_daemon_in_a_mount_namespace_of_its_own() {
     let Some(directory) = std::env::var_os(DAEMON_DIRECTORY) else { return };
     let (_shutdown, watched) = watch::channel(false);
     let mut options = Options::new(&directory);
@@ -246,12 +253,12 @@ async fn a_daemon_apart() {
 }
 
 /// A daemon on a file system of its own at `run`, which no other process sees.
-struct Apart(Child, AttachClient);
+struct IsolatedDaemon(Child, AttachClient);
 
-impl Apart {
+impl IsolatedDaemon {
     async fn start(run: &Path) -> Self {
-        let script =
-            "mount -t tmpfs none \"$1\" && exec \"$0\" --exact another_use::a_daemon_apart";
+        let script = "mount -t tmpfs none \"$1\" && exec \"$0\" --exact \
+                      another_use::a_daemon_in_a_mount_namespace_of_its_own";
         let child = Command::new("unshare")
             .args(["--mount", "sh", "-c", script])
             .arg(std::env::current_exe().unwrap())
@@ -262,16 +269,16 @@ impl Apart {
             .unwrap();
         let root = PathBuf::from(format!("/proc/{}/root", child.id()));
         let socket = root.join(run.strip_prefix("/").unwrap()).join("attach.sock");
-        let mut apart = Self(child, AttachClient::new(socket));
-        while apart.1.list().await.is_err() {
-            assert!(apart.0.try_wait().unwrap().is_none());
+        let mut daemon = Self(child, AttachClient::new(socket));
+        while daemon.1.list().await.is_err() {
+            assert!(daemon.0.try_wait().unwrap().is_none());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        apart
+        daemon
     }
 }
 
-impl Drop for Apart {
+impl Drop for IsolatedDaemon {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -279,8 +286,8 @@ impl Drop for Apart {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_daemons_with_one_path_in_two_tables_of_mounts_leave_each_others_devices_alone() {
-    if !possible() || !have("unshare") {
+async fn two_daemons_with_one_path_in_two_mount_namespaces_keep_their_own_devices() {
+    if !have_requirements() || !have("unshare") {
         return;
     }
     // The path is short, because it follows `/proc/PID/root` in the path of a socket.
@@ -291,9 +298,9 @@ async fn two_daemons_with_one_path_in_two_tables_of_mounts_leave_each_others_dev
     let run_directory = directory.path().join("run");
     std::fs::create_dir(&run_directory).unwrap();
 
-    let first = Apart::start(&run_directory).await;
+    let first = IsolatedDaemon::start(&run_directory).await;
     let device = first.1.attach(asked("17", &socket)).await.unwrap().device;
-    let second = Apart::start(&run_directory).await;
+    let second = IsolatedDaemon::start(&run_directory).await;
     assert!(second.1.list().await.unwrap().is_empty());
     let backing = LoopDevice::at(device.clone()).backing_file();
     assert_eq!(backing.as_deref(), Some(&*run_directory.join("volumes/17")));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::daemon::{Daemon, SIZE, asked, blocking, possible, sh};
+use crate::daemon::{Daemon, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::fuse::mount::mounts_under;
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{AttachVolume, Kind};
@@ -20,8 +20,8 @@ use quoin_testkit::nbd_server::{Server, ServerOptions, volume};
 use tokio::sync::watch;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn attach_is_idempotent_and_everything_is_gone_after_detach() {
-    if !possible() {
+async fn attach_is_idempotent_and_detach_leaves_nothing() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -63,7 +63,7 @@ async fn attach_is_idempotent_and_everything_is_gone_after_detach() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_file_system_survives_crashes_of_its_server_and_its_trims_free_space() {
-    if !possible() || !have("fstrim") {
+    if !have_requirements() || !have("fstrim") {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -101,9 +101,9 @@ async fn a_file_system_survives_crashes_of_its_server_and_its_trims_free_space()
         })
     };
     for _ in 0..5 {
-        let seen = synced.load(Ordering::SeqCst);
-        while synced.load(Ordering::SeqCst) < seen + 30 {
-            assert!(!writer.is_finished(), "the application saw an error");
+        let status_shared = synced.load(Ordering::SeqCst);
+        while synced.load(Ordering::SeqCst) < status_shared + 30 {
+            assert!(!writer.is_finished(), "the application got an error");
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let (path, memory) = (socket.clone(), memory.clone());
@@ -133,7 +133,7 @@ async fn a_file_system_survives_crashes_of_its_server_and_its_trims_free_space()
     let commands = format!("rm {mnt}/load; sync -f {mnt}; fstrim {mnt}");
     blocking(move || sh(&commands)).await;
     let after = memory.lock().unwrap().allocated_bytes();
-    assert!(after + (6 << 20) < before, "trim freed nothing: {before} before, {after} after");
+    assert!(after + (6 << 20) < before, "trim freed no blocks: {before} before, {after} after");
 
     let commands = format!("umount {mnt} && fsck.ext4 -fn {}", device.display());
     blocking(move || sh(&commands)).await;
@@ -143,7 +143,7 @@ async fn a_file_system_survives_crashes_of_its_server_and_its_trims_free_space()
 }
 
 /// Checks a device without users until its last IO is long enough ago.
-async fn until_it_rests(daemon: &Daemon) {
+async fn until_idle(daemon: &Daemon) {
     let start = Instant::now();
     while daemon.client.usage().await.unwrap()[0].in_use {
         assert!(start.elapsed() < Duration::from_secs(60));
@@ -152,8 +152,8 @@ async fn until_it_rests(daemon: &Daemon) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_nobody_holds_is_in_use_for_a_while_after_io_and_not_by_being_looked_at() {
-    if !possible() {
+async fn an_unopened_device_is_in_use_for_a_while_after_io_and_not_after_a_stat() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -162,11 +162,11 @@ async fn a_device_that_nobody_holds_is_in_use_for_a_while_after_io_and_not_by_be
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     let file = AttachVolume { file_only: true, ..asked("db", &socket) };
     let path = daemon.client.attach(file).await.unwrap().device;
-    until_it_rests(&daemon).await;
+    until_idle(&daemon).await;
 
     let at = path.clone();
     blocking(move || assert_eq!(std::fs::metadata(at).unwrap().len(), SIZE)).await;
-    assert!(!daemon.client.usage().await.unwrap()[0].in_use, "a look is no IO");
+    assert!(!daemon.client.usage().await.unwrap()[0].in_use, "reading the size is no IO");
 
     let at = path.clone();
     blocking(move || {
@@ -176,7 +176,7 @@ async fn a_device_that_nobody_holds_is_in_use_for_a_while_after_io_and_not_by_be
     .await;
     assert!(daemon.client.usage().await.unwrap()[0].in_use);
     let first_seen = Instant::now();
-    until_it_rests(&daemon).await;
+    until_idle(&daemon).await;
     assert!(first_seen.elapsed() > Duration::from_secs(1), "{:?}", first_seen.elapsed());
     daemon.client.detach("db").await.unwrap();
     daemon.stop().await.unwrap();
@@ -184,7 +184,7 @@ async fn a_device_that_nobody_holds_is_in_use_for_a_while_after_io_and_not_by_be
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grown_volume_grows_its_device_and_never_shrinks() {
-    if !possible() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -213,8 +213,8 @@ async fn a_grown_volume_grows_its_device_and_never_shrinks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_with_a_device_in_use_names_it_and_leaves_nothing_behind_its_user() {
-    if !possible() {
+async fn a_shutdown_names_a_device_in_use_and_leaves_nothing_after_its_last_user() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -238,8 +238,8 @@ async fn a_shutdown_with_a_device_in_use_names_it_and_leaves_nothing_behind_its_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_whose_target_never_comes_back_can_be_detached() {
-    if !possible() {
+async fn a_volume_whose_target_does_not_return_can_be_detached() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -257,7 +257,7 @@ async fn a_volume_whose_target_never_comes_back_can_be_detached() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     assert!(!daemon.client.list().await.unwrap()[0].connected);
-    assert!(!reader.is_finished(), "held, not failed");
+    assert!(!reader.is_finished(), "the request is held and has not failed");
     daemon.client.detach("db").await.unwrap();
     let error = blocking(|| reader.join().unwrap()).await.unwrap_err();
     assert!(matches!(error.raw_os_error(), Some(libc::EIO | libc::ENOTCONN | libc::ECONNABORTED)));
@@ -265,8 +265,8 @@ async fn a_volume_whose_target_never_comes_back_can_be_detached() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_asked_wrongly_is_refused_with_its_reason_and_leaves_nothing() {
-    if !possible() {
+async fn an_invalid_request_is_refused_with_its_reason_and_leaves_nothing() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -317,7 +317,7 @@ async fn the_daemon_that_is_killed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_next_start_removes_what_a_killed_daemon_left() {
-    if !possible() {
+    if !have_requirements() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -349,12 +349,16 @@ async fn the_next_start_removes_what_a_killed_daemon_left() {
         killed.wait().unwrap()
     })
     .await;
-    assert_eq!(mounts_under(&run_directory).unwrap().len(), 1, "the kill left nothing to clean");
+    assert_eq!(
+        mounts_under(&run_directory).unwrap().len(),
+        1,
+        "the killed daemon left nothing to clean up"
+    );
     assert!(LoopDevice::at(device.clone()).backing_file().is_some());
 
     let daemon = Daemon::start(&run_directory).await;
     assert!(mounts_under(&run_directory).unwrap().is_empty());
-    assert!(LoopDevice::all_under(&run_directory).unwrap().is_empty());
+    assert!(LoopDevice::list_under(&run_directory).unwrap().is_empty());
     let device = daemon.client.attach(asked("db", &socket)).await.unwrap().device;
     let mut block = vec![0; 4096];
     blocking(move || {

@@ -13,7 +13,7 @@ use quoin_testkit::skipped;
 
 pub const SIZE: u64 = 64 << 20;
 
-pub fn possible() -> bool {
+pub fn have_requirements() -> bool {
     let root = rustix::process::geteuid().is_root();
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
     if !root || !devices {
@@ -49,7 +49,7 @@ impl Daemon {
     pub async fn stop(self) -> Result<(), Error> {
         self.shutdown.send(true).unwrap();
         let result = self.task.await.unwrap();
-        assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount was left");
+        assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount is left");
         result
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::daemon::possible;
+use crate::daemon::have_requirements;
 use quoin_attach::loopdev::{LoopDevice, LoopError};
 
 const BYTES: u64 = 1 << 20;
@@ -49,13 +49,13 @@ fn is_free(device: &LoopDevice) -> bool {
 }
 
 #[test]
-fn a_device_that_somebody_holds_is_in_use_and_is_kept_at_once_and_whole() {
-    if !possible() {
+fn an_open_device_is_in_use_and_its_detach_fails_at_once_without_a_change() {
+    if !have_requirements() {
         return;
     }
     let scratch = Scratch::new();
     let device = &scratch.device;
-    assert!(device.is_on(&scratch.file) && is_free(device));
+    assert!(device.is_bound_to(&scratch.file) && is_free(device));
     let mut exclusive = OpenOptions::new();
     exclusive.read(true).custom_flags(libc::O_EXCL);
     let held = exclusive.open(device.path()).unwrap();
@@ -63,17 +63,17 @@ fn a_device_that_somebody_holds_is_in_use_and_is_kept_at_once_and_whole() {
     let start = Instant::now();
     let refused = device.detach(WAIT);
     assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
-    assert!(start.elapsed() < WAIT, "who holds it would hold it for as long as it likes");
+    assert!(start.elapsed() < WAIT, "a busy device is detected without a wait");
     drop(held);
     // The device was not released: it stays after its last user.
-    assert!(device.is_on(&scratch.file) && is_free(device));
+    assert!(device.is_bound_to(&scratch.file) && is_free(device));
     assert!(device.detach(WAIT).unwrap());
     assert_eq!(device.backing_file(), None);
 }
 
 #[test]
-fn a_device_that_a_program_has_open_stays_after_the_timeout_and_a_free_one_is_detached() {
-    if !possible() {
+fn a_device_that_is_open_stays_after_the_timeout_and_a_free_one_is_detached() {
+    if !have_requirements() {
         return;
     }
     let scratch = Scratch::new();
@@ -82,13 +82,13 @@ fn a_device_that_a_program_has_open_stays_after_the_timeout_and_a_free_one_is_de
     let refused = device.detach(Duration::from_millis(20));
     assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
     drop(open);
-    assert!(device.is_on(&scratch.file), "it went with its last user");
+    assert!(device.is_bound_to(&scratch.file), "the device was removed with its last user");
     assert!(device.detach(WAIT).unwrap());
 }
 
 #[test]
-fn a_device_that_is_free_already_is_released_and_detached_without_a_word() {
-    if !possible() {
+fn a_device_that_is_already_free_is_released_and_detached_without_an_error() {
+    if !have_requirements() {
         return;
     }
     let scratch = Scratch::new();

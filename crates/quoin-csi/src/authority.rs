@@ -345,7 +345,7 @@ mod tests {
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
     #[test]
-    fn the_authority_becomes_letters_and_nothing_else_changes() {
+    fn only_the_authority_is_replaced_by_letters() {
         let path = plain(b":path", b"/csi.v1.Identity/Probe");
         let settings = frame(4, 0, &[0, 3, 0, 0, 0, 1]);
         for (name, authority) in [
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_priority_and_pieces_of_a_block_are_understood() {
+    fn padded_prioritized_and_continued_header_blocks_are_parsed() {
         let block = [plain(b":path", b"/x"), plain(NAME, b"tmp%2Fcsi.sock")].concat();
         let padded = [&[3, 0, 0, 0, 0, 16][..], &block, &[0; 3]].concat();
         let one = frame(HEADERS, END_HEADERS | PADDED | PRIORITY, &padded);
@@ -375,12 +375,12 @@ mod tests {
             assert_eq!(whole.len(), request.len());
             assert!(!whole.windows(3).any(|three| three == b"%2F"));
             let bytes: Vec<_> = request.chunks(1).collect();
-            assert_eq!(through(&bytes), whole, "however the bytes come");
+            assert_eq!(through(&bytes), whole, "the split of the bytes has no effect");
         }
     }
 
     #[test]
-    fn letters_in_huffman_code_fill_any_length_with_a_proper_end() {
+    fn letters_in_huffman_code_fill_any_length_with_valid_padding() {
         assert_eq!(letters(5, true), [0x18, 0xc6, 0x31, 0x8c, 0x63]);
         // One letter and three bits of padding.
         assert_eq!(letters(1, true), [0b0001_1111]);
@@ -389,7 +389,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic_lose_or_add_any(
+        fn no_bytes_make_it_panic_or_change_the_length(
             bytes in proptest::collection::vec(any::<u8>(), 0..600), cut in 0_usize..600,
         ) {
             let stream = [PREFACE, &bytes].concat();

@@ -36,7 +36,7 @@ impl Backend {
     }
 
     /// Returns whether the control plane was reached at least once.
-    pub fn was_reached(&self) -> bool {
+    pub fn has_connected(&self) -> bool {
         self.cluster_id.initialized()
     }
 

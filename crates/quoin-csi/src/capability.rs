@@ -31,14 +31,14 @@ enum Wanted {
 
 /// Why a capability was refused.
 #[derive(Debug)]
-pub enum Trouble {
+pub enum CapabilityError {
     /// The capability is incomplete.
     Malformed(Status),
     /// The capability is complete and not served; the reason lists what is.
     Unsupported(String),
 }
 
-impl Trouble {
+impl CapabilityError {
     /// Returns the refusal of RPCs whose tables call both invalid.
     pub fn invalid(self) -> Status {
         match self {
@@ -49,7 +49,7 @@ impl Trouble {
 
     /// Returns the refusal of staging and publishing, where an unsupported capability is a failed
     /// precondition.
-    pub fn exceeds(self) -> Status {
+    pub fn into_precondition_status(self) -> Status {
         match self {
             Self::Malformed(status) => status,
             Self::Unsupported(why) => crate::refusal::exceeds_capabilities(&why),
@@ -61,10 +61,11 @@ impl Capability {
     /// Reads a capability from a request's field.
     ///
     /// # Errors
-    /// [`Trouble`].
-    pub fn read(field: &str, given: Option<&VolumeCapability>) -> Result<Self, Trouble> {
-        let malformed = |why: &str| Trouble::Malformed(invalid(field, why));
-        let given = given.ok_or_else(|| Trouble::Malformed(crate::refusal::missing(field)))?;
+    /// [`CapabilityError`].
+    pub fn read(field: &str, given: Option<&VolumeCapability>) -> Result<Self, CapabilityError> {
+        let malformed = |why: &str| CapabilityError::Malformed(invalid(field, why));
+        let given =
+            given.ok_or_else(|| CapabilityError::Malformed(crate::refusal::missing(field)))?;
         let access_type =
             given.access_type.as_ref().ok_or_else(|| malformed("has neither block nor mount"))?;
         let access_mode =
@@ -92,7 +93,7 @@ impl Capability {
                 }
                 let file_system = match mount.fs_type.as_str() {
                     "" => None,
-                    text => Some(text.parse().map_err(Trouble::Unsupported)?),
+                    text => Some(text.parse().map_err(CapabilityError::Unsupported)?),
                 };
                 Wanted::Mount { file_system, flags: mount.mount_flags.clone() }
             }
@@ -101,7 +102,7 @@ impl Capability {
             mode,
             Mode::MultiNodeReaderOnly | Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter
         ) {
-            return Err(Trouble::Unsupported(format!(
+            return Err(CapabilityError::Unsupported(format!(
                 "access mode {} is not supported; volumes are used by one node at a time: \
                  SINGLE_NODE_WRITER, SINGLE_NODE_SINGLE_WRITER, SINGLE_NODE_MULTI_WRITER or \
                  SINGLE_NODE_READER_ONLY",
@@ -162,9 +163,9 @@ impl Capability {
 ///
 /// # Errors
 /// As [`Capability::read`].
-pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, Trouble> {
+pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, CapabilityError> {
     if given.is_empty() {
-        return Err(Trouble::Malformed(crate::refusal::missing("volume_capabilities")));
+        return Err(CapabilityError::Malformed(crate::refusal::missing("volume_capabilities")));
     }
     // A malformed capability takes precedence over an unsupported one before it.
     let mut unsupported = None;
@@ -172,7 +173,7 @@ pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, Trouble> 
     for one in given {
         match Capability::read("volume_capabilities", Some(one)) {
             Ok(capability) => capabilities.push(capability),
-            Err(trouble @ Trouble::Malformed(_)) => return Err(trouble),
+            Err(trouble @ CapabilityError::Malformed(_)) => return Err(trouble),
             Err(trouble) => unsupported = unsupported.or(Some(trouble)),
         }
     }
@@ -202,10 +203,10 @@ mod tests {
         }))
     }
     fn malformed(given: &VolumeCapability) -> bool {
-        matches!(Capability::read("c", Some(given)), Err(Trouble::Malformed(_)))
+        matches!(Capability::read("c", Some(given)), Err(CapabilityError::Malformed(_)))
     }
     fn unsupported(given: &VolumeCapability) -> bool {
-        matches!(Capability::read("c", Some(given)), Err(Trouble::Unsupported(_)))
+        matches!(Capability::read("c", Some(given)), Err(CapabilityError::Unsupported(_)))
     }
 
     /// Proves CSI-VOLCAP-09, CSI-VOLCAP-10, CSI-ACCESSMODE-01: the rule that all RPCs share.
@@ -216,7 +217,7 @@ mod tests {
         for mode in [0, 8, -1, i32::MAX] {
             assert!(malformed(&given(block(), mode)));
         }
-        assert!(matches!(Capability::read("c", None), Err(Trouble::Malformed(_))));
+        assert!(matches!(Capability::read("c", None), Err(CapabilityError::Malformed(_))));
     }
 
     /// Proves CSI-VOLCAP-04: 4 KiB of flags are the most.
@@ -228,14 +229,14 @@ mod tests {
     }
 
     #[test]
-    fn what_quoin_does_not_serve_is_unsupported_with_what_it_does() {
+    fn an_unserved_capability_is_unsupported_and_the_error_names_the_served_ones() {
         for mode in [3, 4, 5] {
             assert!(unsupported(&given(block(), mode)));
         }
-        let Err(Trouble::Unsupported(why)) =
+        let Err(CapabilityError::Unsupported(why)) =
             Capability::read("c", Some(&given(mount("btrfs", &[]), 1)))
         else {
-            panic!("btrfs was taken");
+            panic!("btrfs was accepted");
         };
         assert!(why.contains("ext4") && why.contains("xfs"), "{why}");
         for mode in [1, 2, 6, 7] {
@@ -244,20 +245,22 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_capability_in_a_list_counts_more_than_an_unsupported_one() {
+    fn a_malformed_capability_in_a_list_outranks_an_unsupported_one() {
         let list = [given(block(), 5), given(None, 1)];
-        assert!(matches!(read_all(&list), Err(Trouble::Malformed(_))));
-        assert!(matches!(read_all(&list[..1]), Err(Trouble::Unsupported(_))));
-        assert!(matches!(read_all(&[]), Err(Trouble::Malformed(_))));
+        assert!(matches!(read_all(&list), Err(CapabilityError::Malformed(_))));
+        assert!(matches!(read_all(&list[..1]), Err(CapabilityError::Unsupported(_))));
+        assert!(matches!(read_all(&[]), Err(CapabilityError::Malformed(_))));
     }
 
     /// Proves CSI-VOLCAP-03: flags appear neither in the stored usage nor in a refusal.
     #[test]
-    fn mount_flags_stand_neither_in_the_usage_nor_in_a_refusal() {
+    fn mount_flags_are_neither_in_the_usage_nor_in_an_error() {
         let taken = Capability::read("c", Some(&given(mount("", &["password=hunter2"]), 1)));
         assert_eq!(taken.ok().unwrap().usage(true), "mount SINGLE_NODE_WRITER readonly");
         let refused = Capability::read("c", Some(&given(mount("", &["loop,password=hunter2"]), 1)));
-        let Err(Trouble::Malformed(status)) = refused else { panic!("loop was taken") };
+        let Err(CapabilityError::Malformed(status)) = refused else {
+            panic!("the flag loop was accepted")
+        };
         assert!(!status.message().contains("hunter2"));
     }
 

@@ -50,7 +50,10 @@ impl Range {
             .checked_next_multiple_of(GRANULE_BYTES)
             .filter(|size| i64::try_from(*size).is_ok())
             .ok_or_else(|| {
-                out_of_range(format!("{} bytes are more than can be had", self.required_bytes))
+                out_of_range(format!(
+                    "{} bytes are more than a volume may have",
+                    self.required_bytes
+                ))
             })?;
         if self.limit_bytes != 0 && size_bytes > self.limit_bytes {
             return Err(out_of_range(format!(
@@ -106,7 +109,7 @@ mod tests {
 
     /// Proves CSI-CAPACITY-02, CSI-CAPACITY-04, CSI-CAPACITY-06: the rule that all RPCs share.
     #[test]
-    fn a_range_that_says_nothing_or_is_negative_is_invalid() {
+    fn an_empty_or_negative_range_is_invalid() {
         assert_eq!(code(0, 0), Code::InvalidArgument);
         assert_eq!(code(-1, 0), Code::InvalidArgument);
         assert_eq!(code(1, -1), Code::InvalidArgument);
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_range_or_with_only_a_limit_the_default_is_taken() {
+    fn without_a_range_or_with_only_a_limit_the_default_size_is_used() {
         assert_eq!(Range::of_new_volume(None).unwrap().0, DEFAULT_BYTES);
         assert_eq!(Range::of_new_volume(Some(range(0, i64::MAX))).unwrap().0, DEFAULT_BYTES);
         assert_eq!(Range::of_new_volume(Some(range(0, 10_000))).unwrap().0, 8192);

@@ -40,7 +40,7 @@ pub fn compare(
         match sent.get(key) {
             Some(sent) if sent == value => {}
             Some(_) => return Err(format!("has another value of {key:?} than this volume")),
-            None => return Err(format!("lacks {key:?}, which was given out with its other keys")),
+            None => return Err(format!("lacks {key:?}, which was issued with its other keys")),
         }
     }
     Ok(())

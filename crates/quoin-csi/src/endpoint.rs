@@ -21,9 +21,9 @@ pub enum EndpointError {
     Suffix(String),
     #[error("CSI_ENDPOINT is {0:?}; the system allows 107 bytes for the path of a socket")]
     TooLong(String),
-    #[error("{0} is served by a running process already; stop that one first")]
+    #[error("{0} is already served by a running process; stop it first")]
     InUse(PathBuf),
-    #[error("{0} is there and is not a socket; move it away")]
+    #[error("{0} exists and is not a socket; move it away")]
     NotASocket(PathBuf),
     #[error("{operation} {path}: {source}")]
     Io {
@@ -137,7 +137,7 @@ mod tests {
 
     /// Proves CSI-PROTOCOL-05, CSI-FILESYSTEM-02.
     #[tokio::test]
-    async fn a_dead_socket_is_replaced_a_live_one_is_not_and_nothing_lies_beside_it() {
+    async fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("csi.sock");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_sockets_directory_is_made_where_it_is_missing_and_closed_to_other_users() {
+    async fn a_missing_socket_directory_is_created_and_closed_to_other_users() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("run/csi/csi.sock");
         let _served = listen(&path).await.unwrap();

@@ -69,7 +69,7 @@ impl Identity for IdentityService {
         let ready = match self.0.backend().ping().await {
             Ok(()) => true,
             // The plugin is still starting: the control plane may start after it.
-            Err(_) if !self.0.backend().was_reached() => false,
+            Err(_) if !self.0.backend().has_connected() => false,
             Err(status) => {
                 let text = format!("{}; IO of mounted volumes goes on", status.message());
                 return Err(refusal::precondition(text));
@@ -85,7 +85,7 @@ mod tests {
 
     /// Proves CSI-PLUGININFO-02, CSI-PLUGININFO-04, CSI-PLUGININFO-05: for the name's form.
     #[test]
-    fn a_driver_name_is_a_domain_name_between_two_letters() {
+    fn a_driver_name_is_a_domain_name_that_starts_and_ends_with_a_letter() {
         assert!(is_driver_name(crate::DRIVER_NAME));
         assert!(is_driver_name(&"x".repeat(63)));
         for bad in

@@ -59,7 +59,7 @@ impl Drop for Guard {
 ///
 /// # Errors
 /// The call's own error; 13 if it panicked.
-pub async fn to_the_end<T: Send + 'static>(
+pub async fn run_to_completion<T: Send + 'static>(
     rpc: &'static str,
     call: impl Future<Output = Result<T, Status>> + Send + 'static,
 ) -> Result<T, Status> {
@@ -80,7 +80,7 @@ pub async fn to_the_end<T: Send + 'static>(
     };
     match tokio::spawn(logged).await {
         Ok(outcome) => outcome,
-        Err(_) => Err(refusal::own_fault(rpc)),
+        Err(_) => Err(refusal::internal(rpc)),
     }
 }
 
@@ -97,27 +97,27 @@ mod tests {
         let _other = calls.begin("volume", "w").unwrap();
         drop(first);
         let held = calls.begin("volume", "v").unwrap();
-        let failed = to_the_end("Test", async move {
+        let failed = run_to_completion("Test", async move {
             let _held = held;
             if true {
-                panic!("inner words");
+                panic!("internal detail");
             }
             Ok(())
         })
         .await
         .unwrap_err();
         assert_eq!(failed.code(), Code::Internal);
-        assert!(!failed.message().contains("inner words"));
+        assert!(!failed.message().contains("internal detail"));
         calls.begin("volume", "v").unwrap();
     }
 
     #[tokio::test]
-    async fn a_call_whose_caller_has_gone_goes_on_and_keeps_its_lock() {
+    async fn a_call_without_its_caller_continues_and_keeps_its_lock() {
         let calls = InFlight::default();
         let (done, ended) = tokio::sync::oneshot::channel();
         let (go, gone) = tokio::sync::oneshot::channel::<()>();
         let held = calls.begin("volume", "v").unwrap();
-        let call = to_the_end("Test", async move {
+        let call = run_to_completion("Test", async move {
             let _held = held;
             let _ = gone.await;
             let _ = done.send(());
@@ -125,7 +125,7 @@ mod tests {
         });
         tokio::select! {
             biased;
-            _ = call => unreachable!("it waits"),
+            _ = call => unreachable!("the call waits"),
             () = tokio::task::yield_now() => {}
         }
         assert!(calls.begin("volume", "v").is_err());

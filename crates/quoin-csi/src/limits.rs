@@ -135,7 +135,7 @@ mod tests {
 
     /// Proves CSI-SIZE-02, CSI-CREATEVOLUME-14: the rule itself.
     #[test]
-    fn a_string_of_128_bytes_is_taken_and_one_of_129_is_not() {
+    fn a_string_of_128_bytes_is_accepted_and_one_of_129_is_not() {
         optional("f", &"x".repeat(128)).unwrap();
         refused(optional("f", &"x".repeat(129)));
         name("name", &"ü".repeat(64)).unwrap();
@@ -147,7 +147,7 @@ mod tests {
 
     /// Proves CSI-SIZE-03: the rule itself.
     #[test]
-    fn a_map_of_4096_bytes_is_taken_and_a_larger_one_is_not() {
+    fn a_map_of_4096_bytes_is_accepted_and_a_larger_one_is_not() {
         let mut value = HashMap::from([("k".repeat(96), "v".repeat(4000))]);
         map("parameters", &value).unwrap();
         value.insert("x".to_owned(), String::new());
@@ -166,7 +166,7 @@ mod tests {
 
     /// Proves CSI-SECRET-02, CSI-SECRET-01: a malformed key is refused and not repeated.
     #[test]
-    fn keys_of_secrets_have_an_alphabet_and_are_never_repeated() {
+    fn keys_of_secrets_have_an_alphabet_and_are_never_printed() {
         let of = |key: &str| HashMap::from([(key.to_owned(), "hunter2".to_owned())]);
         secrets(&of("user.name-1_A")).unwrap();
         for key in ["", "pass word", "a/b", "ü", "hunter2\n"] {

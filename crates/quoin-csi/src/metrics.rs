@@ -55,10 +55,10 @@ impl Default for Metrics {
         registry.register("calls", "CSI calls by method and gRPC code", calls.clone());
         let durations =
             Family::<Method, Histogram>::new_with_constructor(duration as fn() -> Histogram);
-        let help = "How long CSI calls took";
+        let help = "Duration of CSI calls";
         registry.register_with_unit("call_duration", help, Unit::Seconds, durations.clone());
         let controller_up = Gauge::default();
-        let help = "1 while the controller hears this node";
+        let help = "1 while the controller accepts the reports of this node";
         registry.register("controller_up", help, controller_up.clone());
         let health = Health::starting(&["controller"]);
         Self { registry: Arc::new(registry), calls, durations, controller_up, health }
@@ -76,7 +76,7 @@ impl Metrics {
     }
 
     /// Records whether this node reaches the controller; the text has the reason if not.
-    pub(crate) fn heard(&self, problem: Option<String>) {
+    pub(crate) fn record_report(&self, problem: Option<String>) {
         self.controller_up.set(i64::from(problem.is_none()));
         self.health.set("controller", problem);
     }
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_are_counted_by_method_and_code_and_inventions_as_others() {
+    fn calls_are_counted_by_method_and_code_and_unknown_methods_as_other() {
         let metrics = Metrics::default();
         metrics.called("/csi.v1.Node/NodeStageVolume", 9, Instant::now());
         metrics.called("/csi.v1.Node/Invented", 12, Instant::now());

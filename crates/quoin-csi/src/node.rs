@@ -12,18 +12,18 @@ use quoin_node::{FileSystem, NodeHost, PublishRequest, StageRequest};
 use tonic::{Code, Request, Response, Status};
 
 use crate::backend::Backend;
-use crate::capability::{Capability, Trouble};
+use crate::capability::{Capability, CapabilityError};
 use crate::capacity::{Range, signed};
-use crate::in_flight::to_the_end;
+use crate::in_flight::run_to_completion;
 use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
 use crate::{NodeSide, Plugin, context, limits, topology};
 
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
 
-const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` or \
-     `all`; `quoin dev` runs so where nothing can be attached (no root, no /dev/fuse) and said why \
-     at its start";
+const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
+     or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
+     printed why at its start";
 const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 const CAPABILITIES: &[rpc::Type] = &[
@@ -56,7 +56,7 @@ impl Node for NodeService {
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
         // A malformed capability is refused at once; an unsupported one after the volume was found.
         let capability = match capability {
-            Err(Trouble::Malformed(status)) => return Err(status),
+            Err(CapabilityError::Malformed(status)) => return Err(status),
             other => other,
         };
         limits::secrets(&request.secrets)?;
@@ -64,13 +64,13 @@ impl Node for NodeService {
         limits::map("volume_context", &request.volume_context)?;
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
         let (host, name) = (node.host.clone(), node.name.clone());
-        to_the_end("NodeStageVolume", async move {
+        run_to_completion("NodeStageVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
             let own = context::of_volume(&volume, backend.cluster_id().await?);
             context::compare(&request.volume_context, &own)
                 .map_err(|why| invalid("volume_context", why))?;
-            let capability = capability.map_err(Trouble::exceeds)?;
+            let capability = capability.map_err(CapabilityError::into_precondition_status)?;
             let attachment = volume
                 .attachments
                 .iter()
@@ -107,7 +107,7 @@ impl Node for NodeService {
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
         let host = node.host.clone();
-        to_the_end("NodeUnstageVolume", async move {
+        run_to_completion("NodeUnstageVolume", async move {
             let _held = held;
             let removed = host
                 .unstage(&request.volume_id, &staging_path)
@@ -131,7 +131,7 @@ impl Node for NodeService {
         let target = limits::path("target_path", &request.target_path)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
         let capability = match capability {
-            Err(Trouble::Malformed(status)) => return Err(status),
+            Err(CapabilityError::Malformed(status)) => return Err(status),
             other => other,
         };
         let staging_path =
@@ -147,7 +147,7 @@ impl Node for NodeService {
         })?;
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
         let host = node.host.clone();
-        to_the_end("NodePublishVolume", async move {
+        run_to_completion("NodePublishVolume", async move {
             let _held = held;
             let known = look_up(&backend, &host, &request.volume_id).await?;
             let mut default = FileSystem::default();
@@ -157,7 +157,7 @@ impl Node for NodeService {
                     .map_err(|why| invalid("volume_context", why))?;
                 default = default_file_system(&volume);
             }
-            let capability = capability.map_err(Trouble::exceeds)?;
+            let capability = capability.map_err(CapabilityError::into_precondition_status)?;
             let wanted = PublishRequest {
                 access: capability.access(default),
                 mode: capability.mode_name().to_owned(),
@@ -183,7 +183,7 @@ impl Node for NodeService {
         let target = limits::path("target_path", &request.target_path)?;
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
         let host = node.host.clone();
-        to_the_end("NodeUnpublishVolume", async move {
+        run_to_completion("NodeUnpublishVolume", async move {
             let _held = held;
             let removed = host
                 .unpublish(&request.volume_id, &target)
@@ -210,7 +210,7 @@ impl Node for NodeService {
         limits::optional_path("staging_target_path", &request.staging_target_path)?;
         let path = local_path(&request.volume_id, &request.volume_path)?;
         let host = node.host.clone();
-        to_the_end("NodeGetVolumeStats", async move {
+        run_to_completion("NodeGetVolumeStats", async move {
             let stats =
                 host.stats(&request.volume_id, &path).await.map_err(|error| from_node(&error))?;
             let mut usage = vec![VolumeUsage {
@@ -252,11 +252,11 @@ impl Node for NodeService {
         let range = request.capacity_range.map(Range::read).transpose()?;
         if request.volume_capability.is_some() {
             Capability::read("volume_capability", request.volume_capability.as_ref())
-                .map_err(Trouble::invalid)?;
+                .map_err(CapabilityError::invalid)?;
         }
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
         let host = node.host.clone();
-        to_the_end("NodeExpandVolume", async move {
+        run_to_completion("NodeExpandVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
             let path = local_path(&request.volume_id, &request.volume_path)?;
@@ -264,7 +264,7 @@ impl Node for NodeService {
                 let has = volume.size_bytes;
                 if range.required_bytes > has {
                     return Err(out_of_range(format!(
-                        "the volume has {has} bytes and {} are asked for; call \
+                        "the volume has {has} bytes and {} are requested; call \
                          ControllerExpandVolume first",
                         range.required_bytes
                     )));
@@ -334,7 +334,7 @@ async fn look_up(
     host: &Arc<NodeHost>,
     volume_id: &str,
 ) -> Result<Option<api::Volume>, Status> {
-    let is_here = host.knows(volume_id).map_err(|error| from_node(&error))?;
+    let is_here = host.has_record(volume_id).map_err(|error| from_node(&error))?;
     match backend.volume(volume_id).await {
         Ok(volume) => Ok(Some(volume)),
         Err(status) if status.code() == Code::Unavailable && is_here => Ok(None),

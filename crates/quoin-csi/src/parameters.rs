@@ -134,8 +134,8 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
     {
         let why = format!(
             "has a consistencyFactor below the majority ({majority}), which may lose \
-             acknowledged writes with one failure; say allowLossOnSingleFailure: \"true\" if \
-             that is wanted"
+             acknowledged writes with one failure; set allowLossOnSingleFailure: \"true\" to \
+             accept that"
         );
         return Err(invalid("parameters", why));
     }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn the_projects_own_spelling_becomes_a_specification() {
+    fn the_spelling_of_quoin_becomes_a_specification() {
         let spec = read(&of(&[
             ("replicas", "3"),
             ("durability", "media"),
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_numbers_of_a_second() {
+    fn limits_per_second_are_numbers() {
         let spec = read(&of(&[("iopsLimit", "500"), ("bandwidthLimit", "10485760")])).unwrap();
         assert_eq!((spec.iops_limit, spec.bandwidth_limit), (500, 10 << 20));
     }
@@ -222,14 +222,14 @@ mod tests {
     }
 
     #[test]
-    fn more_replicas_than_any_cluster_allows_are_refused_and_others_are_the_controllers_to_judge() {
+    fn only_replica_counts_above_every_cluster_limit_are_refused_here() {
         assert_eq!(read(&of(&[("replicas", "7")])).unwrap().replicas, 7);
         let refused = read(&of(&[("replicas", "9")])).unwrap_err();
         assert!(refused.message().contains("at most 8"), "{refused}");
     }
 
     #[test]
-    fn a_consistency_factor_below_the_majority_must_be_wanted_in_words() {
+    fn a_consistency_factor_below_the_majority_needs_an_explicit_parameter() {
         let weak = [("replicas", "3"), ("consistencyFactor", "1")];
         assert!(read(&of(&weak)).unwrap_err().message().contains("allowLossOnSingleFailure"));
         let wanted = [weak[0], weak[1], ("allowLossOnSingleFailure", "true")];

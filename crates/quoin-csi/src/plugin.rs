@@ -51,7 +51,7 @@ impl std::str::FromStr for Mode {
             "all" => Ok(Self::ALL),
             "controller" => Ok(Self::CONTROLLER),
             "node" => Ok(Self::NODE),
-            other => Err(format!("mode {other:?} is none of all, controller, node")),
+            other => Err(format!("mode {other:?} is not all, controller or node")),
         }
     }
 }

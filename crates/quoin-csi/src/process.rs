@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use quoin_api::control::NodeReport;
 use quoin_api::control::agent_client::AgentClient;
-use quoin_identity::{Identity, TermChannel, is_of_removed};
+use quoin_identity::{Identity, TermChannel, is_member_removed};
 use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
 use tokio::sync::watch;
 use tonic::Request;
@@ -179,35 +179,35 @@ async fn keep_reporting(
     mut shutdown: watch::Receiver<bool>,
 ) -> Option<String> {
     let mut client = AgentClient::new(channel);
-    let mut was_heard = true;
+    let mut is_reachable = true;
     loop {
-        let here = devices.report().await;
+        let reported = devices.report().await;
         let mut request = Request::new(NodeReport {
-            knows_devices: here.is_some(),
-            devices: here.unwrap_or_default(),
+            knows_devices: reported.is_some(),
+            devices: reported.unwrap_or_default(),
             ..report.clone()
         });
         request.set_timeout(REPORT_EVERY * 2);
-        let heard = client.report_node(request).await;
-        if let Ok(answer) = &heard {
+        let outcome = client.report_node(request).await;
+        if let Ok(answer) = &outcome {
             let ended = devices.end_served_elsewhere(answer.get_ref()).await;
             metrics.health.replace("volume ", ended);
         }
         let problem = |status: &tonic::Status| format!("out of reach ({})", status.message());
-        metrics.heard(heard.as_ref().err().map(problem));
+        metrics.record_report(outcome.as_ref().err().map(problem));
         let fit = plugin.check_node().await;
         metrics.health.set("node", fit.err().map(|status| status.message().to_owned()));
-        match heard {
-            Ok(_) if !was_heard => {
-                tracing::info!("the controller hears this node again");
-                was_heard = true;
+        match outcome {
+            Ok(_) if !is_reachable => {
+                tracing::info!("the controller is reachable again");
+                is_reachable = true;
             }
             Ok(_) => {}
-            Err(status) if is_of_removed(&status) => return Some(status.message().to_owned()),
-            Err(status) if was_heard => {
+            Err(status) if is_member_removed(&status) => return Some(status.message().to_owned()),
+            Err(status) if is_reachable => {
                 let (code, message) = (status.code(), status.message());
-                tracing::warn!(?code, message, "the controller does not hear this node; trying on");
-                was_heard = false;
+                tracing::warn!(?code, message, "the controller is not reachable; retrying");
+                is_reachable = false;
             }
             Err(_) => {}
         }

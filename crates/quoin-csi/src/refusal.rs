@@ -33,17 +33,19 @@ pub fn precondition(why: impl std::fmt::Display) -> Status {
 
 /// Refuses a path at which no volume of this node can be: 5.
 pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
-    Status::not_found(format!("volume {volume_id:?} is not there: {}", why.message()))
+    Status::not_found(format!("volume {volume_id:?} is not at that path: {}", why.message()))
 }
 
 /// Refuses where no pool is in the requested topology: 8.
-pub fn nowhere(why: impl Into<String>) -> Status {
+pub fn no_topology(why: impl Into<String>) -> Status {
     Status::resource_exhausted(why)
 }
 
 /// Reports a fault of the plugin itself: 13.
-pub fn own_fault(rpc: &str) -> Status {
-    Status::internal(format!("{rpc} failed by a fault of Quoin; see its log"))
+pub fn internal(rpc: &str) -> Status {
+    Status::internal(format!(
+        "{rpc} failed because of an internal error; see the log of the plugin"
+    ))
 }
 
 /// Refuses an unknown volume: 5.
@@ -53,7 +55,7 @@ pub fn no_volume(volume_id: &str) -> Status {
 
 /// Refuses while another call works on the same volume: 10.
 pub fn pending(what: &str) -> Status {
-    Status::aborted(format!("an operation on {what} is under way; try again when it has ended"))
+    Status::aborted(format!("an operation on {what} is in progress; retry when it has ended"))
 }
 
 /// Refuses an impossible size: 11.
@@ -63,7 +65,7 @@ pub fn out_of_range(why: impl Into<String>) -> Status {
 
 /// Refuses a token that was not issued, or is no longer valid: 10.
 pub fn bad_token() -> Status {
-    Status::aborted("starting_token is not one that was given out here; start without one")
+    Status::aborted("starting_token is unknown; start without one")
 }
 
 /// Refuses an RPC that is not served, or not in this mode: 12, before any argument is read.
@@ -113,7 +115,7 @@ mod tests {
 
     /// Proves CSI-ERR-12, CSI-ERR-14: for answers of the control plane.
     #[test]
-    fn an_answer_of_the_control_plane_keeps_its_code_and_loses_its_details() {
+    fn an_error_of_the_control_plane_keeps_its_code_and_loses_its_details() {
         let rich = Status::with_details(
             Code::ResourceExhausted,
             "no room",

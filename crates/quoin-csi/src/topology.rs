@@ -33,7 +33,7 @@ pub fn of_requirement(
         return Err(invalid(FIELD, "has neither requisite nor preferred"));
     }
     let fold = |list: &[Topology]| -> Result<Vec<_>, Status> {
-        list.iter().map(|one| folded(FIELD, one)).collect()
+        list.iter().map(|one| normalized(FIELD, one)).collect()
     };
     let (requisite, preferred) = (fold(&given.requisite)?, fold(&given.preferred)?);
     if !requisite.is_empty() && !preferred.iter().all(|one| requisite.contains(one)) {
@@ -45,7 +45,7 @@ pub fn of_requirement(
             possibilities.push(one);
         }
     }
-    restricting(possibilities, cluster_id)
+    restrict_to_cluster(possibilities, cluster_id)
 }
 
 /// Checks a single topology as [`of_requirement`] does; one of another cluster has no storage,
@@ -58,12 +58,12 @@ pub fn of_one(
     cluster_id: &str,
 ) -> Result<Option<Vec<control::Topology>>, Status> {
     let Some(given) = given else { return Ok(Some(Vec::new())) };
-    let one = folded("accessible_topology", given)?;
-    Ok(restricting(vec![one], cluster_id).ok())
+    let one = normalized("accessible_topology", given)?;
+    Ok(restrict_to_cluster(vec![one], cluster_id).ok())
 }
 
 /// Removes the cluster's own segment: it is valid everywhere, and pools do not carry it.
-fn restricting(
+fn restrict_to_cluster(
     possibilities: Vec<BTreeMap<String, String>>,
     cluster_id: &str,
 ) -> Result<Vec<control::Topology>, Status> {
@@ -80,8 +80,8 @@ fn restricting(
         here.push(control::Topology { segments: one.into_iter().collect() });
     }
     if here.is_empty() {
-        return Err(refusal::nowhere(format!(
-            "none of the topologies asked for lies in this cluster ({CLUSTER_KEY}={cluster_id})"
+        return Err(refusal::no_topology(format!(
+            "none of the requested topologies is in this cluster ({CLUSTER_KEY}={cluster_id})"
         )));
     }
     Ok(here)
@@ -116,29 +116,32 @@ pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topol
     let mut topology = Topology { segments };
     topology.segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
     // The whole is checked: an operator without segments violates no rule.
-    folded("topology", &topology)?;
+    normalized("topology", &topology)?;
     Ok(topology)
 }
 
 /// Returns a well-formed topology with its keys in lower case.
-fn folded(field: &str, given: &Topology) -> Result<BTreeMap<String, String>, Status> {
+fn normalized(field: &str, given: &Topology) -> Result<BTreeMap<String, String>, Status> {
     if given.segments.is_empty() {
         return Err(invalid(field, "has a topology without segments"));
     }
     crate::limits::map(field, &given.segments)?;
-    let mut folded = BTreeMap::new();
+    let mut normalized = BTreeMap::new();
     for (key, value) in &given.segments {
         if !is_key(key) {
-            return Err(invalid(field, format!("has {key:?}, which is no topology key")));
+            return Err(invalid(field, format!("has {key:?}, which is not a topology key")));
         }
         if !is_label(value) {
-            return Err(invalid(field, format!("has a value of {key:?} that is no segment")));
+            return Err(invalid(
+                field,
+                format!("has a value of {key:?} that is not a valid segment"),
+            ));
         }
-        if folded.insert(key.to_ascii_lowercase(), value.clone()).is_some() {
-            return Err(invalid(field, format!("has {key:?} twice, apart from its case")));
+        if normalized.insert(key.to_ascii_lowercase(), value.clone()).is_some() {
+            return Err(invalid(field, format!("has {key:?} twice, in different case")));
         }
     }
-    Ok(folded)
+    Ok(normalized)
 }
 
 /// Returns whether the text is `name` or `prefix/name`.
@@ -194,10 +197,10 @@ mod tests {
 
     /// Proves CSI-TOPOLOGY-16, CSI-TOPOLOGY-17, CSI-TOPOLOGY-18, CSI-TOPOLOGY-22.
     #[test]
-    fn keys_and_values_have_the_form_that_the_interface_gives_them() {
+    fn topology_keys_and_values_have_the_form_of_the_specification() {
         let long = "x".repeat(64);
         for key in ["zone", "Zone_1.a-b", "quoin.io/zone", "a-1.b/Z", &"x".repeat(63)] {
-            assert!(folded("t", &of(&[(key, "v")])).is_ok(), "{key}");
+            assert!(normalized("t", &of(&[(key, "v")])).is_ok(), "{key}");
         }
         for key in [
             "",
@@ -215,17 +218,17 @@ mod tests {
             &long,
             &format!("{long}/zone"),
         ] {
-            let status = folded("t", &of(&[(key, "v")])).unwrap_err();
+            let status = normalized("t", &of(&[(key, "v")])).unwrap_err();
             assert_eq!(status.code(), Code::InvalidArgument, "{key}");
         }
         for value in ["", "-v", "v_", "v v", &long] {
-            assert!(folded("t", &of(&[("zone", value)])).is_err(), "{value}");
+            assert!(normalized("t", &of(&[("zone", value)])).is_err(), "{value}");
         }
     }
 
     /// Proves CSI-TOPOLOGY-21: for requests.
     #[test]
-    fn keys_that_differ_in_case_only_are_refused_together_and_equal_apart() {
+    fn keys_that_differ_only_in_case_are_equal_and_refused_in_one_topology() {
         assert_eq!(
             code(&requirement(vec![of(&[("zone", "a"), ("Zone", "b")])], vec![])),
             Code::InvalidArgument
@@ -236,7 +239,7 @@ mod tests {
 
     /// Proves CSI-TOPOLOGY-01, CSI-TOPOLOGY-09.
     #[test]
-    fn a_requirement_says_something_and_prefers_only_what_it_allows() {
+    fn a_requirement_is_not_empty_and_prefers_only_requisite_topologies() {
         assert_eq!(code(&requirement(vec![], vec![])), Code::InvalidArgument);
         let (a, b) = (of(&[("zone", "a")]), of(&[("zone", "b")]));
         assert_eq!(code(&requirement(vec![a.clone()], vec![b.clone()])), Code::InvalidArgument);
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clusters_own_segment_restricts_nothing_and_another_clusters_has_no_room() {
+    fn the_segment_of_this_cluster_restricts_nothing_and_that_of_another_has_no_room() {
         let here = requirement(vec![of(&[(CLUSTER_KEY, "c1")])], vec![]);
         assert!(of_requirement(Some(&here), "c1").unwrap().is_empty());
         assert_eq!(

@@ -34,7 +34,7 @@ fn expand(volume_id: &str, required: i64, limit: i64) -> ControllerExpandVolumeR
 /// Proves CSI-CREATEVOLUME-01, CSI-CREATEVOLUME-02, CSI-CREATEVOLUME-30, CSI-VOLUME-03,
 /// CSI-VOLUME-04, CSI-VOLUME-12, CSI-CREATEVOLUME-16.
 #[tokio::test]
-async fn a_volume_is_made_once_however_often_it_is_asked_for() {
+async fn a_repeated_create_returns_the_same_volume() {
     let mut world = World::start().await;
     let first = world.create("db", 64 * MIB).await;
     assert_eq!(world.create("db", 64 * MIB).await, first);
@@ -55,7 +55,7 @@ async fn a_volume_is_made_once_however_often_it_is_asked_for() {
 /// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38, CSI-CAPACITY-01: a
 /// compatible request stays compatible.
 #[tokio::test]
-async fn a_name_that_is_taken_by_another_volume_is_refused() {
+async fn the_name_of_another_volume_is_refused() {
     let mut world = World::start().await;
     let first = world.create("db", 64 * MIB).await;
     let wanted = |capacity_range| CreateVolumeRequest {
@@ -84,7 +84,7 @@ async fn a_name_that_is_taken_by_another_volume_is_refused() {
     }
     let any_size = CreateVolumeRequest { capacity_range: None, ..create("db", 0) };
     let again = world.controller.create_volume(any_size).await.unwrap().into_inner();
-    assert_eq!(again.volume.unwrap(), first, "without a range, any size is the asked one");
+    assert_eq!(again.volume.unwrap(), first, "without a range, any size matches");
     assert_eq!(world.cluster.volumes().await.len(), 1);
 }
 
@@ -93,7 +93,7 @@ async fn a_name_that_is_taken_by_another_volume_is_refused() {
 /// CSI-SOURCE-02, CSI-SOURCE-04, CSI-CREATEVOLUME-32, CSI-SECRET-02, CSI-SIZE-03,
 /// CSI-TOPOLOGY-01.
 #[tokio::test]
-async fn a_create_request_that_cannot_be_right_is_invalid_and_makes_nothing() {
+async fn an_invalid_create_request_creates_nothing() {
     let mut world = World::start().await;
     let good = || create("db", 64 * MIB);
     let source = |kind| Some(VolumeContentSource { r#type: kind });
@@ -171,7 +171,7 @@ async fn one_unsupported_capability_among_several_refuses_the_volume() {
 /// Proves CSI-CREATEVOLUME-41, CSI-CREATEVOLUME-12, CSI-CREATEVOLUME-40, CSI-TOPOLOGY-12,
 /// CSI-CREATEVOLUME-24, CSI-TOPOLOGY-02, CSI-TOPOLOGY-03, CSI-VOLUME-15.
 #[tokio::test]
-async fn sizes_names_and_places_have_their_own_codes() {
+async fn sizes_names_and_topologies_have_their_own_codes() {
     let mut world = World::start().await;
     let far = [range(i64::MAX, 0), range(1 << 60, 0), range(81 << 30, 0)];
     let empty = [range(1, 4095), range(2 * MIB, MIB), range(0, MIB - 1), range(1, MIB / 2)];
@@ -294,10 +294,13 @@ async fn a_volume_is_published_to_one_node_in_one_way() {
         let answer = world.controller.controller_publish_volume(other).await;
         assert_eq!(code(&answer), Code::AlreadyExists);
     }
-    let elsewhere =
+    let other_request =
         world.controller.controller_publish_volume(publish(id, control::OTHER_NODE)).await;
-    assert_eq!(code(&elsewhere), Code::FailedPrecondition);
-    assert!(elsewhere.unwrap_err().message().contains(NODE), "names the node that has it");
+    assert_eq!(code(&other_request), Code::FailedPrecondition);
+    assert!(
+        other_request.unwrap_err().message().contains(NODE),
+        "the error names the node with the volume"
+    );
     assert_eq!(world.cluster.volumes().await[0].attachments.len(), 1);
 
     for name in ["second", "third"] {
@@ -311,7 +314,7 @@ async fn a_volume_is_published_to_one_node_in_one_way() {
 /// Proves CSI-CTRLUNPUBLISH-01, CSI-CTRLUNPUBLISH-05, CSI-CTRLUNPUBLISH-08,
 /// CSI-CTRLUNPUBLISH-10, CSI-CTRLUNPUBLISH-13, CSI-CTRLUNPUBLISH-14.
 #[tokio::test]
-async fn unpublishing_always_ends_with_the_volume_not_published() {
+async fn unpublishing_always_ends_with_an_unpublished_volume() {
     let mut world = World::start().await;
     let id = world.create("db", 64 * MIB).await.volume_id;
     for (volume, node) in
@@ -456,7 +459,7 @@ async fn all_volumes_are_listed_once_in_pages_of_any_size() {
 /// Proves CSI-GETVOLUME-01, CSI-GETVOLUME-02, CSI-GETVOLUME-04, CSI-GETVOLUME-05,
 /// CSI-GETVOLUME-06, CSI-GETVOLUME-07, CSI-GETVOLUME-09.
 #[tokio::test]
-async fn a_volume_is_shown_as_it_is_now() {
+async fn a_volume_is_shown_in_its_present_state() {
     let mut world = World::start().await;
     let id = world.create("db", 64 * MIB).await.volume_id;
     let get = |id: &str| ControllerGetVolumeRequest { volume_id: id.to_owned() };
@@ -482,7 +485,7 @@ async fn a_volume_is_shown_as_it_is_now() {
 /// CSI-GETCAPACITY-06, CSI-GETCAPACITY-07, CSI-GETCAPACITY-08, CSI-GETCAPACITY-09,
 /// CSI-GETCAPACITY-11, CSI-GETCAPACITY-12.
 #[tokio::test]
-async fn capacity_is_what_a_volume_of_that_kind_can_have() {
+async fn capacity_is_the_largest_size_of_a_volume_of_that_kind() {
     let mut world = World::start().await;
     let ask = |parameters: &[(&str, &str)]| GetCapacityRequest {
         parameters: map(parameters),

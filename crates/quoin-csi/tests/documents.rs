@@ -27,7 +27,7 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
 
 /// Proves CSI-ENV-02.
 #[test]
-fn no_variable_of_our_own_starts_as_those_of_the_interface_do() {
+fn no_variable_of_quoin_starts_with_the_prefix_of_the_interface() {
     // The text is assembled here, so that this file does not match.
     let start = format!("\"{}_", "CSI");
     let mut directories = vec![root().join("crates")];

@@ -26,7 +26,7 @@ fn unpublish(volume: &Volume, node_id: &str) -> ControllerUnpublishVolumeRequest
 }
 
 /// Returns a request whose caller gives up after `patience`.
-fn hasty<T>(message: T, patience: Duration) -> Request<T> {
+fn impatient<T>(message: T, patience: Duration) -> Request<T> {
     let mut request = Request::new(message);
     request.set_timeout(patience);
     request
@@ -51,14 +51,14 @@ where
 /// Proves CSI-TIMEOUT-02: however early the caller gives up, the same call again ends with the
 /// result of one that was waited for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() {
+async fn a_caller_that_times_out_and_retries_gets_one_volume_and_one_mount() {
     let mut world = World::start().await;
     for (index, micros) in [1, 300, 1000, 3000, 10_000].into_iter().enumerate() {
         let patience = Duration::from_micros(micros);
         let name = format!("db{index}");
         let (controller, node) = (world.controller.clone(), world.node.clone());
         let wanted = create(&name, 64 * MIB);
-        let _ = controller.clone().create_volume(hasty(wanted.clone(), patience)).await;
+        let _ = controller.clone().create_volume(impatient(wanted.clone(), patience)).await;
         let again = || {
             let (mut controller, wanted) = (controller.clone(), wanted.clone());
             async move { controller.create_volume(wanted).await }
@@ -68,7 +68,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
         assert_eq!(world.cluster.volumes().await.iter().filter(|one| named(one)).count(), 1);
 
         let wanted = publish(&volume, NODE);
-        let hurried = hasty(wanted.clone(), patience);
+        let hurried = impatient(wanted.clone(), patience);
         let _ = controller.clone().controller_publish_volume(hurried).await;
         let again = || {
             let (mut controller, wanted) = (controller.clone(), wanted.clone());
@@ -83,7 +83,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
                 volume_capability: Some(writer()),
                 ..Default::default()
             };
-            let _ = node.clone().node_stage_volume(hasty(stage.clone(), patience)).await;
+            let _ = node.clone().node_stage_volume(impatient(stage.clone(), patience)).await;
             let again = || {
                 let (mut node, stage) = (node.clone(), stage.clone());
                 async move { node.node_stage_volume(stage).await }
@@ -95,7 +95,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
                 volume_id: volume.volume_id.clone(),
                 staging_target_path: world.text("stage"),
             };
-            let _ = node.clone().node_unstage_volume(hasty(unstage.clone(), patience)).await;
+            let _ = node.clone().node_unstage_volume(impatient(unstage.clone(), patience)).await;
             let again = || {
                 let (mut node, unstage) = (node.clone(), unstage.clone());
                 async move { node.node_unstage_volume(unstage).await }
@@ -104,7 +104,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
             world.assert_node_is_clean();
         }
 
-        let hurried = hasty(unpublish(&volume, NODE), patience);
+        let hurried = impatient(unpublish(&volume, NODE), patience);
         let _ = controller.clone().controller_unpublish_volume(hurried).await;
         let again = || {
             let (mut controller, wanted) = (controller.clone(), unpublish(&volume, NODE));
@@ -113,7 +113,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
         until_done(again).await;
         let delete =
             DeleteVolumeRequest { volume_id: volume.volume_id.clone(), ..Default::default() };
-        let _ = world.controller.delete_volume(hasty(delete.clone(), patience)).await;
+        let _ = world.controller.delete_volume(impatient(delete.clone(), patience)).await;
         let again = || {
             let (mut controller, delete) = (controller.clone(), delete.clone());
             async move { controller.delete_volume(delete).await }
@@ -127,7 +127,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
 /// CSI-VALIDATE-16, CSI-LISTVOLUMES-15, CSI-GETVOLUME-08, CSI-GETCAPACITY-14, CSI-NODESTAGE-20,
 /// CSI-NODEINFO-13: and nothing of it was done when it is back.
 #[tokio::test]
-async fn without_a_control_plane_no_call_claims_to_have_succeeded() {
+async fn without_a_control_plane_no_call_reports_success() {
     let mut world = World::start().await;
     let volume = world.create("db", 64 * MIB).await;
     world.stop_control().await;
@@ -178,7 +178,7 @@ async fn without_a_control_plane_no_call_claims_to_have_succeeded() {
 
 /// Proves CSI-VOLUME-08, CSI-VOLUME-09, CSI-CTRLPUBLISH-19, CSI-CTRLPUBLISH-20, CSI-VOLUME-02.
 #[tokio::test]
-async fn contexts_stay_as_they_were_given_through_restarts_and_growth() {
+async fn volume_contexts_stay_the_same_through_restarts_and_growth() {
     let mut world = World::start().await;
     let volume = world.create("db", 64 * MIB).await;
     let request = publish(&volume, NODE);
@@ -215,7 +215,7 @@ async fn contexts_stay_as_they_were_given_through_restarts_and_growth() {
 
 /// Proves CSI-CTRLUNPUBLISH-04, CSI-CTRLUNPUBLISH-09.
 #[tokio::test]
-async fn a_volume_is_taken_from_a_dead_node_and_from_no_other() {
+async fn only_a_dead_node_loses_its_volume_to_another() {
     let mut world = World::start().await;
     let volume = world.create("db", 64 * MIB).await;
     let dead = control::OTHER_NODE;
@@ -223,7 +223,7 @@ async fn a_volume_is_taken_from_a_dead_node_and_from_no_other() {
     world.cluster.kill_node(dead);
     world.controller.controller_unpublish_volume(unpublish(&volume, NODE)).await.unwrap();
     let attached = world.cluster.volumes().await[0].attachments.clone();
-    assert_eq!(attached[0].node, dead, "only the node that is named loses it");
+    assert_eq!(attached[0].node, dead, "only the named node loses the volume");
     world.controller.controller_unpublish_volume(unpublish(&volume, dead)).await.unwrap();
     world.controller.controller_publish_volume(publish(&volume, NODE)).await.unwrap();
     assert_eq!(world.cluster.volumes().await[0].attachments[0].node, NODE);
@@ -248,7 +248,7 @@ async fn until_it_is_free<T>(mut ask: impl AsyncFnMut() -> Result<T, tonic::Stat
 
 /// Proves CSI-NODEUNSTAGE-12, CSI-NODEUNPUBLISH-10, CSI-NODESTATS-18.
 #[tokio::test]
-async fn a_mount_in_use_is_not_said_to_be_gone() {
+async fn a_mount_in_use_is_not_reported_as_unmounted() {
     if !can_mount() {
         return;
     }
@@ -287,7 +287,7 @@ async fn a_mount_in_use_is_not_said_to_be_gone() {
 /// Proves CSI-NODEEXPAND-22: ext4 grows online only for a process that has CAP_SYS_RESOURCE; for
 /// another, with the next staging.
 #[tokio::test]
-async fn a_mounted_ext4_grows_or_says_what_it_lacks_and_grows_with_the_next_staging() {
+async fn a_mounted_ext4_grows_at_once_or_with_the_next_staging() {
     if !can_mount() {
         return;
     }

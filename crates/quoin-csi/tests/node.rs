@@ -37,7 +37,7 @@ fn stats_of(volume_id: &str, volume_path: &str) -> NodeGetVolumeStatsRequest {
 /// CSI-NODEUNSTAGE-01, CSI-NODEUNSTAGE-02, CSI-NODEUNSTAGE-07, CSI-NODEPUBLISH-43,
 /// CSI-NODEPUBLISH-21, CSI-CTRLCAPS-19, CSI-NODEPUBLISH-39.
 #[tokio::test]
-async fn a_mounted_volume_goes_the_whole_way_and_back_twice() {
+async fn a_mounted_volume_passes_all_steps_forth_and_back_twice() {
     if !can_mount() {
         return;
     }
@@ -80,7 +80,7 @@ async fn a_mounted_volume_goes_the_whole_way_and_back_twice() {
 
 /// Proves CSI-NODEPUBLISH-29, CSI-NODEPUBLISH-36: for block access.
 #[tokio::test]
-async fn a_block_volume_is_a_device_that_refuses_writes_when_read_only() {
+async fn a_read_only_block_volume_is_a_device_that_refuses_writes() {
     if !can_mount() {
         return;
     }
@@ -173,7 +173,7 @@ async fn read_only_use_and_mount_flags_show_in_the_mount() {
 /// CSI-NODESTAGE-16, CSI-NODESTAGE-17, CSI-NODESTAGE-19, CSI-NODESTAGE-21, CSI-NODESTAGE-22,
 /// CSI-NODESTAGE-23, CSI-NODESTAGE-24.
 #[tokio::test]
-async fn a_stage_request_that_does_not_fit_is_refused_by_its_code_and_changes_nothing() {
+async fn a_wrong_stage_request_is_refused_with_its_code_and_changes_nothing() {
     if !can_mount() {
         return;
     }
@@ -217,8 +217,9 @@ async fn a_stage_request_that_does_not_fit_is_refused_by_its_code_and_changes_no
     let other = NodeStageVolumeRequest { volume_capability, ..good.clone() };
     assert_eq!(code(&world.node.node_stage_volume(other).await), Code::AlreadyExists);
     fs::create_dir(world.path("elsewhere")).unwrap();
-    let elsewhere = NodeStageVolumeRequest { staging_target_path: world.text("elsewhere"), ..good };
-    let answer = world.node.node_stage_volume(elsewhere).await;
+    let other_request =
+        NodeStageVolumeRequest { staging_target_path: world.text("elsewhere"), ..good };
+    let answer = world.node.node_stage_volume(other_request).await;
     assert_eq!(code(&answer), Code::FailedPrecondition);
     assert_eq!(world.attacher.made.load(Ordering::Relaxed), 1, "no second device");
     assert_eq!(world.mounts().len(), 1);
@@ -228,7 +229,7 @@ async fn a_stage_request_that_does_not_fit_is_refused_by_its_code_and_changes_no
 /// CSI-NODEPUBLISH-34, CSI-NODEPUBLISH-35, CSI-NODEPUBLISH-38, CSI-NODEPUBLISH-40,
 /// CSI-NODEPUBLISH-41, CSI-NODEPUBLISH-42, CSI-ACCESSMODE-07.
 #[tokio::test]
-async fn a_publish_request_that_does_not_fit_is_refused_by_its_code_and_leaves_nothing() {
+async fn a_wrong_publish_request_is_refused_with_its_code_and_leaves_nothing() {
     if !can_mount() {
         return;
     }
@@ -303,13 +304,13 @@ async fn several_targets_of_one_node_share_a_multi_writer_volume() {
     fs::write(world.path("pods/a/x"), "shared").unwrap();
     assert_eq!(fs::read_to_string(world.path("pods/b/x")).unwrap(), "shared");
     assert!(fs::write(world.path("pods/b/y"), "y").is_err(), "each with its own arguments");
-    let elsewhere = ControllerPublishVolumeRequest {
+    let other_request = ControllerPublishVolumeRequest {
         volume_id: stage.volume_id.clone(),
         node_id: "node-b".into(),
         volume_capability: Some(capability),
         ..Default::default()
     };
-    let answer = world.controller.controller_publish_volume(elsewhere).await;
+    let answer = world.controller.controller_publish_volume(other_request).await;
     assert_eq!(code(&answer), Code::FailedPrecondition);
     for request in [&one, &two] {
         world.node.node_unpublish_volume(unpublish_of(request)).await.unwrap();
@@ -321,7 +322,7 @@ async fn several_targets_of_one_node_share_a_multi_writer_volume() {
 /// Proves CSI-NODEUNSTAGE-08, CSI-NODEUNSTAGE-09, CSI-NODEUNSTAGE-10, CSI-NODEUNSTAGE-13,
 /// CSI-NODEUNPUBLISH-05, CSI-NODEUNPUBLISH-06, CSI-NODEUNPUBLISH-08, CSI-NODEUNPUBLISH-11.
 #[tokio::test]
-async fn taking_back_what_is_not_there_depends_on_whether_the_volume_exists() {
+async fn the_code_for_an_absent_mount_depends_on_whether_the_volume_exists() {
     if !can_mount() {
         return;
     }
@@ -367,7 +368,7 @@ async fn taking_back_what_is_not_there_depends_on_whether_the_volume_exists() {
 /// CSI-NODESTATS-10, CSI-NODESTATS-13, CSI-NODESTATS-14, CSI-NODESTATS-15, CSI-NODESTATS-16,
 /// CSI-NODESTATS-17, CSI-NODESTATS-19, CSI-NODECAPS-04.
 #[tokio::test]
-async fn figures_are_given_for_the_paths_of_a_volume_and_no_others() {
+async fn statistics_are_returned_only_for_the_paths_of_a_volume() {
     if !can_mount() {
         return;
     }
@@ -440,7 +441,7 @@ async fn a_volume_in_use_grows_on_its_node_after_the_controller_grew_it() {
         ..Default::default()
     };
     let early = world.node.node_expand_volume(good()).await;
-    assert_eq!(code(&early), Code::OutOfRange, "the controller comes first");
+    assert_eq!(code(&early), Code::OutOfRange, "the controller must grow the volume first");
     let request = ControllerExpandVolumeRequest {
         volume_id: id.clone(),
         capacity_range: Some(range(800 * MIB, 0)),
@@ -521,7 +522,7 @@ async fn paths_far_longer_than_a_string_work_everywhere() {
 }
 
 #[tokio::test]
-async fn mounts_outlive_the_plugin_and_the_next_one_takes_them_back() {
+async fn mounts_survive_the_plugin_and_the_next_one_unpublishes_them() {
     if !can_mount() {
         return;
     }
@@ -541,7 +542,7 @@ async fn mounts_outlive_the_plugin_and_the_next_one_takes_them_back() {
 }
 
 #[tokio::test]
-async fn a_staged_volume_is_published_and_taken_back_while_the_control_plane_is_down() {
+async fn a_staged_volume_is_published_and_unpublished_without_the_control_plane() {
     if !can_mount() {
         return;
     }
@@ -556,5 +557,5 @@ async fn a_staged_volume_is_published_and_taken_back_while_the_control_plane_is_
     world.node.node_unstage_volume(unstage_of(&stage)).await.unwrap();
     world.assert_node_is_clean();
     let answer = world.node.node_stage_volume(stage).await;
-    assert_eq!(code(&answer), Code::Unavailable, "a new staging has to be looked up");
+    assert_eq!(code(&answer), Code::Unavailable, "a new staging needs a lookup at the controller");
 }

@@ -26,7 +26,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
         std::fs::create_dir(path(directory)).unwrap();
     }
     let mut cluster = ControlPlane::start(path("controller"), path("run/admin.sock")).await;
-    cluster.heard(0).await;
+    cluster.wait_for_nodes(0).await;
     let asked =
         CreateJoinTokenRequest { role: "node".into(), manages_volumes: true, ..Default::default() };
     let token = cluster.client().create_join_token(asked).await.unwrap().into_inner();
@@ -39,7 +39,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     let options = Options { mode: Mode::ALL, ..options };
     let (stop, stopped) = watch::channel(false);
     let process = tokio::spawn(quoin_csi::run(options, stopped));
-    cluster.heard(1).await;
+    cluster.wait_for_nodes(1).await;
 
     let channel = unix_channel(&socket);
     let mut controller = ControllerClient::new(channel.clone());
@@ -68,7 +68,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     controller.delete_volume(delete).await.unwrap();
     assert_eq!(code(&controller.controller_get_volume(get).await), Code::NotFound);
 
-    assert!(!process.is_finished(), "it goes on when there is nothing to do");
+    assert!(!process.is_finished(), "an idle process keeps running");
     // A caller that sends nothing more, and does not notice the end of the process either.
     let mut silent = std::os::unix::net::UnixStream::connect(&socket).unwrap();
     silent.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").unwrap();
@@ -76,7 +76,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     silent.read_exact(&mut [0; 9]).unwrap();
     stop.send_replace(true);
     let ended = tokio::time::timeout(Duration::from_secs(30), process).await;
-    ended.expect("it ends").unwrap().unwrap();
+    ended.expect("the process ends").unwrap().unwrap();
     assert_eq!(std::fs::read_dir(path("csi")).unwrap().count(), 0, "the socket is removed");
     cluster.stop().await;
 }

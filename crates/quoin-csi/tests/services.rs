@@ -14,7 +14,7 @@ use tonic::Code;
 /// CSI-CTRLCAPS-01, CSI-CTRLCAPS-13, CSI-NODECAPS-01, CSI-NODEINFO-01, CSI-NODEINFO-04,
 /// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11.
 #[tokio::test]
-async fn one_socket_tells_who_it_is_and_what_it_can_do() {
+async fn one_socket_reports_identity_and_capabilities() {
     let mut world = World::start().await;
     let info = world.identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap().into_inner();
     assert_eq!(info.name, "csi.quoin.io");
@@ -29,7 +29,10 @@ async fn one_socket_tells_who_it_is_and_what_it_can_do() {
     let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
     assert!(has(Some(Type::VolumeExpansion(online))));
     let offline = VolumeExpansion { r#type: volume_expansion::Type::Offline.into() };
-    assert!(!has(Some(Type::VolumeExpansion(offline))), "grown online, so never said to be less");
+    assert!(
+        !has(Some(Type::VolumeExpansion(offline))),
+        "volumes grow online, so OFFLINE is not advertised"
+    );
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(true));
 
@@ -77,7 +80,7 @@ async fn one_socket_tells_who_it_is_and_what_it_can_do() {
 /// Proves CSI-ERR-10, CSI-SERVICES-06, CSI-SERVICES-07: by a handler of its own (which gives a
 /// reason, where the transport gives none), before validation, for every RPC that is not served.
 #[tokio::test]
-async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
+async fn every_unserved_call_returns_unimplemented() {
     let mut world = World::start().await;
     let mut group = GroupControllerClient::new(world.channel.clone());
     let controller = &mut world.controller;
@@ -118,7 +121,7 @@ async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
 /// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03: modes differ in active
 /// services, not in the plugin's identity.
 #[tokio::test]
-async fn a_mode_serves_its_own_services_and_names_the_same_capabilities() {
+async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
     let mut capabilities = Vec::new();
     for mode in [Mode::ALL, Mode::CONTROLLER, Mode::NODE] {
         let mut world = World::start_in(mode).await;
@@ -184,12 +187,12 @@ async fn a_mode_serves_its_own_services_and_names_the_same_capabilities() {
 
 /// Proves CSI-PROBE-07, CSI-PROBE-06, CSI-PROBE-10, CSI-PROBE-11, CSI-PROBE-12.
 #[tokio::test]
-async fn a_probe_tells_starting_from_failing() {
+async fn a_probe_distinguishes_starting_from_failing() {
     let mut world = World::start().await;
     world.stop_control().await;
     world.restart_plugin().await;
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
-    assert_eq!(ready, Some(false), "it has not come up yet");
+    assert_eq!(ready, Some(false), "the controller has not started yet");
     world.start_control().await;
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(true));
@@ -200,7 +203,7 @@ async fn a_probe_tells_starting_from_failing() {
 
 /// Proves CSI-ERR-05, CSI-ERR-06, CSI-ERR-12, CSI-ERR-14: an empty request of every RPC.
 #[tokio::test]
-async fn empty_requests_are_refused_before_anything_happens() {
+async fn empty_requests_are_refused_before_any_change() {
     let mut world = World::start().await;
     let controller = &mut world.controller;
     let codes = [
@@ -248,7 +251,7 @@ impl Write for Log {
 /// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-SECRET-06: at the most verbose level, in refusals, and
 /// in the records.
 #[tokio::test]
-async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secrets() {
+async fn secrets_and_mount_flags_are_in_no_log_message_or_record() {
     let log = Log::default();
     let writer_of_log = log.clone();
     let subscriber = tracing_subscriber::fmt()
@@ -294,14 +297,14 @@ async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secret
     messages += world.controller.delete_volume(request).await.unwrap_err().message();
     assert!(!messages.contains("hunter2"), "{messages}");
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    assert!(log.contains("DeleteVolume"), "something is logged");
+    assert!(log.contains("DeleteVolume"), "the log has entries");
     assert!(!log.contains("hunter2"));
     assert!(!log.contains("passphrase"));
 }
 
 /// Parallel calls end as some order of them would.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn parallel_calls_on_one_volume_are_turned_away_or_agree() {
+async fn parallel_calls_on_one_volume_are_aborted_or_agree() {
     let world = World::start().await;
     let calls = (0..16).map(|_| {
         let mut controller = world.controller.clone();

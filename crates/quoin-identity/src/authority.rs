@@ -151,7 +151,7 @@ impl Authority {
     /// the lifetime.
     pub fn issue(&self, csr_der: &[u8], holder: &Peer) -> Result<Issued, Error> {
         if csr_der.len() > REQUEST_BYTES_MAX {
-            return Err(Error::certificate("the request is larger than any request is"));
+            return Err(Error::certificate("the request is larger than the limit"));
         }
         let mut request =
             CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(csr_der))
@@ -357,7 +357,7 @@ pub fn key_hash_of(certificate: &CertificateDer<'_>) -> Result<String, Error> {
 pub fn key_hash_of_request(csr_der: &[u8]) -> Result<String, Error> {
     use x509_parser::prelude::{FromDer, X509CertificationRequest};
     if csr_der.len() > REQUEST_BYTES_MAX {
-        return Err(Error::certificate("the request is larger than any request is"));
+        return Err(Error::certificate("the request is larger than the limit"));
     }
     let (_, request) = X509CertificationRequest::from_der(csr_der).map_err(Error::certificate)?;
     Ok(key_hash(request.certification_request_info.subject_pki.raw))
@@ -374,21 +374,21 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_larger_than_any_is_refused_before_it_is_read() {
+    fn a_request_above_the_size_limit_is_refused_before_it_is_parsed() {
         let (_dir, authority) = authority();
         let holder = Peer::new(authority.cluster, Role::Pool, "p1").unwrap();
         let refused = |bytes: usize| {
             let error = authority.issue(&vec![0x30; bytes], &holder).err().unwrap().to_string();
-            error.contains("larger than any request")
+            error.contains("larger than the limit")
         };
         assert!(!refused(0) && !refused(REQUEST_BYTES_MAX));
         assert!(refused(REQUEST_BYTES_MAX + 1) && refused(REQUEST_BYTES_MAX + 2));
     }
 
     #[test]
-    fn a_former_authority_is_trusted_until_its_time_is_over_and_forgotten_then() {
+    fn a_former_authority_is_trusted_until_its_deadline_and_removed_then() {
         let (_dir, mut authority) = authority();
-        assert!(!authority.forget_former().unwrap(), "there is none");
+        assert!(!authority.forget_former().unwrap(), "no former authority exists");
         authority.rotate().unwrap();
         let authorities = |authority: &Authority| {
             authority.authorities_pem().matches("BEGIN CERTIFICATE").count()

@@ -99,7 +99,7 @@ impl Identity {
         match tokio::time::timeout(within, prove).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) if error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) => {
-                Err("another process than this member answers there".to_owned())
+                Err("a process other than this member answers there".to_owned())
             }
             Ok(Err(error)) => Err(crate::error::root(&error)),
             Err(_) => Err(format!("no answer within {} s", within.as_secs())),
@@ -214,7 +214,7 @@ pub fn unix_incoming(
                 Ok((stream, _)) => break stream,
                 Err(error) => {
                     // No descriptor was left, or the client left already: neither ends the service.
-                    tracing::warn!(%error, "a local connection was not accepted");
+                    tracing::warn!(%error, "cannot accept a local connection");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             }

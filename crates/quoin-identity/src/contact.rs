@@ -22,7 +22,7 @@ pub fn mark_removed(status: &mut Status) {
 }
 
 /// Returns whether a controller refused its caller because that was removed.
-pub fn is_of_removed(status: &Status) -> bool {
+pub fn is_member_removed(status: &Status) -> bool {
     status.metadata().contains_key(REMOVED)
 }
 
@@ -33,7 +33,7 @@ pub struct Contact {
     /// Some IO waits for the controller and cannot continue without it.
     io_waits: AtomicBool,
     /// Time of the last warning about its absence; `None` while it answers.
-    told: Mutex<Option<Instant>>,
+    last_warning: Mutex<Option<Instant>>,
 }
 
 impl Contact {
@@ -41,7 +41,7 @@ impl Contact {
         Self {
             controller: controller.to_owned(),
             io_waits: AtomicBool::new(false),
-            told: Mutex::new(None),
+            last_warning: Mutex::new(None),
         }
     }
 
@@ -52,39 +52,39 @@ impl Contact {
     }
 
     /// Records an answer of the controller.
-    pub fn heard(&self) {
-        if self.told().take().is_some() {
+    pub fn reached(&self) {
+        if self.last_warning().take().is_some() {
             tracing::info!(controller = self.controller, "the controller answers again");
         }
     }
 
     /// Records a missing answer or a refusal. Returns whether a warning was logged now.
-    pub fn missed(&self, why: impl Display) -> bool {
-        let mut told = self.told();
-        if told.is_some_and(|told| told.elapsed() < AGAIN) {
+    pub fn unreachable(&self, why: impl Display) -> bool {
+        let mut last_warning = self.last_warning();
+        if last_warning.is_some_and(|last_warning| last_warning.elapsed() < AGAIN) {
             return false;
         }
-        *told = Some(Instant::now());
+        *last_warning = Some(Instant::now());
         let controller = &self.controller;
         match self.io_waits.load(Ordering::Relaxed) {
             true => tracing::warn!(
                 controller,
                 %why,
-                "no word from the controller since this process was started; the IO of its volumes \
-                 waits until it answers, and it is asked again"
+                "no answer from the controller since this process started; the IO of its volumes \
+                 waits until it answers; retrying"
             ),
             false => tracing::warn!(
                 controller,
                 %why,
-                "no word from the controller; IO goes on, and it is asked again"
+                "no answer from the controller; IO continues; retrying"
             ),
         }
         true
     }
 
     /// Runs `follow_once`, which follows the controller until their connection ends, again and
-    /// again until `shutdown`, with a pause of `retry`. `tell` receives why the controller does not
-    /// answer.
+    /// again until `shutdown`, with a pause of `retry`. `report` receives why the controller does
+    /// not answer.
     ///
     /// # Errors
     /// The controller's statement that this member was removed from the cluster.
@@ -93,21 +93,21 @@ impl Contact {
         mut shutdown: watch::Receiver<bool>,
         retry: Duration,
         mut follow_once: impl FnMut() -> F,
-        tell: impl Fn(String),
+        report: impl Fn(String),
     ) -> Result<(), String>
     where
         F: Future<Output = Result<(), Status>>,
     {
         loop {
             tokio::select! {
-                ended = follow_once() => tell(match ended {
+                ended = follow_once() => report(match ended {
                     Ok(()) => "the connection ended".to_owned(),
-                    Err(status) if is_of_removed(&status) => {
+                    Err(status) if is_member_removed(&status) => {
                         return Err(status.message().to_owned());
                     }
                     Err(status) => {
-                        self.missed(status.message());
-                        self.words(status.message())
+                        self.unreachable(status.message());
+                        self.reason(status.message())
                     }
                 }),
                 _ = shutdown.wait_for(|down| *down) => return Ok(()),
@@ -116,7 +116,7 @@ impl Contact {
         }
     }
 
-    fn words(&self, why: &str) -> String {
+    fn reason(&self, why: &str) -> String {
         match self.io_waits.load(Ordering::Relaxed) {
             true => format!(
                 "out of reach ({why}) since this process was started, and the IO of its volumes waits \
@@ -126,8 +126,8 @@ impl Contact {
         }
     }
 
-    fn told(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn last_warning(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
+        self.last_warning.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_controller_that_comes_and_goes_is_followed_until_the_shutdown() {
+    async fn a_controller_is_followed_through_its_absences_until_the_shutdown() {
         let contact = Contact::new("control:7400");
         let (stop, stopped) = watch::channel(false);
         let (attempts, reasons) = (Mutex::new(0), Mutex::new(Vec::new()));
@@ -151,14 +151,14 @@ mod tests {
                 }
             }
         };
-        let tell = |why| reasons.lock().unwrap().push(why);
-        contact.follow(stopped, Duration::from_millis(1), once, tell).await.unwrap();
+        let report = |why| reasons.lock().unwrap().push(why);
+        contact.follow(stopped, Duration::from_millis(1), once, report).await.unwrap();
         let ended = "the connection ended";
         assert_eq!(*reasons.lock().unwrap(), ["out of reach (refused)", ended, ended]);
     }
 
     #[tokio::test]
-    async fn a_member_that_was_removed_asks_no_more() {
+    async fn a_removed_member_does_not_retry() {
         let contact = Contact::new("control:7400");
         let (_stop, stopped) = watch::channel(false);
         let once = || async {
@@ -171,19 +171,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn where_io_waits_for_the_controller_that_is_what_is_told() {
+    async fn the_reason_says_that_io_waits_for_the_controller() {
         let contact = Contact::new("control:7400");
-        assert_eq!(contact.words("refused"), "out of reach (refused)");
+        assert_eq!(contact.reason("refused"), "out of reach (refused)");
         contact.set_io_waits(true);
-        assert!(contact.words("refused").contains("the IO of its volumes waits"));
+        assert!(contact.reason("refused").contains("the IO of its volumes waits"));
     }
 
     #[test]
-    fn an_absence_is_told_once_and_anew_after_the_controller_was_heard() {
+    fn an_absence_is_logged_once_and_again_after_the_next_contact() {
         let contact = Contact::new("control:7400");
-        assert!(contact.missed("refused"));
-        assert!(!contact.missed("refused"));
-        contact.heard();
-        assert!(contact.missed("refused"));
+        assert!(contact.unreachable("refused"));
+        assert!(!contact.unreachable("refused"));
+        contact.reached();
+        assert!(contact.unreachable("refused"));
     }
 }

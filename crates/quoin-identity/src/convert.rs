@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_membership_comes_through_whole() {
+    fn a_membership_survives_its_message_form() {
         let read = membership(&message()).unwrap();
         assert_eq!((read.version, read.rf, read.cf, read.drf, read.formed), (3, 1, 1, 1, true));
         assert_eq!(read.known, [Member { id: ReplicaId(2), guid: ReplicaGuid(3) }]);

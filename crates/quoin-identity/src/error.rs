@@ -19,7 +19,7 @@ pub enum Error {
     NotJoined { dir: PathBuf },
 
     #[error(
-        "the certificate in {dir} has run out, so no member speaks with {role} {name}: make a token \
+        "the certificate in {dir} has run out, so members refuse {role} {name}: make a token \
          with `quoin token create --role {role} --name {name}` and give it with --join"
     )]
     RunOut { dir: PathBuf, role: Role, name: String },
@@ -43,8 +43,8 @@ pub enum Error {
     Role(String),
 
     #[error(
-        "this is no join token ({0}): copy it whole, as `quoin token create` printed it, or make \
-         another one"
+        "this is not a join token ({0}): copy the whole text, as `quoin token create` printed it, \
+         or make another one"
     )]
     Token(&'static str),
 
@@ -55,12 +55,12 @@ pub enum Error {
         "the controller is of term {term}, and {}: {}",
         if *rival { "another one began the same term".into() } else { format!("term {known} has begun") },
         if *rival { "end one of them, and run `quoin controller recover` at the other" }
-        else { "its records were recovered elsewhere; nothing that it says is done" }
+        else { "its records were recovered elsewhere; its orders are not carried out" }
     )]
     Term { term: Term, known: Term, rival: bool },
 
     #[error(
-        "the authority is being rotated already; the former one is trusted for {0} s more, \
+        "the authority is already being rotated; the former one is trusted for {0} s more, \
          until every certificate that it signed has run out"
     )]
     RotationUnderWay(u64),
@@ -70,7 +70,7 @@ pub enum Error {
 
     #[error(
         "no controller is reached at {address} ({reason}): start it (`quoin controller run \
-         --listen`), or mend the address"
+         --listen`), or correct the address"
     )]
     Unreachable { address: String, reason: String },
 

@@ -56,7 +56,7 @@ pub fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     match fs::metadata(path) {
         Ok(meta) if meta.len() > FILE_BYTES_MAX => Err(Error::Damaged {
             path: path.to_owned(),
-            reason: format!("{} bytes are more than such a file ever has", meta.len()),
+            reason: format!("{} bytes are more than such a file may have", meta.len()),
         }),
         Ok(_) => fs::read(path).map(Some).map_err(failed(path)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_up_to_the_greatest_size_that_one_has_and_one_that_is_larger_is_damaged() {
+    fn a_file_above_the_size_limit_is_damaged() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         assert!(matches!(read(&path), Ok(None)));
@@ -83,6 +83,6 @@ mod tests {
         for bytes in [FILE_BYTES_MAX + 1, FILE_BYTES_MAX * 2] {
             assert!(matches!(of(bytes), Err(Error::Damaged { .. })), "{bytes}");
         }
-        assert!(read(&path.join("below")).is_err(), "a file is no directory");
+        assert!(read(&path.join("below")).is_err(), "a file is not a directory");
     }
 }

@@ -70,7 +70,7 @@ impl Grant {
         if bytes.len() > SIGNED_BYTES_MAX {
             return Err(refused("it is too long"));
         }
-        let parsed = parse(bytes).ok_or_else(|| refused("it is cut off or not a grant"))?;
+        let parsed = parse(bytes).ok_or_else(|| refused("it is truncated or not a grant"))?;
         if parsed.cluster != current.cluster {
             return Err(refused("it is of another cluster"));
         }
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_believes_what_the_controller_signed_and_reads_it_as_it_was_given() {
+    fn a_pool_accepts_a_grant_signed_by_the_controller() {
         let (_dir, controller, pool) = cluster();
         for (grant, magic) in grants().into_iter().zip([MAGIC, MAGIC_OF_TERM]) {
             let bytes = controller.sign_grant(&grant).unwrap();
@@ -169,11 +169,11 @@ mod tests {
                 changed[at] ^= 1;
                 // A change in an unneeded certificate of the chain has no effect.
                 if let Ok(read) = pool.verify_grant(&changed) {
-                    assert_eq!(read, grant, "byte {at} changed what the grant says");
+                    assert_eq!(read, grant, "byte {at} changed the content of the grant");
                 }
             }
             for at in 0..bytes.len() {
-                assert!(pool.verify_grant(&bytes[..at]).is_err(), "cut at {at}");
+                assert!(pool.verify_grant(&bytes[..at]).is_err(), "truncated at {at}");
             }
         }
     }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_to_no_target_is_refused_whoever_signed_it() {
+    fn a_grant_without_a_target_is_refused() {
         let (_dir, controller, pool) = cluster();
         for grant in grants() {
             let nobodys = Grant { incarnation: Incarnation(0), ..grant };

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use quoin_types::Term;
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use rcgen::KeyPair;
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
@@ -25,10 +25,10 @@ const AUTHORITIES: &str = "ca.pem";
 const CLUSTER: &str = "cluster.json";
 
 /// Interval at which a member whose certificate has expired checks the disk for another one.
-const RUN_OUT_LOOK: Duration = Duration::from_secs(10);
+const EXPIRED_CHECK: Duration = Duration::from_secs(10);
 /// Interval of checks of the calendar. Timers stop while the machine is suspended, so one long
 /// sleep would end after the certificate expired.
-pub(crate) const CALENDAR_LOOK: Duration = Duration::from_secs(60);
+pub(crate) const CALENDAR_CHECK: Duration = Duration::from_secs(60);
 
 #[derive(Serialize, Deserialize)]
 struct ClusterFile {
@@ -127,9 +127,9 @@ impl Identity {
     ///
     /// # Errors
     /// Where it is not proven, or cannot be stored.
-    pub fn hear_term(&self, proof: &[u8]) -> Result<Standing, Error> {
+    pub fn accept_term(&self, proof: &[u8]) -> Result<TermOrder, Error> {
         let term = self.verify_term(proof)?;
-        self.terms().hear(term, proof)
+        self.terms().accept(term, proof)
     }
 
     /// Returns first and last moment of the certificate in use.
@@ -210,7 +210,7 @@ impl Identity {
         let (peer, current) = load(&self.0.dir)?;
         if peer != self.0.peer {
             return Err(Error::certificate(format!(
-                "{} now holds the identity of {peer}; restart to take it",
+                "{} now holds the identity of {peer}; restart to use it",
                 self.0.dir.display()
             )));
         }
@@ -229,15 +229,15 @@ impl Identity {
         self.install(&crate::join::issued(certificate)?)
     }
 
-    pub(crate) fn run_out(&self) -> Error {
+    pub(crate) fn expired_error(&self) -> Error {
         let Peer { role, name, .. } = self.peer();
         let (role, name) = (*role, name.clone());
         Error::RunOut { dir: self.0.dir.clone(), role, name }
     }
 
     /// Returns the time to sleep before the next check whether to renew. Never long: see
-    /// [`CALENDAR_LOOK`].
-    fn next_look(&self, is_failing: bool) -> Duration {
+    /// [`CALENDAR_CHECK`].
+    fn next_check(&self, is_failing: bool) -> Duration {
         let (from, until) = self.validity();
         let wait = if is_failing {
             until.duration_since(from).unwrap_or_default() / 60
@@ -246,7 +246,7 @@ impl Identity {
         };
         // Files that a new token puts on disk are to work at once for all processes that share
         // them.
-        let longest = if self.has_run_out() { RUN_OUT_LOOK } else { CALENDAR_LOOK };
+        let longest = if self.has_run_out() { EXPIRED_CHECK } else { CALENDAR_CHECK };
         // Minimum, so that a clock that jumped does not make this a busy loop.
         wait.clamp(Duration::from_millis(200), longest)
     }
@@ -257,7 +257,7 @@ impl Identity {
         let mut failures = 0u32;
         loop {
             tokio::select! {
-                () = tokio::time::sleep(self.next_look(failures > 0)) => {}
+                () = tokio::time::sleep(self.next_check(failures > 0)) => {}
                 _ = shutdown.wait_for(|down| *down) => return,
             }
             if failures == 0 && self.renew_at() > SystemTime::now() {
@@ -274,7 +274,7 @@ impl Identity {
                 }
                 Err(_) if self.has_run_out() => {
                     failures += 1;
-                    tracing::error!("{}", self.run_out());
+                    tracing::error!("{}", self.expired_error());
                 }
                 Err(error) => {
                     failures += 1;
@@ -282,7 +282,7 @@ impl Identity {
                     let left_s = left.unwrap_or_default().as_secs();
                     // Few warnings: the controller may be away for days.
                     if failures.is_power_of_two() {
-                        tracing::warn!(%error, left_s, "certificate not renewed yet, trying again");
+                        tracing::warn!(%error, left_s, "certificate not renewed; retrying");
                     }
                 }
             }
@@ -370,7 +370,7 @@ mod tests {
 
     /// Otherwise a signature that the controller made for another purpose might be read as a grant.
     #[test]
-    fn a_grant_is_signed_under_the_context_of_its_format_alone() {
+    fn a_grant_is_signed_with_the_context_of_its_own_format() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
         let issue = |role: Role| {
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_is_shown_by_its_holder_s_name_and_by_nothing_secret() {
+    fn the_debug_text_of_an_identity_has_its_name_and_no_secret() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
         let pool = authority.issue_identity(&dir.path().join("pool"), Role::Pool, "p1").unwrap();
@@ -425,18 +425,18 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_was_suspended_renews_a_minute_after_it_wakes_whatever_its_timers_say() {
+    fn a_host_renews_within_a_minute_after_a_suspend() {
         let dir = tempfile::tempdir().unwrap();
-        let looks = |life: Duration| {
+        let checks = |life: Duration| {
             let name = format!("{}", life.as_secs());
             let lifetimes = Lifetimes { holder: life, ..Lifetimes::default() };
             let authority = Authority::create(&dir.path().join(&name), lifetimes).unwrap();
             let at = dir.path().join(format!("{name}-pool"));
             let pool = authority.issue_identity(&at, Role::Pool, "p1").unwrap();
-            [pool.next_look(false), pool.next_look(true)]
+            [pool.next_check(false), pool.next_check(true)]
         };
-        assert_eq!(looks(Duration::from_secs(30 * 86_400)), [CALENDAR_LOOK; 2]);
-        let [next, again] = looks(Duration::from_secs(30));
+        assert_eq!(checks(Duration::from_secs(30 * 86_400)), [CALENDAR_CHECK; 2]);
+        let [next, again] = checks(Duration::from_secs(30));
         assert!(next <= Duration::from_secs(20) && next > Duration::from_secs(10), "{next:?}");
         assert!(again < Duration::from_secs(1), "{again:?}");
     }

@@ -26,8 +26,8 @@ use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 use tonic::transport::server::Connected;
 
-use crate::identity::{CALENDAR_LOOK, validity_of};
-use crate::shares::{Place, Shares, source_of};
+use crate::identity::{CALENDAR_CHECK, validity_of};
+use crate::shares::{Shares, Slot, source_of};
 use crate::{Peer, key_hash_of, peer_of};
 
 /// The caller of a request; every request of a served connection carries it as an extension.
@@ -62,7 +62,7 @@ pub struct IncomingLimits {
     /// address.
     pub newcomers_max: usize,
     /// Most connections whose handshake has not begun; a quarter of them of one address.
-    pub unheard_max: usize,
+    pub unauthenticated_max: usize,
     /// Most handshakes under way; a quarter of them of one address.
     pub handshakes_max: usize,
     pub handshake_ms: u64,
@@ -78,7 +78,7 @@ impl Default for IncomingLimits {
             connections_max: 4096,
             connections_a_member_max: 64,
             newcomers_max: 128,
-            unheard_max: 2048,
+            unauthenticated_max: 2048,
             handshakes_max: 512,
             handshake_ms: 10_000,
             first_bytes_ms: 2_000,
@@ -93,9 +93,9 @@ pub struct PeerStream {
     caller: Caller,
     /// Expiry of the certificate; `None`: at the next check, as the end of a newcomer's time is.
     ends: Option<SystemTime>,
-    next_look: Pin<Box<Sleep>>,
+    next_check: Pin<Box<Sleep>>,
     /// Held for as long as the connection lasts.
-    _place: Place<Holder>,
+    _place: Slot<Holder>,
 }
 
 /// The holder against which a connection is counted.
@@ -110,13 +110,13 @@ impl PeerStream {
         &self.caller
     }
 
-    fn over(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        while self.next_look.as_mut().poll(cx).is_ready() {
-            let Some(wait) = self.ends.and_then(until_next_look) else {
+    fn check_expiry(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        while self.next_check.as_mut().poll(cx).is_ready() {
+            let Some(wait) = self.ends.and_then(until_next_check) else {
                 let text = "the peer's certificate has run out";
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             };
-            self.next_look.as_mut().reset(Instant::now() + wait);
+            self.next_check.as_mut().reset(Instant::now() + wait);
         }
         Ok(())
     }
@@ -124,9 +124,9 @@ impl PeerStream {
 
 /// Returns the time to sleep before the next check whether it `ends`; `None`: it has ended. A sleep
 /// does not count the time for which the machine is suspended, so none is long.
-fn until_next_look(ends: SystemTime) -> Option<Duration> {
+fn until_next_check(ends: SystemTime) -> Option<Duration> {
     let left = ends.duration_since(SystemTime::now()).ok()?;
-    (!left.is_zero()).then(|| left.min(CALENDAR_LOOK))
+    (!left.is_zero()).then(|| left.min(CALENDAR_CHECK))
 }
 
 impl Connected for PeerStream {
@@ -142,7 +142,7 @@ impl AsyncRead for PeerStream {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.over(cx)?;
+        self.check_expiry(cx)?;
         Pin::new(&mut self.stream).poll_read(cx, buf)
     }
 }
@@ -153,7 +153,7 @@ impl AsyncWrite for PeerStream {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.over(cx)?;
+        self.check_expiry(cx)?;
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -177,10 +177,10 @@ pub fn serve_incoming(
 }
 
 /// The places of one port.
-struct Places {
+struct Admission {
     config: Arc<ServerConfig>,
     limits: IncomingLimits,
-    unheard: Shares<IpAddr>,
+    unauthenticated: Shares<IpAddr>,
     handshakes: Arc<Semaphore>,
     handshakes_by_source: Mutex<HashMap<IpAddr, Arc<Semaphore>>>,
     members: Shares<Holder>,
@@ -211,10 +211,10 @@ async fn accept(
     limits: IncomingLimits,
     ready: mpsc::Sender<io::Result<PeerStream>>,
 ) {
-    let places = Arc::new(Places {
+    let admission = Arc::new(Admission {
         config,
         limits,
-        unheard: Shares::quarters(limits.unheard_max),
+        unauthenticated: Shares::quarters(limits.unauthenticated_max),
         handshakes: Arc::new(Semaphore::new(limits.handshakes_max)),
         handshakes_by_source: Mutex::default(),
         members: Shares::new(limits.connections_max, limits.connections_a_member_max),
@@ -229,31 +229,33 @@ async fn accept(
         let (tcp, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "a connection was not accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
         };
         // Half of the places is for those that have sent something and wait for their handshake.
-        silent.make_room(limits.unheard_max.div_ceil(2));
-        let Ok(place) = places.unheard.take(source_of(address.ip())) else {
-            tracing::debug!(%address, "too many connections wait to be heard");
+        silent.make_room(limits.unauthenticated_max.div_ceil(2));
+        let Ok(slot) = admission.unauthenticated.take(source_of(address.ip())) else {
+            tracing::debug!(%address, "too many connections wait for authentication");
             continue;
         };
-        let (places, ready) = (places.clone(), ready.clone());
+        let (admission, ready) = (admission.clone(), ready.clone());
         let waiting = tokio::spawn(async move {
-            if let Some(begun) = places.speaks(tcp).await {
+            if let Some(handshake) = admission.read_client_hello(tcp).await {
                 // A task of its own: from here on it is not ended for another connection.
-                tokio::spawn(async move { places.hear(begun, address, place, ready).await });
+                tokio::spawn(async move {
+                    admission.authenticate(handshake, address, slot, ready).await
+                });
             }
         });
         silent.0.push_back(waiting.abort_handle());
     }
 }
 
-impl Places {
+impl Admission {
     /// Reads the client's first message, whole.
-    async fn speaks(&self, tcp: TcpStream) -> Option<StartHandshake<TcpStream>> {
+    async fn read_client_hello(&self, tcp: TcpStream) -> Option<StartHandshake<TcpStream>> {
         let _ = tcp.set_nodelay(true);
         let limit = Duration::from_millis(self.limits.first_bytes_ms);
         let hello = LazyConfigAcceptor::new(Acceptor::default(), tcp);
@@ -261,60 +263,61 @@ impl Places {
     }
 
     /// Performs the handshake in turn with others of its address, and returns the stream.
-    async fn hear(
+    async fn authenticate(
         &self,
-        begun: StartHandshake<TcpStream>,
+        handshake: StartHandshake<TcpStream>,
         address: SocketAddr,
-        unheard: Place<IpAddr>,
+        unauthenticated: Slot<IpAddr>,
         ready: mpsc::Sender<io::Result<PeerStream>>,
     ) {
         let limit = Duration::from_millis(self.limits.handshake_ms);
         let connected = std::time::Instant::now();
-        let shaking_hands = async {
+        let performing_handshake = async {
             // The turn of the address comes first: its others do not wait for a place meanwhile.
-            let turn = self.turn_of(source_of(address.ip()));
-            let _turn = turn.acquire_owned().await.ok()?;
+            let slots = self.handshake_slots_of(source_of(address.ip()));
+            let _turn = slots.acquire_owned().await.ok()?;
             let _place = self.handshakes.acquire().await.ok()?;
-            let shaken = begun.into_stream(self.config.clone()).await;
+            let shaken = handshake.into_stream(self.config.clone()).await;
             shaken.inspect_err(|error| tracing::debug!(%address, %error, "handshake failed")).ok()
         };
-        let stream = match tokio::time::timeout(limit, shaking_hands).await {
+        let stream = match tokio::time::timeout(limit, performing_handshake).await {
             Ok(Some(stream)) => stream,
             Ok(None) => return,
-            Err(_) => return tracing::debug!(%address, "no handshake in time"),
+            Err(_) => return tracing::debug!(%address, "the handshake timed out"),
         };
-        drop(unheard);
+        drop(unauthenticated);
         let Some((caller, ends)) = caller_of(&stream, connected) else {
-            return tracing::debug!(%address, "certificate unreadable");
+            return tracing::debug!(%address, "cannot read the certificate");
         };
-        let place = match &caller {
+        let slot = match &caller {
             Caller::Member(member) => self.members.take(Holder::Member(member.peer.clone())),
             _ => self.newcomers.take(Holder::Newcomer(source_of(address.ip()))),
         };
-        let place = match place {
-            Ok(place) => place,
+        let slot = match slot {
+            Ok(slot) => slot,
             Err(why) => {
-                return tracing::warn!(%address, ?caller, ?why, "one connection more was refused");
+                return tracing::warn!(%address, ?caller, ?why, "connection refused: no free slot");
             }
         };
-        let first_look = match ends {
-            Some(ends) => until_next_look(ends).unwrap_or_default(),
+        let first_check = match ends {
+            Some(ends) => until_next_check(ends).unwrap_or_default(),
             None => Duration::from_millis(self.limits.newcomer_ms),
         };
-        let next_look = Box::pin(tokio::time::sleep(first_look));
-        let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_look, _place: place })).await;
+        let next_check = Box::pin(tokio::time::sleep(first_check));
+        let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_check, _place: slot })).await;
     }
 
     /// Returns the handshakes of one address. Entries that no connection waits for are removed once
     /// there are many.
-    fn turn_of(&self, source: IpAddr) -> Arc<Semaphore> {
+    fn handshake_slots_of(&self, source: IpAddr) -> Arc<Semaphore> {
         const KEPT_MAX: usize = 1024;
-        let mut turns = self.handshakes_by_source.lock().expect("no holder of this lock panics");
-        if turns.len() >= KEPT_MAX {
-            turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+        let mut slots_by_source =
+            self.handshakes_by_source.lock().expect("no holder of this lock panics");
+        if slots_by_source.len() >= KEPT_MAX {
+            slots_by_source.retain(|_, slots| Arc::strong_count(slots) > 1);
         }
         let share = self.limits.handshakes_max.div_ceil(4);
-        turns.entry(source).or_insert_with(|| Arc::new(Semaphore::new(share))).clone()
+        slots_by_source.entry(source).or_insert_with(|| Arc::new(Semaphore::new(share))).clone()
     }
 }
 
@@ -337,23 +340,23 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn one_that_is_over_makes_room_before_the_oldest_that_is_silent_yet() {
+    async fn a_finished_connection_is_removed_before_the_oldest_silent_one() {
         let silent = |tasks: &[&tokio::task::JoinHandle<()>]| {
             Silent(tasks.iter().map(|task| task.abort_handle()).collect())
         };
         let waiting = || tokio::spawn(std::future::pending::<()>());
         let (oldest, next) = (waiting(), waiting());
-        let over = tokio::spawn(async {});
-        while !over.is_finished() {
+        let finished = tokio::spawn(async {});
+        while !finished.is_finished() {
             tokio::task::yield_now().await;
         }
-        let mut three = silent(&[&oldest, &over, &next]);
+        let mut three = silent(&[&oldest, &finished, &next]);
         three.make_room(4);
-        assert_eq!(three.0.len(), 3, "there is room");
+        assert_eq!(three.0.len(), 3, "below the limit no connection is ended");
         three.make_room(3);
         assert_eq!(three.0.len(), 2);
         tokio::task::yield_now().await;
-        assert!(!oldest.is_finished(), "one that is over was as good");
+        assert!(!oldest.is_finished(), "a finished one is removed first");
 
         three.make_room(2);
         assert_eq!(three.0.len(), 1);
@@ -361,12 +364,12 @@ mod tests {
     }
 
     #[test]
-    fn a_long_connection_looks_at_the_calendar_again_soon_and_a_short_one_at_its_end() {
+    fn a_long_connection_checks_the_clock_often_and_a_short_one_at_its_end() {
         let now = SystemTime::now();
         let month = Duration::from_secs(30 * 86_400);
-        assert_eq!(until_next_look(now + month), Some(CALENDAR_LOOK));
-        assert!(until_next_look(now + CALENDAR_LOOK / 2).unwrap() <= CALENDAR_LOOK / 2);
-        assert_eq!(until_next_look(now), None);
-        assert_eq!(until_next_look(now - month), None);
+        assert_eq!(until_next_check(now + month), Some(CALENDAR_CHECK));
+        assert!(until_next_check(now + CALENDAR_CHECK / 2).unwrap() <= CALENDAR_CHECK / 2);
+        assert_eq!(until_next_check(now), None);
+        assert_eq!(until_next_check(now - month), None);
     }
 }

@@ -153,13 +153,13 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_uri_comes_back_as_the_peer_it_was_made_of() {
+    fn a_uri_is_parsed_to_the_peer_it_was_made_from() {
         let peer = Peer::new(ClusterId(7), Role::Pool, "pool-1.rack-2").unwrap();
         assert_eq!(Peer::from_uri(&peer.uri()).unwrap().unwrap(), peer);
     }
 
     #[test]
-    fn names_that_could_be_read_in_two_ways_are_refused_with_the_rule() {
+    fn ambiguous_names_are_refused_with_the_rule() {
         for bad in ["", "-a", "a-", "a/b", "A", "a b", "ä", "a\0", &"a".repeat(254)] {
             let error = check_name("pool", bad).unwrap_err().to_string();
             assert!(error.contains("is not a name for a pool"), "{error}");
@@ -182,12 +182,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_posing_as_a_certificate_panic(bytes: Vec<u8>) {
+        fn no_certificate_bytes_make_it_panic(bytes: Vec<u8>) {
             let _ = peer_of(&CertificateDer::from(bytes));
         }
 
         #[test]
-        fn no_text_posing_as_a_uri_panics(text in ".*") {
+        fn no_uri_text_makes_it_panic(text in ".*") {
             let _ = Peer::from_uri(&format!("quoin://{text}"));
         }
     }

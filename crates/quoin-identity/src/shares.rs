@@ -26,14 +26,14 @@ struct Taken<K> {
 }
 
 /// One place; free again when this is dropped.
-pub struct Place<K: Hash + Eq> {
+pub struct Slot<K: Hash + Eq> {
     holder: K,
     taken: Arc<Mutex<Taken<K>>>,
 }
 
 /// Why there is no place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NoPlace {
+pub enum NoSlot {
     /// All places are taken.
     Full,
     /// The holder has its share.
@@ -51,19 +51,19 @@ impl<K: Hash + Eq + Clone> Shares<K> {
         Self::new(places_max, places_max.div_ceil(4))
     }
 
-    pub fn take(&self, holder: K) -> Result<Place<K>, NoPlace> {
+    pub fn take(&self, holder: K) -> Result<Slot<K>, NoSlot> {
         let mut taken = locked(&self.taken);
         let has = taken.by_holder.get(&holder).copied().unwrap_or(0);
         if has >= self.share_max {
-            return Err(NoPlace::ShareTaken);
+            return Err(NoSlot::ShareTaken);
         }
         if taken.all >= self.places_max {
-            return Err(NoPlace::Full);
+            return Err(NoSlot::Full);
         }
         taken.all += 1;
         taken.by_holder.insert(holder.clone(), has + 1);
         drop(taken);
-        Ok(Place { holder, taken: self.taken.clone() })
+        Ok(Slot { holder, taken: self.taken.clone() })
     }
 
     pub fn taken(&self) -> usize {
@@ -71,7 +71,7 @@ impl<K: Hash + Eq + Clone> Shares<K> {
     }
 }
 
-impl<K: Hash + Eq> Drop for Place<K> {
+impl<K: Hash + Eq> Drop for Slot<K> {
     fn drop(&mut self) {
         let mut taken = locked(&self.taken);
         taken.all -= 1;
@@ -103,24 +103,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_holder_gets_its_share_and_the_others_get_the_rest() {
+    fn one_holder_gets_its_share_and_other_holders_get_the_rest() {
         let shares = Shares::quarters(8);
         let of_one: Vec<_> = (0..2).map(|_| shares.take("one").ok().unwrap()).collect();
-        assert_eq!(shares.take("one").err(), Some(NoPlace::ShareTaken));
+        assert_eq!(shares.take("one").err(), Some(NoSlot::ShareTaken));
         let others = ["two", "three", "four"];
         let of_others: Vec<_> =
             others.iter().flat_map(|other| [*other; 2]).map(|o| shares.take(o).ok()).collect();
         assert!(of_others.iter().all(Option::is_some));
-        assert_eq!((shares.taken(), shares.take("five").err()), (8, Some(NoPlace::Full)));
+        assert_eq!((shares.taken(), shares.take("five").err()), (8, Some(NoSlot::Full)));
         drop(of_one);
         assert!(shares.take("one").is_ok());
         drop(of_others);
         assert_eq!(shares.taken(), 0);
-        assert!(locked(&shares.taken).by_holder.is_empty(), "holders that left are forgotten");
+        assert!(locked(&shares.taken).by_holder.is_empty(), "holders without a slot have no entry");
     }
 
     #[test]
-    fn a_network_of_ipv6_is_one_source_and_so_is_an_address_of_ipv4_however_it_is_written() {
+    fn an_ipv6_network_and_an_ipv4_address_in_any_notation_are_one_source() {
         let source = |text: &str| source_of(text.parse().unwrap());
         assert_eq!(source("2001:db8:1:2:3:4:5:6"), source("2001:db8:1:2:ffff::1"));
         assert_ne!(source("2001:db8:1:2::1"), source("2001:db8:1:3::1"));

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
@@ -33,7 +33,7 @@ pub fn show_term(headers: &mut HeaderMap, proof: &[u8]) {
 }
 
 /// Marks in an answer's headers that the controller's records do not rule.
-pub fn show_that_it_does_not_rule(headers: &mut HeaderMap) {
+pub fn mark_as_not_ruling(headers: &mut HeaderMap) {
     headers.insert(DOES_NOT_RULE, HeaderValue::from_static("yes"));
 }
 
@@ -83,7 +83,7 @@ impl Service<Request<Body>> for TermChannel {
             let Some(identity) = identity else { return Ok(answer) };
             let proof = shown_term(answer.headers());
             let rules = !answer.headers().contains_key(DOES_NOT_RULE);
-            Ok(match identity.hear_controller(&proof, rules) {
+            Ok(match identity.accept_controller_term(&proof, rules) {
                 Ok(_) => answer,
                 Err(refused) => Status::unavailable(refused.to_string()).into_http(),
             })
@@ -98,13 +98,13 @@ impl Identity {
     ///
     /// # Errors
     /// Where it rules and its term is over, or a rival's; and where a term cannot be stored.
-    pub fn hear_controller(&self, proof: &[u8], rules: bool) -> Result<bool, Error> {
-        let standing = self.hear_term(proof)?;
-        if !standing.is_refused() || !rules {
-            return Ok(!standing.is_refused());
+    pub fn accept_controller_term(&self, proof: &[u8], rules: bool) -> Result<bool, Error> {
+        let order = self.accept_term(proof)?;
+        if !order.is_refused() || !rules {
+            return Ok(!order.is_refused());
         }
         let (term, known) = (self.verify_term(proof)?, self.terms().highest().term);
-        Err(Error::Term { term, known, rival: standing == Standing::Rival })
+        Err(Error::Term { term, known, rival: order == TermOrder::Rival })
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_proof_is_shown_up_to_its_greatest_length_and_read_no_further() {
+    fn a_proof_above_the_length_limit_is_neither_sent_nor_read() {
         let mut headers = HeaderMap::new();
         assert!(shown_term(&headers).is_empty());
         show_term(&mut headers, &[]);

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::{Buf, BufMut, Bytes};
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_types::{Term, TermId};
 use rustls::sign::CertifiedKey;
 use serde::{Deserialize, Serialize};
@@ -54,7 +54,7 @@ pub(crate) fn verify(proof: &[u8], current: &Current) -> Result<Term, Error> {
     if proof.len() > SIGNED_BYTES_MAX {
         return Err(refused("it is too long"));
     }
-    let cut = || refused("it is cut off or proves no term");
+    let cut = || refused("it is truncated or proves no term");
     let (cluster, term, statement) = parse(proof).ok_or_else(cut)?;
     if cluster != current.cluster {
         return Err(refused("it is of another cluster"));
@@ -126,8 +126,8 @@ impl Terms {
     }
 
     /// Compares a term with the highest one; stores nothing.
-    pub fn standing(&self, term: Term) -> Standing {
-        term.standing(locked(&self.highest).term)
+    pub fn compare_with(&self, term: Term) -> TermOrder {
+        term.compare_with(locked(&self.highest).term)
     }
 
     /// Verifies as [`verify`] does; the bytes are often those that were verified last.
@@ -149,30 +149,30 @@ impl Terms {
     ///
     /// # Errors
     /// Where it cannot be written: it is not accepted then, because it would be forgotten.
-    pub(crate) fn hear(&self, term: Term, proof: &[u8]) -> Result<Standing, Error> {
+    pub(crate) fn accept(&self, term: Term, proof: &[u8]) -> Result<TermOrder, Error> {
         let mut highest = locked(&self.highest);
-        let standing = term.standing(highest.term);
-        if standing == Standing::Higher {
+        let order = term.compare_with(highest.term);
+        if order == TermOrder::Higher {
             // Another process of this directory may have stored a still higher one.
             let _lock = lock(&self.dir)?;
-            let there = read(&self.dir)?;
-            let heard = Proven { term, proof: Bytes::copy_from_slice(proof) };
-            *highest = if there.term.number >= term.number {
-                there
+            let stored = read(&self.dir)?;
+            let accepted = Proven { term, proof: Bytes::copy_from_slice(proof) };
+            *highest = if stored.term.number >= term.number {
+                stored
             } else {
-                write(&self.dir, &heard)?;
-                heard
+                write(&self.dir, &accepted)?;
+                accepted
             };
-            let (standing, now) = (term.standing(highest.term), highest.term);
+            let (order, now) = (term.compare_with(highest.term), highest.term);
             drop(highest);
             self.changed.send_replace(now);
-            return Ok(if standing == Standing::Same { Standing::Higher } else { standing });
+            return Ok(if order == TermOrder::Same { TermOrder::Higher } else { order });
         }
         // The controller recognises its own statement at once, and a valid certificate signed it.
-        if standing == Standing::Same && proof.starts_with(MAGIC) && highest.proof != proof {
+        if order == TermOrder::Same && proof.starts_with(MAGIC) && highest.proof != proof {
             highest.proof = Bytes::copy_from_slice(proof);
         }
-        Ok(standing)
+        Ok(order)
     }
 }
 
@@ -223,40 +223,44 @@ mod tests {
     }
 
     #[test]
-    fn a_term_is_remembered_over_a_restart_and_what_is_lower_or_a_rival_is_refused() {
+    fn a_term_survives_a_restart_and_lower_and_rival_terms_are_refused() {
         let (_dir, controller, pool) = cluster();
-        let say = |pool: &Identity, term| pool.hear_term(&controller.sign_term(term).unwrap());
-        assert_eq!(say(&pool, Term::default()).unwrap(), Standing::Same);
-        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Higher);
+        let accept = |pool: &Identity, term| pool.accept_term(&controller.sign_term(term).unwrap());
+        assert_eq!(accept(&pool, Term::default()).unwrap(), TermOrder::Same);
+        assert_eq!(accept(&pool, FIRST).unwrap(), TermOrder::Higher);
         let mut changes = pool.terms().changes();
         for pool in [pool.clone(), Identity::load(pool.dir()).unwrap()] {
-            assert_eq!(say(&pool, FIRST).unwrap(), Standing::Same);
-            assert_eq!(say(&pool, RIVAL).unwrap(), Standing::Rival);
-            assert_eq!(say(&pool, Term::default()).unwrap(), Standing::Former);
+            assert_eq!(accept(&pool, FIRST).unwrap(), TermOrder::Same);
+            assert_eq!(accept(&pool, RIVAL).unwrap(), TermOrder::Rival);
+            assert_eq!(accept(&pool, Term::default()).unwrap(), TermOrder::Former);
             assert_eq!(pool.terms().highest().term, FIRST);
         }
         assert!(!changes.has_changed().unwrap());
-        assert_eq!(say(&pool, SECOND).unwrap(), Standing::Higher);
+        assert_eq!(accept(&pool, SECOND).unwrap(), TermOrder::Higher);
         assert_eq!(*changes.borrow_and_update(), SECOND);
-        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Former);
+        assert_eq!(accept(&pool, FIRST).unwrap(), TermOrder::Former);
         // The stored proof convinces other members.
         let proof = Identity::load(pool.dir()).unwrap().terms().highest().proof;
         assert_eq!(controller.verify_term(&proof).unwrap(), SECOND);
     }
 
     #[test]
-    fn two_processes_of_one_directory_forget_no_higher_term_of_the_other() {
+    fn two_processes_of_one_directory_keep_the_higher_term_of_each_other() {
         let (_dir, controller, pool) = cluster();
         let other = Identity::load(pool.dir()).unwrap();
-        let say = |pool: &Identity, term| pool.hear_term(&controller.sign_term(term).unwrap());
-        assert_eq!(say(&other, SECOND).unwrap(), Standing::Higher);
-        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Former, "the other one knew better");
+        let accept = |pool: &Identity, term| pool.accept_term(&controller.sign_term(term).unwrap());
+        assert_eq!(accept(&other, SECOND).unwrap(), TermOrder::Higher);
+        assert_eq!(
+            accept(&pool, FIRST).unwrap(),
+            TermOrder::Former,
+            "the other process stored a higher term"
+        );
         assert_eq!(pool.terms().highest().term, SECOND);
         assert_eq!(Identity::load(pool.dir()).unwrap().terms().highest().term, SECOND);
     }
 
     #[test]
-    fn a_grant_of_a_term_proves_it_as_well() {
+    fn a_grant_proves_its_term() {
         let (_dir, controller, pool) = cluster();
         let grant = Grant {
             volume: quoin_types::VolumeId(1),
@@ -266,22 +270,22 @@ mod tests {
             term: FIRST,
         };
         let bytes = controller.sign_grant(&grant).unwrap();
-        assert_eq!(pool.hear_term(&bytes).unwrap(), Standing::Higher);
+        assert_eq!(pool.accept_term(&bytes).unwrap(), TermOrder::Higher);
         assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: bytes.into() });
         // The controller's own statement replaces it: it recognises that one without a check.
-        let word = controller.sign_term(FIRST).unwrap();
-        assert_eq!(pool.hear_term(&word).unwrap(), Standing::Same);
-        assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: word });
+        let proof = controller.sign_term(FIRST).unwrap();
+        assert_eq!(pool.accept_term(&proof).unwrap(), TermOrder::Same);
+        assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof });
         let former = controller.sign_grant(&Grant { term: Term::default(), ..grant }).unwrap();
-        assert!(pool.hear_term(&former).is_err(), "a grant of before there were terms proves none");
+        assert!(pool.accept_term(&former).is_err(), "a grant of term 0 proves no term");
     }
 
     #[test]
-    fn a_term_that_no_controller_of_the_cluster_signed_is_not_believed() {
+    fn a_term_that_no_controller_of_the_cluster_signed_is_refused() {
         let (_dir, controller, pool) = cluster();
-        let (_other, stranger, _) = cluster();
-        for forged in [&pool, &stranger] {
-            assert!(controller.hear_term(&forged.sign_term(SECOND).unwrap()).is_err());
+        let (_other, other_cluster, _) = cluster();
+        for forged in [&pool, &other_cluster] {
+            assert!(controller.accept_term(&forged.sign_term(SECOND).unwrap()).is_err());
         }
         let bytes = controller.sign_term(SECOND).unwrap();
         for at in 0..bytes.len() {
@@ -289,20 +293,24 @@ mod tests {
             changed[at] ^= 1;
             // A change in an unneeded certificate of the chain has no effect.
             if let Ok(term) = pool.verify_term(&changed) {
-                assert_eq!(term, SECOND, "byte {at} changed what it says");
+                assert_eq!(term, SECOND, "byte {at} changed the content of the proof");
             }
             let cut = pool.verify_term(&bytes[..at]);
-            assert!(cut.is_err() || (at == 0 && cut.unwrap() == Term::default()), "cut at {at}");
+            assert!(
+                cut.is_err() || (at == 0 && cut.unwrap() == Term::default()),
+                "truncated at {at}"
+            );
         }
         assert_eq!(pool.terms().highest(), Proven::default());
     }
 
     #[test]
-    fn a_term_that_cannot_be_remembered_is_not_believed() {
+    fn a_term_that_cannot_be_stored_is_not_accepted() {
         let (_dir, controller, pool) = cluster();
         // A directory in place of the file: root cannot write there either.
         std::fs::create_dir(pool.dir().join(FILE)).unwrap();
-        let error = pool.hear_term(&controller.sign_term(FIRST).unwrap()).unwrap_err().to_string();
+        let error =
+            pool.accept_term(&controller.sign_term(FIRST).unwrap()).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");
         assert_eq!(pool.terms().highest(), Proven::default());
     }

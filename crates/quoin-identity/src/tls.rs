@@ -213,7 +213,7 @@ impl ServerCertVerifier for Servers {
         verify_chain(leaf, others, &current.roots, now)?;
         let peer = current.member(leaf)?;
         if !self.expected.admits(&peer) {
-            return Err(refused(Error::certificate(format!("{peer} is not whom we called"))));
+            return Err(refused(Error::certificate(format!("{peer} is not the expected peer"))));
         }
         Ok(ServerCertVerified::assertion())
     }
@@ -239,7 +239,9 @@ impl ServerCertVerifier for Pinned {
     ) -> Result<ServerCertVerified, rustls::Error> {
         let pinned = others.iter().find(|other| fingerprint(other) == self.fingerprint);
         let pinned = pinned.ok_or_else(|| {
-            refused(Error::certificate("the controller does not show the token's authority"))
+            refused(Error::certificate(
+                "the controller's chain does not have the authority of the token",
+            ))
         })?;
         let mut roots = RootCertStore::empty();
         roots.add(pinned.clone().into_owned())?;

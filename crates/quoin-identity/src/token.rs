@@ -66,17 +66,18 @@ impl FromStr for JoinToken {
     fn from_str(text: &str) -> Result<Self, Error> {
         let text = text.trim();
         let body =
-            text.strip_prefix(PREFIX).ok_or(Error::Token("one begins with quoin-join-1."))?;
+            text.strip_prefix(PREFIX).ok_or(Error::Token("a token begins with quoin-join-1."))?;
         if body.len() > 2 * BODY_BYTES {
             return Err(Error::Token("it is too long"));
         }
-        let body =
-            URL_SAFE_NO_PAD.decode(body).map_err(|_| Error::Token("a character is wrong"))?;
+        let body = URL_SAFE_NO_PAD
+            .decode(body)
+            .map_err(|_| Error::Token("it has an invalid character"))?;
         let Some((body, sum)) = body.split_at_checked(BODY_BYTES) else {
-            return Err(Error::Token("it is cut off"));
+            return Err(Error::Token("it is truncated"));
         };
         if sum != checksum(body) {
-            return Err(Error::Token("its checksum does not fit"));
+            return Err(Error::Token("its checksum is wrong"));
         }
         let part = |from: usize, len: usize| &body[from..from + len];
         Ok(Self {
@@ -93,7 +94,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_token_comes_back_from_its_text_and_never_shows_its_secret_in_a_log() {
+    fn a_token_is_parsed_from_its_text_and_hides_its_secret_in_logs() {
         let token = JoinToken::generate(ClusterId(42), [9; 32]);
         let text = token.to_string();
         assert_eq!(text.parse::<JoinToken>().unwrap(), token);
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistyped_character_is_noticed() {
+    fn every_mistyped_character_is_detected() {
         let text = JoinToken::generate(ClusterId(42), [9; 32]).to_string();
         for at in 0..text.len() {
             let mut bytes = text.clone().into_bytes();

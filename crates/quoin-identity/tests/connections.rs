@@ -21,7 +21,11 @@ fn authority(dir: &Path, holder_s: u64) -> Authority {
 
 /// Makes one connection between two identities, with a byte each way; returns the error of either
 /// side.
-async fn meet(server: &Identity, client: &Identity, expected: Expected) -> Result<(), String> {
+async fn connect_both(
+    server: &Identity,
+    client: &Identity,
+    expected: Expected,
+) -> Result<(), String> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let acceptor = TlsAcceptor::from(server.server_config().unwrap());
@@ -50,15 +54,15 @@ async fn meet(server: &Identity, client: &Identity, expected: Expected) -> Resul
 }
 
 #[tokio::test]
-async fn members_of_one_cluster_meet_and_only_whom_they_expect() {
+async fn members_of_one_cluster_connect_only_to_the_expected_peer() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
     let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
-    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
-    meet(&pool, &node, Expected::Named(Role::Pool, "p1".into())).await.unwrap();
-    meet(&pool, &node, Expected::Named(Role::Pool, "p2".into())).await.unwrap_err();
-    meet(&pool, &node, Expected::Role(Role::Controller)).await.unwrap_err();
+    connect_both(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
+    connect_both(&pool, &node, Expected::Named(Role::Pool, "p1".into())).await.unwrap();
+    connect_both(&pool, &node, Expected::Named(Role::Pool, "p2".into())).await.unwrap_err();
+    connect_both(&pool, &node, Expected::Role(Role::Controller)).await.unwrap_err();
 }
 
 #[tokio::test]
@@ -68,8 +72,8 @@ async fn a_member_of_another_cluster_is_refused_as_client_and_as_server() {
     let theirs = authority(there.path(), 3600);
     let ours = ours.issue_identity(&here.path().join("p"), Role::Pool, "p1").unwrap();
     let theirs = theirs.issue_identity(&there.path().join("p"), Role::Pool, "p1").unwrap();
-    meet(&ours, &theirs, Expected::Role(Role::Pool)).await.unwrap_err();
-    meet(&theirs, &ours, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&ours, &theirs, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&theirs, &ours, Expected::Role(Role::Pool)).await.unwrap_err();
 }
 
 #[tokio::test]
@@ -82,12 +86,12 @@ async fn an_expired_certificate_is_refused_on_either_side() {
     while pool.validity().1 + Duration::from_secs(1) > std::time::SystemTime::now() {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap_err();
-    meet(&node, &pool, Expected::Role(Role::Node)).await.unwrap_err();
+    connect_both(&pool, &node, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&node, &pool, Expected::Role(Role::Node)).await.unwrap_err();
 }
 
 #[tokio::test]
-async fn while_the_authority_is_rotated_old_and_new_certificates_meet_in_every_pairing() {
+async fn during_a_rotation_old_and_new_certificates_connect_in_every_pairing() {
     let dir = tempfile::tempdir().unwrap();
     let mut authority = authority(dir.path(), 3600);
     let old_pool = authority.issue_identity(&dir.path().join("p1"), Role::Pool, "p1").unwrap();
@@ -101,13 +105,13 @@ async fn while_the_authority_is_rotated_old_and_new_certificates_meet_in_every_p
     let new_node = authority.issue_identity(&dir.path().join("n2"), Role::Node, "n2").unwrap();
     for pool in [&old_pool, &new_pool] {
         for node in [&old_node, &new_node] {
-            meet(pool, node, Expected::Role(Role::Pool)).await.unwrap();
+            connect_both(pool, node, Expected::Role(Role::Pool)).await.unwrap();
         }
     }
 }
 
 #[tokio::test]
-async fn an_authority_that_is_replaced_at_once_leaves_nothing_that_the_former_one_signed() {
+async fn after_an_immediate_replacement_the_former_authority_is_not_trusted() {
     let dir = tempfile::tempdir().unwrap();
     let mut authority = authority(dir.path(), 3600);
     let old_node = authority.issue_identity(&dir.path().join("n1"), Role::Node, "n1").unwrap();
@@ -119,13 +123,13 @@ async fn an_authority_that_is_replaced_at_once_leaves_nothing_that_the_former_on
     assert_eq!(authority.authorities_pem().matches("BEGIN").count(), 1);
     let pool = authority.issue_identity(&dir.path().join("p2"), Role::Pool, "p2").unwrap();
     let node = authority.issue_identity(&dir.path().join("n2"), Role::Node, "n2").unwrap();
-    meet(&pool, &old_node, Expected::Role(Role::Pool)).await.unwrap_err();
-    meet(&pool, &middle, Expected::Role(Role::Pool)).await.unwrap_err();
-    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
+    connect_both(&pool, &old_node, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&pool, &middle, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_former_authority_is_forgotten_when_its_last_certificate_has_run_out() {
+async fn a_former_authority_is_removed_after_its_last_certificate_expired() {
     let dir = tempfile::tempdir().unwrap();
     let mut authority = authority(dir.path(), 1);
     let stale = authority.issue_identity(&dir.path().join("stale"), Role::Node, "n1").unwrap();
@@ -137,11 +141,11 @@ async fn a_former_authority_is_forgotten_when_its_last_certificate_has_run_out()
     assert_eq!(authority.authorities_pem().matches("BEGIN").count(), 1);
     authority.rotate().unwrap();
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
-    meet(&pool, &stale, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&pool, &stale, Expected::Role(Role::Pool)).await.unwrap_err();
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_is_shown_by_configurations_made_before() {
+async fn a_renewed_certificate_is_used_by_existing_configurations() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
@@ -168,7 +172,7 @@ async fn a_renewed_certificate_is_shown_by_configurations_made_before() {
 }
 
 #[tokio::test]
-async fn a_certificate_is_renewed_at_two_thirds_of_its_life() {
+async fn a_certificate_is_renewed_at_two_thirds_of_its_lifetime() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 36_000);
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
@@ -180,7 +184,7 @@ async fn a_certificate_is_renewed_at_two_thirds_of_its_life() {
 }
 
 #[tokio::test]
-async fn an_identity_takes_no_certificate_of_another_name_or_another_key() {
+async fn an_identity_refuses_certificates_of_another_name_or_key() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
@@ -194,7 +198,7 @@ async fn an_identity_takes_no_certificate_of_another_name_or_another_key() {
 }
 
 #[test]
-fn a_directory_that_is_incomplete_or_damaged_says_which_file_and_the_key_is_private() {
+fn an_incomplete_or_damaged_directory_is_refused_by_file_and_the_key_is_private() {
     use std::os::unix::fs::PermissionsExt;
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);
@@ -226,7 +230,7 @@ async fn anonymous(address: std::net::SocketAddr) -> std::io::Result<()> {
 }
 
 #[tokio::test]
-async fn garbage_and_silence_on_the_port_hold_up_nobody() {
+async fn garbage_and_silence_on_the_port_delay_no_member() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);
     let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
@@ -300,9 +304,9 @@ impl Port {
 const LONG_MS: u64 = 600_000;
 
 #[tokio::test]
-async fn connections_that_say_nothing_keep_nobody_out_however_many_addresses_they_come_from() {
+async fn silent_connections_from_many_addresses_do_not_block_a_member() {
     let limits = IncomingLimits {
-        unheard_max: 16,
+        unauthenticated_max: 16,
         first_bytes_ms: LONG_MS,
         handshake_ms: LONG_MS,
         ..Default::default()
@@ -321,7 +325,7 @@ async fn connections_that_say_nothing_keep_nobody_out_however_many_addresses_the
 }
 
 #[tokio::test]
-async fn handshakes_of_one_address_that_never_end_leave_the_places_of_the_others() {
+async fn endless_handshakes_of_one_address_leave_slots_for_other_addresses() {
     let limits = IncomingLimits {
         handshakes_max: 8,
         first_bytes_ms: LONG_MS,
@@ -341,13 +345,13 @@ async fn handshakes_of_one_address_that_never_end_leave_the_places_of_the_others
         begun.push(tcp);
     }
     assert!(port.member(1).await.is_some());
-    assert!(port.member(2).await.is_none(), "the share of this address is taken");
+    assert!(port.member(2).await.is_none(), "the share of this address is used up");
     begun.clear();
     assert!(port.member(2).await.is_some());
 }
 
 #[tokio::test]
-async fn a_member_gets_no_more_than_its_share_of_the_connections() {
+async fn a_member_gets_at_most_its_share_of_the_connections() {
     let limits = IncomingLimits { connections_a_member_max: 3, ..Default::default() };
     let mut port = Port::with(limits).await;
     let mut held = Vec::new();

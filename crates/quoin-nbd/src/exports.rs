@@ -17,7 +17,7 @@ impl Refused {
     #[must_use]
     pub fn reason(&self) -> &str {
         match self {
-            Self::Unknown => "no export of this name here",
+            Self::Unknown => "this server has no export of this name",
             Self::Forbidden(why) => why,
         }
     }
@@ -81,12 +81,12 @@ impl Description {
 
 /// A socket of one volume, and the use of the volume.
 #[derive(Clone, Debug)]
-pub struct Used {
+pub struct VolumeExport {
     pub device: DeviceInfo,
     pub description: Description,
 }
 
-impl Exports for Used {
+impl Exports for VolumeExport {
     fn device_changed(&mut self, device: &DeviceInfo) {
         self.device.clone_from(device);
     }
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_use_is_read_from_its_description_and_from_no_other_text() {
+    fn the_epoch_of_a_use_is_parsed_from_its_description_only() {
         for since_epoch in [0, 1, 31, u64::MAX] {
             let description = Description { since_epoch };
             assert_eq!(Description::parse(description.to_string().as_bytes()), description);

@@ -24,5 +24,5 @@ mod secure;
 mod session;
 mod transmission;
 
-pub use exports::{Description, Exports, Refused, Used};
+pub use exports::{Description, Exports, Refused, VolumeExport};
 pub use session::{Limits, Session, TlsPolicy};

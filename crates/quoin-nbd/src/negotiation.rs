@@ -177,11 +177,11 @@ impl Negotiation {
                     }
                     answer(output, code, reply::ACK, &[]);
                 }
-                Err(refused) => turn_down(output, code, &refused),
+                Err(refused) => refuse_export(output, code, &refused),
             },
             option::STARTTLS if data.is_empty() => match self.tls {
-                Tls::Never => refuse(output, code, reply::ERR_POLICY, "no TLS on this socket"),
-                Tls::Up => refuse(output, code, reply::ERR_INVALID, "TLS is up already"),
+                Tls::Never => refuse(output, code, reply::ERR_POLICY, "this socket has no TLS"),
+                Tls::Up => refuse(output, code, reply::ERR_INVALID, "TLS is already active"),
                 Tls::Required => {
                     answer(output, code, reply::ACK, &[]);
                     // Everything negotiated before TLS is discarded.
@@ -202,7 +202,7 @@ impl Negotiation {
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 self.meta_context(exports, code, data, output);
             }
-            _ => refuse(output, code, reply::ERR_UNSUP, "this option is not known"),
+            _ => refuse(output, code, reply::ERR_UNSUP, "this option is unknown"),
         }
         Ok(Outcome::Continue)
     }
@@ -221,7 +221,7 @@ impl Negotiation {
         let device = match exports.find(name) {
             Ok(device) => device,
             Err(refused) => {
-                turn_down(output, code, &refused);
+                refuse_export(output, code, &refused);
                 return Outcome::Continue;
             }
         };
@@ -261,7 +261,7 @@ impl Negotiation {
             self.base_allocation = None;
         }
         if !self.structured {
-            refuse(output, code, reply::ERR_INVALID, "ask for structured replies first");
+            refuse(output, code, reply::ERR_INVALID, "request structured replies first");
             return;
         }
         let Some((name, queries)) = parse_meta_context(data) else {
@@ -270,7 +270,7 @@ impl Negotiation {
         };
         let device = match exports.find(name) {
             Ok(device) => device,
-            Err(refused) => return turn_down(output, code, &refused),
+            Err(refused) => return refuse_export(output, code, &refused),
         };
         let base = BASE_ALLOCATION.as_bytes();
         let chosen = queries.contains(&base)
@@ -354,7 +354,7 @@ fn refuse(output: &mut Vec<Bytes>, code: u32, kind: u32, why: &str) {
 }
 
 /// Refuses an export to this client, with the reason.
-fn turn_down(output: &mut Vec<Bytes>, code: u32, refused: &Refused) {
+fn refuse_export(output: &mut Vec<Bytes>, code: u32, refused: &Refused) {
     let kind = match refused {
         Refused::Unknown => reply::ERR_UNKNOWN,
         Refused::Forbidden(_) => reply::ERR_POLICY,

@@ -19,7 +19,7 @@ pub(super) struct Secure {
 impl Secure {
     pub(super) fn new(policy: &TlsPolicy) -> Result<Self, Closed> {
         let TlsPolicy::Required(config) = policy else {
-            return Err(Closed("TLS began on a socket that has none".into()));
+            return Err(Closed("TLS was started on a socket without TLS".into()));
         };
         let mut connection = ServerConnection::new(config.clone())
             .map_err(|error| Closed(format!("TLS cannot start: {error}")))?;
@@ -54,7 +54,7 @@ impl Secure {
     }
 
     /// Returns the client's certificates, once: when the handshake has just proven them.
-    pub(super) fn newly_proven(&mut self) -> Option<&[CertificateDer<'static>]> {
+    pub(super) fn take_peer_certificates(&mut self) -> Option<&[CertificateDer<'static>]> {
         if self.identified || self.connection.is_handshaking() {
             return None;
         }

@@ -129,7 +129,7 @@ impl Session {
                 return Ok(());
             }
             let decrypted = secure.open(input);
-            if let Some(certificates) = secure.newly_proven() {
+            if let Some(certificates) = secure.take_peer_certificates() {
                 self.exports.identify(certificates);
             }
             secure.seal(Vec::new(), output)?;

@@ -125,7 +125,7 @@ impl Transmission {
                 return Err(Closed("client disconnected".into()));
             }
             let data = input.split_to(payload).freeze();
-            match self.judge(&header, data) {
+            match self.validate(&header, data) {
                 Ok((kind, operation)) => requests.push(self.track(&header, kind, operation)),
                 Err(number) => self.refuse(&header, number, output),
             }
@@ -135,7 +135,7 @@ impl Transmission {
 
     /// Returns the operation that the request asks for, or the protocol's number for why it is
     /// refused.
-    fn judge(&self, header: &RequestHeader, data: Bytes) -> Result<(Kind, Operation), u32> {
+    fn validate(&self, header: &RequestHeader, data: Bytes) -> Result<(Kind, Operation), u32> {
         let fua = header.flags & command::FLAG_FUA != 0;
         let allowed = command::FLAG_FUA
             | match header.command {

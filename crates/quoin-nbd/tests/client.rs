@@ -68,7 +68,7 @@ fn status_distinguishes_data_from_holes_and_errors_have_their_numbers() {
 
 /// The answer is longer than the few bytes that a chunk may have beside the requested data.
 #[test]
-fn a_status_of_many_extents_is_taken_whole() {
+fn a_block_status_of_many_extents_is_accepted_whole() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let memory = volume(8 << 20);
@@ -86,7 +86,7 @@ fn a_status_of_many_extents_is_taken_whole() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_named_with_the_way_out() {
+fn an_absent_server_is_reported_by_address_with_the_way_out() {
     let directory = tempfile::tempdir().unwrap();
     let error = Client::connect(options(&directory.path().join("none.sock"))).err().unwrap();
     assert!(matches!(error, ClientError::Connect { .. }));
@@ -106,7 +106,7 @@ fn an_export_of_another_name_is_refused() {
 /// Writers have many requests in flight while the server is killed and restarted, and closes
 /// connections by itself with answers lost.
 #[test]
-fn nothing_is_lost_and_nothing_fails_while_the_server_dies_again_and_again() {
+fn no_request_is_lost_or_fails_while_the_server_is_killed_repeatedly() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let memory = volume(1 << 20);
@@ -140,7 +140,10 @@ fn nothing_is_lost_and_nothing_fails_while_the_server_dies_again_and_again() {
                     }
                     let at = writer * 32 * BLOCK;
                     let back = client.read(at, 32 * BLOCK as u32).unwrap();
-                    assert!(back.iter().all(|byte| *byte == round), "an answered write is gone");
+                    assert!(
+                        back.iter().all(|byte| *byte == round),
+                        "an acknowledged write was lost"
+                    );
                     rounds_done.fetch_add(1, Ordering::SeqCst);
                 }
                 round
@@ -191,14 +194,14 @@ fn io_held_for_a_dead_server_ends_when_the_client_is_stopped() {
     assert_eq!(
         receiver.recv_timeout(Duration::from_millis(200)),
         Err(mpsc::RecvTimeoutError::Timeout),
-        "held, not failed"
+        "the request is held and has not failed"
     );
     client.stop();
     assert_eq!(receiver.recv().unwrap(), Err(RequestError::Stopped));
 }
 
 #[test]
-fn a_server_that_comes_back_smaller_is_not_the_same_volume() {
+fn a_server_that_returns_with_a_smaller_size_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let server = Server::start(&path, volume(2 << 20), ServerOptions::default());
@@ -213,5 +216,9 @@ fn a_server_that_comes_back_smaller_is_not_the_same_volume() {
     assert_eq!(small.lock().unwrap().writes, 0);
     server.stop();
     let _server = Server::start(&path, volume(4 << 20), ServerOptions::default());
-    assert_eq!(receiver.recv().unwrap(), Ok(Payload::None), "grown is welcome");
+    assert_eq!(
+        receiver.recv().unwrap(),
+        Ok(Payload::None),
+        "a server with a larger size is accepted"
+    );
 }

@@ -20,41 +20,41 @@ const SIZE: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
 
 /// A connection after its negotiation.
-struct Served(UnixStream);
+struct ScriptedServer(UnixStream);
 
-impl Served {
+impl ScriptedServer {
     fn accept(listener: &UnixListener, structured: bool) -> Self {
-        let mut served = Self(listener.accept().unwrap().0);
-        served.say(&MAGIC.to_be_bytes());
-        served.say(&OPTION_MAGIC.to_be_bytes());
-        served.say(&FLAG_FIXED_NEWSTYLE.to_be_bytes());
-        served.hear(4);
+        let mut server = Self(listener.accept().unwrap().0);
+        server.send(&MAGIC.to_be_bytes());
+        server.send(&OPTION_MAGIC.to_be_bytes());
+        server.send(&FLAG_FIXED_NEWSTYLE.to_be_bytes());
+        server.receive(4);
         loop {
-            let asked = served.hear(16);
-            let number = |at: usize| u32::from_be_bytes(asked[at..at + 4].try_into().unwrap());
+            let header = server.receive(16);
+            let number = |at: usize| u32::from_be_bytes(header[at..at + 4].try_into().unwrap());
             let code = number(8);
-            served.hear(number(12) as usize);
+            server.receive(number(12) as usize);
             match code {
-                option::STRUCTURED_REPLY if structured => served.option(code, reply::ACK, &[]),
+                option::STRUCTURED_REPLY if structured => server.option(code, reply::ACK, &[]),
                 option::GO => {
                     let mut body = info::EXPORT.to_be_bytes().to_vec();
                     body.extend(SIZE.to_be_bytes());
                     body.extend(export::HAS_FLAGS.to_be_bytes());
-                    served.option(code, reply::INFO, &body);
-                    served.option(code, reply::ACK, &[]);
-                    return served;
+                    server.option(code, reply::INFO, &body);
+                    server.option(code, reply::ACK, &[]);
+                    return server;
                 }
-                _ => served.option(code, reply::ERR_UNSUP, &[]),
+                _ => server.option(code, reply::ERR_UNSUP, &[]),
             }
         }
     }
 
     /// Sends bytes; a client that has read enough may be gone.
-    fn say(&mut self, bytes: &[u8]) {
+    fn send(&mut self, bytes: &[u8]) {
         let _ = self.0.write_all(bytes);
     }
 
-    fn hear(&mut self, length: usize) -> Vec<u8> {
+    fn receive(&mut self, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         self.0.read_exact(&mut bytes).unwrap();
         bytes
@@ -66,11 +66,11 @@ impl Served {
         bytes.extend(kind.to_be_bytes());
         bytes.extend((body.len() as u32).to_be_bytes());
         bytes.extend(body);
-        self.say(&bytes);
+        self.send(&bytes);
     }
 
     fn request(&mut self) -> RequestHeader {
-        let bytes = self.hear(REQUEST_HEADER_BYTES);
+        let bytes = self.receive(REQUEST_HEADER_BYTES);
         RequestHeader::decode(bytes.as_slice().try_into().unwrap()).unwrap()
     }
 
@@ -79,7 +79,7 @@ impl Served {
         bytes.extend(number.to_be_bytes());
         bytes.extend(cookie.to_be_bytes());
         bytes.extend(data);
-        self.say(&bytes);
+        self.send(&bytes);
     }
 
     fn chunk(&mut self, cookie: u64, flags: u16, kind: u16, body: &[u8]) {
@@ -90,7 +90,7 @@ impl Served {
         bytes.extend((body.len() as u32).to_be_bytes());
         assert_eq!(bytes.len(), CHUNK_HEADER_BYTES);
         bytes.extend(body);
-        self.say(&bytes);
+        self.send(&bytes);
     }
 }
 
@@ -101,18 +101,18 @@ fn options(path: &Path, reconnect: bool) -> ClientOptions {
 /// Result of a read of 8192 bytes at 4096, for which the server sends `answer`.
 fn read(
     structured: bool,
-    answer: impl FnOnce(&mut Served, u64) + Send + 'static,
+    answer: impl FnOnce(&mut ScriptedServer, u64) + Send + 'static,
 ) -> Result<Vec<u8>, RequestError> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let server = std::thread::spawn(move || {
-        let mut served = Served::accept(&listener, structured);
-        let header = served.request();
+        let mut server = ScriptedServer::accept(&listener, structured);
+        let header = server.request();
         assert_eq!((header.offset, header.length), (4096, 8192));
-        answer(&mut served, header.cookie);
+        answer(&mut server, header.cookie);
         // The connection stays open until the client is done.
-        let _ = served.0.read(&mut [0; 64]);
+        let _ = server.0.read(&mut [0; 64]);
     });
     let client = Client::connect(options(&path, false)).unwrap();
     let result = client.call(Operation::Read { offset: 4096, length: 8192 });
@@ -133,29 +133,29 @@ fn hole(offset: u64, length: u32) -> Vec<u8> {
 }
 
 #[test]
-fn a_server_without_structured_replies_is_understood() {
-    let data = read(false, |served, cookie| served.simple(cookie, 0, &[7; 8192]));
+fn a_server_without_structured_replies_is_supported() {
+    let data = read(false, |server, cookie| server.simple(cookie, 0, &[7; 8192]));
     assert_eq!(data, Ok(vec![7; 8192]));
-    let refused = read(false, |served, cookie| served.simple(cookie, error::IO, &[]));
+    let refused = read(false, |server, cookie| server.simple(cookie, error::IO, &[]));
     assert_eq!(refused, Err(RequestError::Refused(error::IO)));
 }
 
 #[test]
-fn the_parts_of_a_read_come_in_any_order_and_may_be_holes() {
-    let data = read(true, |served, cookie| {
-        served.chunk(cookie, 0, chunk::OFFSET_HOLE, &hole(8192, 4096));
-        served.chunk(cookie, 0, chunk::OFFSET_DATA, &at(4096, &[7; 4096]));
-        served.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
+fn the_chunks_of_a_read_may_be_holes_and_arrive_in_any_order() {
+    let data = read(true, |server, cookie| {
+        server.chunk(cookie, 0, chunk::OFFSET_HOLE, &hole(8192, 4096));
+        server.chunk(cookie, 0, chunk::OFFSET_DATA, &at(4096, &[7; 4096]));
+        server.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
     });
     assert_eq!(data, Ok([[7; 4096], [0; 4096]].concat()));
-    let all = read(true, |served, cookie| {
-        served.chunk(cookie, chunk::FLAG_DONE, chunk::OFFSET_HOLE, &hole(4096, 8192));
+    let all = read(true, |server, cookie| {
+        server.chunk(cookie, chunk::FLAG_DONE, chunk::OFFSET_HOLE, &hole(4096, 8192));
     });
     assert_eq!(all, Ok(vec![0; 8192]));
 }
 
 #[test]
-fn a_read_whose_parts_do_not_make_it_up_ends_the_connection() {
+fn a_read_reply_with_gaps_or_overlaps_ends_the_connection() {
     let (data, empty) = (chunk::OFFSET_DATA, chunk::OFFSET_HOLE);
     let wrong = [
         vec![],
@@ -166,16 +166,16 @@ fn a_read_whose_parts_do_not_make_it_up_ends_the_connection() {
         vec![(empty, 4096, 4096), (data, 12288, 4096)],
     ];
     for parts in wrong {
-        let told = parts.clone();
-        let result = read(true, move |served, cookie| {
-            for (kind, offset, length) in &told {
+        let sent = parts.clone();
+        let result = read(true, move |server, cookie| {
+            for (kind, offset, length) in &sent {
                 let body = match *kind == data {
                     true => at(*offset, &vec![1; *length as usize]),
                     false => hole(*offset, *length),
                 };
-                served.chunk(cookie, 0, *kind, &body);
+                server.chunk(cookie, 0, *kind, &body);
             }
-            served.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
+            server.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
         });
         assert_eq!(result, Err(RequestError::Disconnected), "{parts:?}");
     }
@@ -193,8 +193,8 @@ fn a_chunk_of_the_wrong_length_ends_the_connection_and_an_error_fails_its_reques
         (77, 0),
         (chunk::OFFSET_DATA, 8192 + 9),
     ] {
-        let result = read(true, move |served, cookie| {
-            served.chunk(cookie, chunk::FLAG_DONE, kind, &vec![0; length]);
+        let result = read(true, move |server, cookie| {
+            server.chunk(cookie, chunk::FLAG_DONE, kind, &vec![0; length]);
         });
         assert_eq!(result, Err(RequestError::Disconnected), "kind {kind}, {length} bytes");
     }
@@ -204,8 +204,8 @@ fn a_chunk_of_the_wrong_length_ends_the_connection_and_an_error_fails_its_reques
         (chunk::ERROR, vec![0, 0, 0, 22], error::IO),
         (0x8077, vec![], error::IO),
     ] {
-        let result = read(true, move |served, cookie| {
-            served.chunk(cookie, chunk::FLAG_DONE, kind, &body);
+        let result = read(true, move |server, cookie| {
+            server.chunk(cookie, chunk::FLAG_DONE, kind, &body);
         });
         assert_eq!(result, Err(RequestError::Refused(number)), "kind {kind:#x}");
     }
@@ -221,31 +221,38 @@ fn until(link: &mut Link, done: &mut Vec<Done>, is_so: impl Fn(&Link) -> bool) {
 }
 
 /// Returns the connection, which stays open.
-fn refuses_because_it_stops(listener: UnixListener) -> JoinHandle<Served> {
+fn refuse_while_stopping(listener: UnixListener) -> JoinHandle<ScriptedServer> {
     std::thread::spawn(move || {
-        let mut served = Served::accept(&listener, false);
-        let cookie = served.request().cookie;
-        served.simple(cookie, error::SHUTDOWN, &[]);
-        served
+        let mut server = ScriptedServer::accept(&listener, false);
+        let cookie = server.request().cookie;
+        server.simple(cookie, error::SHUTDOWN, &[]);
+        server
     })
 }
 
 #[test]
-fn a_server_that_stops_and_keeps_its_connection_is_left_with_the_request_held() {
+fn a_stopping_server_is_disconnected_and_its_refused_request_is_held() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
-    let server = refuses_because_it_stops(UnixListener::bind(&path).unwrap());
+    let server = refuse_while_stopping(UnixListener::bind(&path).unwrap());
     let mut link = Link::connect(options(&path, true)).unwrap();
     let mut done = Vec::new();
     let write = Operation::Write { offset: 0, data: Bytes::from(vec![1; 4096]), fua: false };
     link.submit(7, write);
     until(&mut link, &mut done, |link| !link.connected());
-    let mut kept = server.join().unwrap();
-    kept.hear(4096);
-    assert_eq!(kept.0.read(&mut [0]).unwrap(), 0, "nothing more is sent to it");
+    let mut connection = server.join().unwrap();
+    connection.receive(4096);
+    assert_eq!(
+        connection.0.read(&mut [0]).unwrap(),
+        0,
+        "no more bytes are sent to the stopping server"
+    );
 
     let leaves = link.deadline().unwrap();
-    assert!(leaves > Instant::now() + Duration::from_secs(5), "it has time to close");
+    assert!(
+        leaves > Instant::now() + Duration::from_secs(5),
+        "the server has time to close the connection"
+    );
     link.drive(leaves - Duration::from_millis(1), &mut done);
     assert!(link.fd().is_some() && link.in_flight() == 1);
     link.drive(leaves, &mut done);
@@ -257,7 +264,7 @@ fn a_server_that_stops_and_keeps_its_connection_is_left_with_the_request_held() 
 fn without_reconnection_a_request_that_a_stopping_server_refused_fails() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
-    let server = refuses_because_it_stops(UnixListener::bind(&path).unwrap());
+    let server = refuse_while_stopping(UnixListener::bind(&path).unwrap());
     let mut link = Link::connect(options(&path, false)).unwrap();
     let mut done = Vec::new();
     link.submit(7, Operation::Flush);
@@ -267,19 +274,19 @@ fn without_reconnection_a_request_that_a_stopping_server_refused_fails() {
         link.drive(Instant::now(), &mut done);
     }
     assert_eq!(done, [Done { token: 7, result: Err(RequestError::Refused(error::SHUTDOWN)) }]);
-    assert!(link.connected(), "its other requests may yet be answered");
+    assert!(link.connected(), "the server may still reply to other requests");
     server.join().unwrap();
 }
 
 /// A target of a former version does not report the use, and one of today may follow.
 #[test]
-fn which_use_of_a_volume_it_was_is_known_beyond_a_server_that_does_not_say() {
+fn the_epoch_of_a_use_survives_a_server_that_does_not_report_it() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let server = std::thread::spawn(move || {
-        drop(Served::accept(&listener, false));
-        Served::accept(&listener, false)
+        drop(ScriptedServer::accept(&listener, false));
+        ScriptedServer::accept(&listener, false)
     });
     let known =
         ExportInfo { since_epoch: 5, ..Link::connect(options(&path, true)).unwrap().info() };

@@ -24,7 +24,7 @@ struct Peer {
     session: Session,
     input: BytesMut,
     requests: Vec<Request>,
-    said: BytesMut,
+    output: BytesMut,
 }
 
 impl Peer {
@@ -33,70 +33,70 @@ impl Peer {
     }
 
     fn with(session: Session) -> Self {
-        Self { session, input: BytesMut::new(), requests: Vec::new(), said: BytesMut::new() }
+        Self { session, input: BytesMut::new(), requests: Vec::new(), output: BytesMut::new() }
     }
 
-    fn give(&mut self, bytes: &[u8]) -> Result<(), Closed> {
+    fn feed(&mut self, bytes: &[u8]) -> Result<(), Closed> {
         self.input.extend_from_slice(bytes);
         let mut output = Vec::new();
         let result = self.session.receive(&mut self.input, &mut self.requests, &mut output);
-        output.iter().for_each(|bytes| self.said.extend_from_slice(bytes));
+        output.iter().for_each(|bytes| self.output.extend_from_slice(bytes));
         result
     }
 
     fn reply(&mut self, token: u64, result: Result<Payload, BlockError>) {
         let mut output = Vec::new();
         self.session.complete(Reply { token, result }, &mut output);
-        output.iter().for_each(|bytes| self.said.extend_from_slice(bytes));
+        output.iter().for_each(|bytes| self.output.extend_from_slice(bytes));
     }
 
-    fn greet(&mut self) {
-        self.give(&[]).unwrap();
-        assert_eq!(self.said.get_u64(), MAGIC);
-        assert_eq!(self.said.get_u64(), OPTION_MAGIC);
-        assert_eq!(self.said.get_u16(), FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES);
-        self.give(&3u32.to_be_bytes()).unwrap();
+    fn exchange_greeting(&mut self) {
+        self.feed(&[]).unwrap();
+        assert_eq!(self.output.get_u64(), MAGIC);
+        assert_eq!(self.output.get_u64(), OPTION_MAGIC);
+        assert_eq!(self.output.get_u16(), FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES);
+        self.feed(&3u32.to_be_bytes()).unwrap();
     }
 
     /// The type and body of the next option reply.
     fn option_reply(&mut self, code: u32) -> (u32, Bytes) {
-        assert_eq!(self.said.get_u64(), OPTION_REPLY_MAGIC);
-        assert_eq!(self.said.get_u32(), code);
-        let (kind, length) = (self.said.get_u32(), self.said.get_u32());
-        (kind, self.said.split_to(length as usize).freeze())
+        assert_eq!(self.output.get_u64(), OPTION_REPLY_MAGIC);
+        assert_eq!(self.output.get_u32(), code);
+        let (kind, length) = (self.output.get_u32(), self.output.get_u32());
+        (kind, self.output.split_to(length as usize).freeze())
     }
 
-    fn ask(&mut self, code: u32, data: &[u8]) -> (u32, Bytes) {
-        self.give(&an_option(code, data)).unwrap();
+    fn request_option(&mut self, code: u32, data: &[u8]) -> (u32, Bytes) {
+        self.feed(&an_option(code, data)).unwrap();
         self.option_reply(code)
     }
 
     /// A session after the negotiation, with nothing left to read.
     fn ready(device: DeviceInfo, structured: bool) -> Self {
         let mut peer = Self::new(device);
-        peer.greet();
+        peer.exchange_greeting();
         if structured {
-            assert_eq!(peer.ask(option::STRUCTURED_REPLY, &[]).0, reply::ACK);
+            assert_eq!(peer.request_option(option::STRUCTURED_REPLY, &[]).0, reply::ACK);
             let set = meta_query("vol", &["base:allocation"]);
-            assert_eq!(peer.ask(option::SET_META_CONTEXT, &set).0, reply::META_CONTEXT);
+            assert_eq!(peer.request_option(option::SET_META_CONTEXT, &set).0, reply::META_CONTEXT);
             assert_eq!(peer.option_reply(option::SET_META_CONTEXT).0, reply::ACK);
         }
-        peer.give(&an_option(option::GO, &go("vol", &[]))).unwrap();
+        peer.feed(&an_option(option::GO, &go("vol", &[]))).unwrap();
         while peer.option_reply(option::GO).0 != reply::ACK {}
-        assert!(peer.said.is_empty());
+        assert!(peer.output.is_empty());
         peer
     }
 
     fn request(&mut self, command: u16, flags: u16, offset: u64, length: u32) -> Option<Operation> {
         let header = RequestHeader { flags, command, cookie: 77, offset, length };
-        self.give(&header.encode()).unwrap();
+        self.feed(&header.encode()).unwrap();
         self.requests.pop().map(|request| request.operation)
     }
 
     fn simple_error(&mut self) -> u32 {
-        assert_eq!(self.said.get_u32(), SIMPLE_REPLY_MAGIC);
-        let number = self.said.get_u32();
-        assert_eq!(self.said.get_u64(), 77);
+        assert_eq!(self.output.get_u32(), SIMPLE_REPLY_MAGIC);
+        let number = self.output.get_u32();
+        assert_eq!(self.output.get_u64(), 77);
         number
     }
 }
@@ -134,8 +134,8 @@ fn meta_query(name: &str, queries: &[&str]) -> Vec<u8> {
 #[test]
 fn go_answers_size_flags_block_sizes_and_other_requested_information() {
     let mut peer = Peer::new(device());
-    peer.greet();
-    peer.give(&an_option(option::GO, &go("vol", &[info::NAME, info::DESCRIPTION]))).unwrap();
+    peer.exchange_greeting();
+    peer.feed(&an_option(option::GO, &go("vol", &[info::NAME, info::DESCRIPTION]))).unwrap();
     let (kind, mut body) = peer.option_reply(option::GO);
     assert_eq!((kind, body.get_u16(), body.get_u64()), (reply::INFO, info::EXPORT, SIZE));
     let flags = body.get_u16();
@@ -153,47 +153,47 @@ fn go_answers_size_flags_block_sizes_and_other_requested_information() {
 fn export_name_opens_the_export_with_and_without_its_zeroes() {
     for (client_flags, length) in [(3u32, 10), (1, 134)] {
         let mut peer = Peer::new(device());
-        peer.give(&client_flags.to_be_bytes()).unwrap();
-        peer.said.clear();
-        peer.give(&an_option(option::EXPORT_NAME, b"")).unwrap();
-        assert_eq!(peer.said.len(), length);
-        assert_eq!(peer.said.get_u64(), SIZE);
-        peer.said.clear();
+        peer.feed(&client_flags.to_be_bytes()).unwrap();
+        peer.output.clear();
+        peer.feed(&an_option(option::EXPORT_NAME, b"")).unwrap();
+        assert_eq!(peer.output.len(), length);
+        assert_eq!(peer.output.get_u64(), SIZE);
+        peer.output.clear();
         assert_eq!(peer.request(command::FLUSH, 0, 0, 0), Some(Operation::Flush));
     }
 }
 
 #[test]
-fn options_that_are_not_known_or_not_right_are_refused_and_haggling_goes_on() {
+fn unknown_and_malformed_options_are_refused_and_negotiation_continues() {
     let mut peer = Peer::new(device());
-    peer.greet();
-    assert_eq!(peer.ask(99, b"whatever").0, reply::ERR_UNSUP);
-    assert_eq!(peer.ask(option::LIST, b"x").0, reply::ERR_INVALID);
-    assert_eq!(peer.ask(option::GO, b"").0, reply::ERR_INVALID);
-    assert_eq!(peer.ask(option::GO, &[0xff; 40]).0, reply::ERR_INVALID);
-    assert_eq!(peer.ask(option::INFO, &go("other", &[])).0, reply::ERR_UNKNOWN);
-    assert_eq!(peer.ask(option::STARTTLS, &[]).0, reply::ERR_POLICY);
+    peer.exchange_greeting();
+    assert_eq!(peer.request_option(99, b"whatever").0, reply::ERR_UNSUP);
+    assert_eq!(peer.request_option(option::LIST, b"x").0, reply::ERR_INVALID);
+    assert_eq!(peer.request_option(option::GO, b"").0, reply::ERR_INVALID);
+    assert_eq!(peer.request_option(option::GO, &[0xff; 40]).0, reply::ERR_INVALID);
+    assert_eq!(peer.request_option(option::INFO, &go("other", &[])).0, reply::ERR_UNKNOWN);
+    assert_eq!(peer.request_option(option::STARTTLS, &[]).0, reply::ERR_POLICY);
     let query = meta_query("vol", &["base:allocation"]);
-    assert_eq!(peer.ask(option::SET_META_CONTEXT, &query).0, reply::ERR_INVALID);
-    assert_eq!(peer.ask(option::LIST, &vec![0; 100_000]).0, reply::ERR_TOO_BIG);
-    let (kind, body) = peer.ask(option::LIST, &[]);
+    assert_eq!(peer.request_option(option::SET_META_CONTEXT, &query).0, reply::ERR_INVALID);
+    assert_eq!(peer.request_option(option::LIST, &vec![0; 100_000]).0, reply::ERR_TOO_BIG);
+    let (kind, body) = peer.request_option(option::LIST, &[]);
     assert_eq!((kind, &body[..]), (reply::SERVER, b"\0\0\0\x03vol".as_slice()));
     assert_eq!(peer.option_reply(option::LIST).0, reply::ACK);
-    assert_eq!(peer.ask(option::STRUCTURED_REPLY, &[]).0, reply::ACK);
-    let listed = peer.ask(option::LIST_META_CONTEXT, &meta_query("vol", &[]));
+    assert_eq!(peer.request_option(option::STRUCTURED_REPLY, &[]).0, reply::ACK);
+    let listed = peer.request_option(option::LIST_META_CONTEXT, &meta_query("vol", &[]));
     assert_eq!(&listed.1[4..], b"base:allocation");
     assert_eq!(peer.option_reply(option::LIST_META_CONTEXT).0, reply::ACK);
     let none = meta_query("vol", &["qemu:dirty-bitmap:x"]);
-    assert_eq!(peer.ask(option::SET_META_CONTEXT, &none).0, reply::ACK);
+    assert_eq!(peer.request_option(option::SET_META_CONTEXT, &none).0, reply::ACK);
 }
 
 #[test]
 fn abort_is_acknowledged_and_ends_the_session() {
     let mut peer = Peer::new(device());
-    peer.greet();
-    assert!(peer.give(&an_option(option::ABORT, &[])).is_err());
+    peer.exchange_greeting();
+    assert!(peer.feed(&an_option(option::ABORT, &[])).is_err());
     assert_eq!(peer.option_reply(option::ABORT).0, reply::ACK);
-    assert!(peer.give(&an_option(option::LIST, &[])).is_err());
+    assert!(peer.feed(&an_option(option::LIST, &[])).is_err());
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn a_write_takes_its_payload_from_the_receive_buffer_without_copying() {
     peer.input.put_slice(&header.encode());
     peer.input.put_bytes(0xab, 8192);
     let place = peer.input[28..].as_ptr();
-    peer.give(&[]).unwrap();
+    peer.feed(&[]).unwrap();
     let request = peer.requests.pop().unwrap();
     let Operation::Write { offset: 4096, data, fua: true } = request.operation else {
         panic!("{request:?}")
@@ -216,23 +216,22 @@ fn a_write_takes_its_payload_from_the_receive_buffer_without_copying() {
 }
 
 #[test]
-fn each_command_that_changes_blocks_is_durable_first_where_its_client_asked_for_it_and_only_there()
-{
+fn a_changing_command_is_durable_first_if_and_only_if_fua_was_requested() {
     for command in [command::WRITE, command::TRIM, command::WRITE_ZEROES] {
-        for asked in [false, true] {
+        for fua_requested in [false, true] {
             for other in [0, command::FLAG_NO_HOLE] {
                 if other != 0 && command != command::WRITE_ZEROES {
                     continue;
                 }
                 let mut peer = Peer::ready(device(), false);
-                let flags = if asked { command::FLAG_FUA | other } else { other };
+                let flags = if fua_requested { command::FLAG_FUA | other } else { other };
                 let header = RequestHeader { flags, command, cookie: 77, offset: 0, length: 4096 };
-                peer.give(&header.encode()).unwrap();
+                peer.feed(&header.encode()).unwrap();
                 if command == command::WRITE {
-                    peer.give(&[7; 4096]).unwrap();
+                    peer.feed(&[7; 4096]).unwrap();
                 }
-                let taken = peer.requests.pop().map(|request| request.operation);
-                let fua = match taken {
+                let operation = peer.requests.pop().map(|request| request.operation);
+                let fua = match operation {
                     Some(Operation::Write { fua, .. }) if command == command::WRITE => fua,
                     Some(Operation::Trim { fua, .. }) if command == command::TRIM => fua,
                     Some(Operation::WriteZeroes { fua, .. })
@@ -240,9 +239,9 @@ fn each_command_that_changes_blocks_is_durable_first_where_its_client_asked_for_
                     {
                         fua
                     }
-                    other => panic!("command {command} became {other:?}"),
+                    other => panic!("command {command} was parsed as {other:?}"),
                 };
-                assert_eq!(fua, asked, "command {command} with flags {flags}");
+                assert_eq!(fua, fua_requested, "command {command} with flags {flags}");
             }
         }
     }
@@ -254,24 +253,24 @@ fn a_structured_read_is_one_chunk_and_its_error_is_a_chunk_too() {
     peer.request(command::READ, command::FLAG_DF, 8192, 8192).unwrap();
     let parts = vec![Bytes::from(vec![1; 4096]), Bytes::from(vec![2; 4096])];
     peer.reply(0, Ok(Payload::Data(parts)));
-    assert_eq!(peer.said.get_u32(), STRUCTURED_REPLY_MAGIC);
-    assert_eq!((peer.said.get_u16(), peer.said.get_u16()), (1, chunk::OFFSET_DATA));
-    assert_eq!((peer.said.get_u64(), peer.said.get_u32()), (77, 8200));
-    assert_eq!(peer.said.get_u64(), 8192);
-    assert_eq!(peer.said.split_to(8192)[4095..4097], [1, 2]);
-    assert!(peer.said.is_empty());
+    assert_eq!(peer.output.get_u32(), STRUCTURED_REPLY_MAGIC);
+    assert_eq!((peer.output.get_u16(), peer.output.get_u16()), (1, chunk::OFFSET_DATA));
+    assert_eq!((peer.output.get_u64(), peer.output.get_u32()), (77, 8200));
+    assert_eq!(peer.output.get_u64(), 8192);
+    assert_eq!(peer.output.split_to(8192)[4095..4097], [1, 2]);
+    assert!(peer.output.is_empty());
 
     peer.request(command::READ, 0, 0, 4096).unwrap();
     peer.reply(0, Err(BlockError::Damaged));
-    assert_eq!(peer.said.get_u32(), STRUCTURED_REPLY_MAGIC);
-    assert_eq!((peer.said.get_u16(), peer.said.get_u16()), (1, chunk::ERROR));
-    assert_eq!((peer.said.get_u64(), peer.said.get_u32()), (77, 6));
-    assert_eq!((peer.said.get_u32(), peer.said.get_u16()), (error::IO, 0));
-    assert!(peer.said.is_empty());
+    assert_eq!(peer.output.get_u32(), STRUCTURED_REPLY_MAGIC);
+    assert_eq!((peer.output.get_u16(), peer.output.get_u16()), (1, chunk::ERROR));
+    assert_eq!((peer.output.get_u64(), peer.output.get_u32()), (77, 6));
+    assert_eq!((peer.output.get_u32(), peer.output.get_u16()), (error::IO, 0));
+    assert!(peer.output.is_empty());
 }
 
 #[test]
-fn block_status_merges_neighbours_and_stays_in_what_was_asked() {
+fn block_status_merges_neighbours_and_stays_within_the_request() {
     let mut peer = Peer::ready(device(), true);
     let extents = vec![
         StatusExtent { length: 4096, hole: false },
@@ -283,20 +282,20 @@ fn block_status_merges_neighbours_and_stays_in_what_was_asked() {
     {
         peer.request(command::BLOCK_STATUS, flags, 0, 16384).unwrap();
         peer.reply(0, Ok(Payload::Status(extents.clone())));
-        peer.said.advance(6);
-        assert_eq!(peer.said.get_u16(), chunk::BLOCK_STATUS);
-        assert_eq!(peer.said.get_u64(), 77);
-        assert_eq!(peer.said.get_u32() as usize, 4 + 8 * expected.len());
-        assert_eq!(peer.said.get_u32(), 1);
+        peer.output.advance(6);
+        assert_eq!(peer.output.get_u16(), chunk::BLOCK_STATUS);
+        assert_eq!(peer.output.get_u64(), 77);
+        assert_eq!(peer.output.get_u32() as usize, 4 + 8 * expected.len());
+        assert_eq!(peer.output.get_u32(), 1);
         for pair in expected {
-            assert_eq!((peer.said.get_u32(), peer.said.get_u32()), pair);
+            assert_eq!((peer.output.get_u32(), peer.output.get_u32()), pair);
         }
-        assert!(peer.said.is_empty());
+        assert!(peer.output.is_empty());
     }
 }
 
 #[test]
-fn requests_that_cannot_be_are_refused_with_the_protocols_numbers() {
+fn invalid_requests_are_refused_with_the_error_numbers_of_the_protocol() {
     let mut peer = Peer::ready(device(), false);
     for (command, flags, offset, length, number) in [
         (command::READ, 0, SIZE, 4096, error::INVAL),
@@ -322,13 +321,13 @@ fn requests_that_cannot_be_are_refused_with_the_protocols_numbers() {
 }
 
 #[test]
-fn a_refused_write_still_has_its_payload_taken_off_the_stream() {
+fn the_payload_of_a_refused_write_is_consumed() {
     let read_only = DeviceInfo { read_only: true, ..device() };
     let mut peer = Peer::ready(read_only, false);
     let header =
         RequestHeader { flags: 0, command: command::WRITE, cookie: 77, offset: 0, length: 4096 };
-    peer.give(&header.encode()).unwrap();
-    peer.give(&[0xff; 4096]).unwrap();
+    peer.feed(&header.encode()).unwrap();
+    peer.feed(&[0xff; 4096]).unwrap();
     assert_eq!(peer.simple_error(), error::PERM);
     assert!(peer.requests.is_empty());
     assert!(peer.request(command::READ, 0, 0, 4096).is_some());
@@ -358,7 +357,7 @@ fn a_read_of_the_wrong_length_is_an_error_and_never_shifts_the_stream() {
     peer.request(command::READ, 0, 0, 8192).unwrap();
     peer.reply(0, Ok(Payload::Data(vec![Bytes::from(vec![0; 4096])])));
     assert_eq!(peer.simple_error(), error::IO);
-    assert!(peer.said.is_empty());
+    assert!(peer.output.is_empty());
 }
 
 #[test]
@@ -377,26 +376,26 @@ fn a_session_at_its_limits_accepts_no_more_until_replies_were_sent() {
     };
     for (length, expected) in [(4096, 4), (32768, 2), (1 << 20, 1)] {
         let mut peer = Peer::with(Session::with_limits(device(), TlsPolicy::Plain, limits));
-        peer.greet();
-        peer.give(&an_option(option::GO, &go("", &[]))).unwrap();
+        peer.exchange_greeting();
+        peer.feed(&an_option(option::GO, &go("", &[]))).unwrap();
         for _ in 0..9 {
-            peer.give(&read(length)).unwrap();
+            peer.feed(&read(length)).unwrap();
         }
         assert!(!peer.session.wants_input());
-        let mut taken = 0;
+        let mut completed = 0;
         while let Some(request) = peer.requests.pop() {
-            taken += 1;
-            assert!(taken > 1 || peer.requests.len() + 1 == expected);
+            completed += 1;
+            assert!(completed > 1 || peer.requests.len() + 1 == expected);
             peer.reply(request.token, Err(BlockError::Damaged));
-            peer.give(&[]).unwrap();
+            peer.feed(&[]).unwrap();
         }
-        assert_eq!(taken, 9);
+        assert_eq!(completed, 9);
         assert!(peer.session.wants_input() && peer.input.is_empty());
     }
 }
 
 #[test]
-fn a_session_counts_what_it_holds_for_its_clients_until_the_reply() {
+fn a_session_counts_the_bytes_of_a_request_until_its_reply() {
     let mut peer = Peer::ready(device(), true);
     assert_eq!(peer.session.held_bytes(), 0);
     assert!(peer.request(command::READ, 0, 0, 8192).is_some());
@@ -413,29 +412,33 @@ fn absurd_lengths_close_the_connection_instead_of_taking_memory() {
     let mut peer = Peer::ready(device(), false);
     let length = PAYLOAD_BYTES_MAX + 1;
     let header = RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset: 0, length };
-    assert!(peer.give(&header.encode()).is_err());
+    assert!(peer.feed(&header.encode()).is_err());
 
     let mut peer = Peer::ready(device(), false);
     let length = PAYLOAD_BYTES_MAX;
     let header = RequestHeader { length, ..header };
-    peer.give(&header.encode()).unwrap();
-    assert!(peer.input.capacity() < 4 << 20, "a header alone reserved {}", peer.input.capacity());
+    peer.feed(&header.encode()).unwrap();
+    assert!(
+        peer.input.capacity() < 4 << 20,
+        "a header alone reserved {} bytes",
+        peer.input.capacity()
+    );
 
     let mut peer = Peer::new(device());
-    peer.greet();
-    let mut lie = an_option(option::LIST, &[]);
-    lie[12..].copy_from_slice(&u32::MAX.to_be_bytes());
-    assert!(peer.give(&lie).is_err());
+    peer.exchange_greeting();
+    let mut oversized = an_option(option::LIST, &[]);
+    oversized[12..].copy_from_slice(&u32::MAX.to_be_bytes());
+    assert!(peer.feed(&oversized).is_err());
 
     let mut peer = Peer::new(device());
-    peer.greet();
+    peer.exchange_greeting();
     let endless = an_option(option::LIST, &[]).repeat(10_000);
-    assert!(peer.give(&endless).is_err());
-    assert!(peer.said.len() < 1 << 20);
+    assert!(peer.feed(&endless).is_err());
+    assert!(peer.output.len() < 1 << 20);
 }
 
 /// A whole well-formed session of a client.
-fn conversation(structured: bool) -> Vec<u8> {
+fn client_bytes(structured: bool) -> Vec<u8> {
     let mut bytes = 3u32.to_be_bytes().to_vec();
     if structured {
         bytes.extend(an_option(option::STRUCTURED_REPLY, &[]));
@@ -464,34 +467,34 @@ fn conversation(structured: bool) -> Vec<u8> {
 
 /// Drives a session with these pieces over a volume in memory. Returns its requests to the volume
 /// and the length of its output (refusals overtake other replies, so the order may differ).
-fn converse<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Operation>, usize) {
-    let mut asked = Vec::new();
+fn feed_pieces<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Operation>, usize) {
+    let mut operations = Vec::new();
     let mut peer = Peer::new(device());
     let mut volume = MemoryVolume::new(SIZE as usize);
     for piece in pieces {
-        let mut result = peer.give(piece);
+        let mut result = peer.feed(piece);
         loop {
             let idle = peer.requests.is_empty();
             for request in std::mem::take(&mut peer.requests) {
                 let answer = volume.apply(&request.operation);
                 peer.reply(request.token, answer);
-                asked.push(request.operation);
+                operations.push(request.operation);
             }
             if result.is_err() || idle {
                 break;
             }
-            result = peer.give(&[]);
+            result = peer.feed(&[]);
         }
         if result.is_err() {
             break;
         }
         let bound = PAYLOAD_BYTES_MAX as usize + 28 + piece.len();
-        assert!(peer.input.len() <= bound, "the session hoards its input");
+        assert!(peer.input.len() <= bound, "the session keeps more input than one request");
     }
-    (asked, peer.said.len())
+    (operations, peer.output.len())
 }
 
-fn cut<'a>(mut bytes: &'a [u8], lengths: &[usize]) -> Vec<&'a [u8]> {
+fn split<'a>(mut bytes: &'a [u8], lengths: &[usize]) -> Vec<&'a [u8]> {
     let mut pieces = Vec::new();
     for length in lengths.iter().cycle() {
         if bytes.is_empty() {
@@ -510,10 +513,10 @@ proptest! {
         structured: bool,
         lengths in proptest::collection::vec(1usize..5000, 1..20),
     ) {
-        let bytes = conversation(structured);
-        let whole = converse([&bytes[..]]);
+        let bytes = client_bytes(structured);
+        let whole = feed_pieces([&bytes[..]]);
         prop_assert!(whole.0.len() >= 30 && whole.1 > 98_000);
-        prop_assert_eq!(converse(cut(&bytes, &lengths)), whole);
+        prop_assert_eq!(feed_pieces(split(&bytes, &lengths)), whole);
     }
 
     #[test]
@@ -521,10 +524,10 @@ proptest! {
         bytes in proptest::collection::vec(any::<u8>(), 0..2000),
         lengths in proptest::collection::vec(1usize..300, 1..5),
     ) {
-        converse(cut(&bytes, &lengths));
-        let mut greeted = 3u32.to_be_bytes().to_vec();
-        greeted.extend(&bytes);
-        converse(cut(&greeted, &lengths));
+        feed_pieces(split(&bytes, &lengths));
+        let mut after_greeting = 3u32.to_be_bytes().to_vec();
+        after_greeting.extend(&bytes);
+        feed_pieces(split(&after_greeting, &lengths));
     }
 
     #[test]
@@ -534,13 +537,13 @@ proptest! {
         removed in 0usize..200,
         lengths in proptest::collection::vec(1usize..3000, 1..5),
     ) {
-        let mut bytes = conversation(structured);
+        let mut bytes = client_bytes(structured);
         for (at, value) in changes {
             let at = at % bytes.len();
             bytes[at] = value;
         }
         bytes.drain(removed..removed * 2);
-        converse(cut(&bytes, &lengths));
+        feed_pieces(split(&bytes, &lengths));
     }
 
     /// The important bytes are few and early: those are changed more often.
@@ -549,10 +552,10 @@ proptest! {
         structured: bool,
         changes in proptest::collection::vec((0usize..160, any::<u8>()), 1..6),
     ) {
-        let mut bytes = conversation(structured);
+        let mut bytes = client_bytes(structured);
         for (at, value) in changes {
             bytes[at] = value;
         }
-        converse([&bytes[..]]);
+        feed_pieces([&bytes[..]]);
     }
 }

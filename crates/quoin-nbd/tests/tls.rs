@@ -96,7 +96,11 @@ fn connection(authority: &Authority, volume: &Volume) -> TcpStream {
     stream
 }
 
-fn ask(stream: &mut (impl Read + Write), code: u32, data: &[u8]) -> std::io::Result<u32> {
+fn request_option(
+    stream: &mut (impl Read + Write),
+    code: u32,
+    data: &[u8],
+) -> std::io::Result<u32> {
     let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
     bytes.extend(code.to_be_bytes());
     bytes.extend((data.len() as u32).to_be_bytes());
@@ -126,10 +130,10 @@ fn a_client_with_a_good_certificate_writes_and_reads_through_tls() {
     let authority = Authority::new();
     let memory = volume(16 << 20);
     let mut clear = connection(&authority, &memory);
-    assert_eq!(ask(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
+    assert_eq!(request_option(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
     let mut stream = secure(clear, authority.client(Some(&authority)));
-    assert_eq!(ask(&mut stream, option::STARTTLS, &[]).unwrap(), reply::ERR_INVALID);
-    assert_eq!(ask(&mut stream, option::GO, b"\0\0\0\x03vol\0\0").unwrap(), reply::ACK);
+    assert_eq!(request_option(&mut stream, option::STARTTLS, &[]).unwrap(), reply::ERR_INVALID);
+    assert_eq!(request_option(&mut stream, option::GO, b"\0\0\0\x03vol\0\0").unwrap(), reply::ACK);
     // Longer than any buffer of TLS: the write is assembled from many records.
     let length = 9 << 20;
     let data: Vec<u8> = (0..length).map(|at| (at % 253) as u8).collect();
@@ -153,7 +157,7 @@ fn a_client_with_a_good_certificate_writes_and_reads_through_tls() {
     assert!(back == data && memory.lock().unwrap().bytes()[4096..4096 + length] == data);
     let goodbye = RequestHeader { command: command::DISCONNECT, length: 0, ..header };
     stream.write_all(&goodbye.encode()).unwrap();
-    assert_eq!(stream.read(&mut [0; 1]).unwrap(), 0, "ended with TLS's own goodbye");
+    assert_eq!(stream.read(&mut [0; 1]).unwrap(), 0, "TLS ended with close_notify");
 }
 
 #[test]
@@ -161,20 +165,20 @@ fn no_export_is_reported_before_tls() {
     let authority = Authority::new();
     let mut clear = connection(&authority, &volume(1 << 20));
     for code in [option::LIST, option::GO, option::INFO, option::STRUCTURED_REPLY] {
-        assert_eq!(ask(&mut clear, code, &[]).unwrap(), reply::ERR_TLS_REQD);
+        assert_eq!(request_option(&mut clear, code, &[]).unwrap(), reply::ERR_TLS_REQD);
     }
-    let closed = ask(&mut clear, option::EXPORT_NAME, b"vol").unwrap_err();
+    let closed = request_option(&mut clear, option::EXPORT_NAME, b"vol").unwrap_err();
     assert_eq!(closed.kind(), std::io::ErrorKind::UnexpectedEof);
 }
 
 #[test]
 fn a_client_without_a_certificate_of_this_cluster_is_refused() {
-    let (authority, stranger) = (Authority::new(), Authority::new());
-    for certificate in [None, Some(&stranger)] {
+    let (authority, foreign) = (Authority::new(), Authority::new());
+    for certificate in [None, Some(&foreign)] {
         let mut clear = connection(&authority, &volume(1 << 20));
-        assert_eq!(ask(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
+        assert_eq!(request_option(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
         let mut stream = secure(clear, authority.client(certificate));
-        assert!(ask(&mut stream, option::GO, b"\0\0\0\x03vol\0\0").is_err());
+        assert!(request_option(&mut stream, option::GO, b"\0\0\0\x03vol\0\0").is_err());
     }
 }
 
@@ -182,6 +186,6 @@ fn a_client_without_a_certificate_of_this_cluster_is_refused() {
 fn clear_bytes_after_starttls_end_the_session() {
     let authority = Authority::new();
     let mut clear = connection(&authority, &volume(1 << 20));
-    assert_eq!(ask(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
-    assert!(ask(&mut clear, option::LIST, &[]).is_err());
+    assert_eq!(request_option(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
+    assert!(request_option(&mut clear, option::LIST, &[]).is_err());
 }

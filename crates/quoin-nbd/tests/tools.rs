@@ -124,8 +124,8 @@ fn qemu_io_writes_with_fua_trims_zeroes_and_is_refused_beyond_the_end() {
             "flush",
         ])
         .arg(uri(&path)));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(!said.contains("verification failed") && !said.contains("failed:"), "{said}");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!text.contains("verification failed") && !text.contains("failed:"), "{text}");
     let memory = memory.lock().unwrap();
     assert!(memory.flushes > 0 && memory.trims >= 2);
     assert!(memory.bytes()[..64 << 10].iter().all(|byte| *byte == 0));
@@ -151,7 +151,7 @@ fn fio_verifies_what_it_wrote_at_depth_32() {
 }
 
 #[test]
-fn a_read_only_volume_is_shown_so_and_refuses_writes() {
+fn a_read_only_volume_is_exported_read_only_and_refuses_writes() {
     if !have("nbdinfo") || !have("qemu-io") {
         return;
     }

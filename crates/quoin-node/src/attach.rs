@@ -57,7 +57,7 @@ pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> R
             return Err(Error::Waiting {
                 what: format!("the target of volume {volume} to listen on {}", socket.display()),
                 waited_ms: deadline_ms,
-                way_out: "`quoin volume get` says what the volume waits for, and this call may \
+                way_out: "`quoin volume get` shows the reason, and this call may \
                           be repeated",
             });
         }
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_target_that_never_comes_is_named_with_its_socket() {
+    async fn a_target_that_never_listens_is_reported_with_its_socket() {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("v.sock");
         let error = wait_for_socket("v", &socket, 30).await.unwrap_err();
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_file_left_by_a_dead_target_is_waited_out() {
+    async fn a_socket_file_of_a_dead_target_is_not_taken_for_a_listener() {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("v.sock");
         drop(tokio::net::UnixListener::bind(&socket).unwrap());

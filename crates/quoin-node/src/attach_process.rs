@@ -93,7 +93,7 @@ mod tests {
     use crate::Kind;
 
     #[tokio::test]
-    async fn a_missing_attach_process_is_named_with_its_socket_and_the_way_out() {
+    async fn a_missing_attach_process_is_reported_with_its_socket_and_the_way_out() {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("attach.sock");
         let error = AttachProcess::new(&socket).device("v").await.unwrap_err();
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_device_is_dead_by_the_word_of_its_own_volume_alone() {
+    async fn a_device_is_dead_only_if_its_own_volume_is_reported_dead() {
         use quoin_attach::protocol::{Attached, Response};
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -140,7 +140,7 @@ mod tests {
 
     /// The orchestrator retries what is unavailable, and reports everything else to a user.
     #[test]
-    fn what_the_host_lacks_is_a_failed_precondition_in_its_own_words_and_nothing_to_try_again() {
+    fn what_the_host_lacks_is_a_failed_precondition_and_not_retried() {
         let of = |kind: AttachKind| {
             let message = "no /dev/fuse: `modprobe fuse`".to_owned();
             let error = refused(quoin_attach::Error::Refused { kind, message });

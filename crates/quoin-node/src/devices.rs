@@ -46,7 +46,7 @@ impl Devices {
         Self { client: AttachClient::new(attach_socket), holder }
     }
 
-    async fn look(&self) -> Option<Vec<DeviceUse>> {
+    async fn query(&self) -> Option<Vec<DeviceUse>> {
         match tokio::time::timeout(ANSWER_MAX, self.client.usage()).await {
             Ok(Ok(usage)) => {
                 // No mount is named where the table cannot be read.
@@ -57,7 +57,7 @@ impl Devices {
             Ok(Err(Error::Daemon { .. })) => {
                 let holder = self.holder.clone();
                 let held = tokio::task::spawn_blocking(move || holder::held_at(&holder)).await;
-                Some(held.ok()?.into_iter().map(kept).collect())
+                Some(held.ok()?.into_iter().map(held_device).collect())
             }
             // An older process does not know the request; one that hangs does not answer.
             Ok(Err(_)) | Err(_) => None,
@@ -66,7 +66,7 @@ impl Devices {
 
     /// Returns all devices as they are reported to the controller; `None`: unknown.
     pub async fn report(&self) -> Option<Vec<DeviceReport>> {
-        Some(self.look().await?.into_iter().map(DeviceReport::from).collect())
+        Some(self.query().await?.into_iter().map(DeviceReport::from).collect())
     }
 
     /// Makes all IO fail of those devices whose volume another node has used since, by the
@@ -90,30 +90,30 @@ impl Devices {
             node: node.to_owned(),
             since_epoch,
         };
-        let told = tokio::time::timeout(ANSWER_MAX, self.client.served_elsewhere(served)).await;
-        if let Ok(Err(error)) = told {
-            tracing::debug!(volume = name, %error, "the attach process was not told; told again soon");
+        let outcome = tokio::time::timeout(ANSWER_MAX, self.client.served_elsewhere(served)).await;
+        if let Ok(Err(error)) = outcome {
+            tracing::debug!(volume = name, %error, "cannot notify the attach process; retrying");
         }
     }
 }
 
 impl From<DeviceUse> for DeviceReport {
-    fn from(here: DeviceUse) -> Self {
+    fn from(device_use: DeviceUse) -> Self {
         let shown = |path: &PathBuf| path.display().to_string();
         DeviceReport {
-            device: shown(&here.device),
-            in_use: here.in_use,
-            mounts: here.mounts.iter().map(shown).collect(),
-            since_epoch: here.since_epoch,
-            volume_id: here.volume,
+            device: shown(&device_use.device),
+            in_use: device_use.in_use,
+            mounts: device_use.mounts.iter().map(shown).collect(),
+            since_epoch: device_use.since_epoch,
+            volume_id: device_use.volume,
         }
     }
 }
 
 fn with_mounts(usage: Usage, mounts: &[mountinfo::Mount]) -> DeviceUse {
     let number = device::major_minor(&usage.device);
-    let of_it = |mount: &&mountinfo::Mount| Some((mount.major, mount.minor)) == number;
-    let points = mounts.iter().filter(of_it).map(|mount| mount.mount_point.clone());
+    let of_device = |mount: &&mountinfo::Mount| Some((mount.major, mount.minor)) == number;
+    let points = mounts.iter().filter(of_device).map(|mount| mount.mount_point.clone());
     DeviceUse {
         mounts: points.take(MOUNTS_MAX).collect(),
         volume: usage.volume,
@@ -125,7 +125,7 @@ fn with_mounts(usage: Usage, mounts: &[mountinfo::Mount]) -> DeviceUse {
 }
 
 /// A device whose process is away: its users wait for the next one.
-fn kept(volume: String) -> DeviceUse {
+fn held_device(volume: String) -> DeviceUse {
     DeviceUse {
         volume,
         device: PathBuf::new(),
@@ -141,14 +141,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn where_no_attach_process_and_no_holder_is_there_are_no_devices() {
+    async fn without_attach_process_and_holder_there_are_no_devices() {
         let directory = tempfile::tempdir().unwrap();
         let devices = Devices::of(&directory.path().join("attach.sock"));
-        assert_eq!(devices.look().await, Some(Vec::new()));
+        assert_eq!(devices.query().await, Some(Vec::new()));
         assert_eq!(devices.report().await, Some(Vec::new()));
         // A process that hangs is not a process without devices.
         let _listener =
             tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();
-        assert_eq!(devices.look().await, None);
+        assert_eq!(devices.query().await, None);
     }
 }

@@ -25,7 +25,7 @@ pub enum Kind {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(
-        "volume {volume} is staged at {} already, and one node holds one staging of a volume; \
+        "volume {volume} is already staged at {}, and a node stages a volume once; \
          unstage it there first", path.display()
     )]
     StagedElsewhere { volume: String, path: PathBuf },
@@ -51,32 +51,33 @@ pub enum Error {
          path; use SINGLE_NODE_MULTI_WRITER for several", target.display()
     )]
     PublishedElsewhere { volume: String, target: PathBuf },
-    #[error("volume {volume} is staged for {staged} use, not for {wanted} use; stage it anew")]
+    #[error(
+        "volume {volume} is staged for {staged} use, not for {wanted} use; unstage it and stage it \
+         again"
+    )]
     OtherCapability { volume: String, staged: String, wanted: String },
     #[error(
         "a raw block volume is writable or read-only for the whole node, and {volume} is \
-         published here the other way; unpublish that one first"
+         published here with the other access; unpublish that one first"
     )]
     MixedReadOnly { volume: String },
     #[error("volume {volume} is not present at {} on this node", path.display())]
-    NotThere { volume: String, path: PathBuf },
+    NotPresent { volume: String, path: PathBuf },
     #[error("{}: {why}", path.display())]
     Path { path: PathBuf, why: &'static str },
     #[error(
-        "{} is a mount point of something else ({source_name}); unmount that first",
+        "{} is a mount point of another source ({source_name}); unmount that first",
         path.display()
     )]
     ForeignMount { path: PathBuf, source_name: String },
     #[error(
-        "volume {volume} holds {found} and was asked to be mounted as {wanted}; it is never \
-         formatted over: ask for {found}, or empty the volume first"
+        "volume {volume} holds {found} and {wanted} was requested; it is never \
+         formatted over: request {found}, or empty the volume first"
     )]
     OtherContent { volume: String, found: String, wanted: String },
     #[error("volume {volume} is empty and may only be read here; stage it writable once")]
     EmptyReadOnly { volume: String },
-    #[error(
-        "{tool} is not installed on this node; install {package} (it was looked for in {looked})"
-    )]
+    #[error("{tool} is not installed on this node; install {package} (searched in {looked})")]
     MissingTool { tool: &'static str, package: &'static str, looked: String },
     #[error(
         "the file system of volume {volume} is made in a sparse file of the volume's size, \
@@ -104,7 +105,8 @@ pub enum Error {
     MountFlag { volume: String },
     #[error("{} is in use; stop what uses it and try again", path.display())]
     Busy { path: PathBuf },
-    #[error("volume {volume}: {} has {has_bytes} bytes, fewer than the {want_bytes} asked for", device.display())]
+    #[error("volume {volume}: {} has {has_bytes} bytes, fewer than the requested \
+             {want_bytes}", device.display())]
     TooSmall { volume: String, device: PathBuf, has_bytes: u64, want_bytes: u64 },
     #[error(
         "growing the mounted ext4 of volume {volume} needs CAP_SYS_RESOURCE, which this node \
@@ -121,8 +123,8 @@ pub enum Error {
     #[error("waited {waited_ms} ms for {what}; {way_out}")]
     Waiting { what: String, waited_ms: u64, way_out: &'static str },
     #[error(
-        "what is staged of volume {volume} at {} is of an earlier use ({why}): unpublish and unstage \
-         it, then stage it anew",
+        "the staged mount of volume {volume} at {} is of an earlier use ({why}): unpublish and \
+         unstage it, then stage it anew",
         path.display()
     )]
     DeadStaging { volume: String, path: PathBuf, why: String },
@@ -168,7 +170,7 @@ impl Error {
             | Self::NotPermitted { .. }
             | Self::AttachImpossible(_)
             | Self::Damaged { .. } => Kind::FailedPrecondition,
-            Self::NotThere { .. } => Kind::NotFound,
+            Self::NotPresent { .. } => Kind::NotFound,
             Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,
             Self::TooSmall { .. } | Self::AboveLimit { .. } => Kind::OutOfRange,
             Self::Busy { .. } | Self::Waiting { .. } | Self::Attach(_) => Kind::Unavailable,

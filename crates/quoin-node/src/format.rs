@@ -284,7 +284,7 @@ mod tests {
     /// Runs where the file system of the scratch directory ends below 8 EiB, as ext4 does at 16
     /// TiB.
     #[test]
-    fn a_volume_that_is_larger_than_any_file_of_the_host_says_so_and_where_to_go() {
+    fn a_volume_larger_than_any_file_of_the_host_is_refused_with_the_way_out() {
         let scratch = tempfile::tempdir().unwrap();
         let job = Job {
             volume: "db",
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_system_that_does_not_grow_is_told_by_its_tool_or_by_the_missing_privilege() {
+    async fn a_failed_growth_is_reported_with_the_tool_or_the_missing_privilege() {
         let scratch = tempfile::tempdir().unwrap();
         // Another process writes them: a file that is open for writing cannot be executed.
         let write = "for tool in resize2fs xfs_growfs; do printf '#!/bin/sh\necho no >&2\nexit 1\n' \

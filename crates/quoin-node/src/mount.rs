@@ -48,7 +48,7 @@ pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
             "bind" | "rbind" | "move" | "remount" | "loop" | "user" | "users" | "owner"
             | "group" | "shared" | "rshared" | "slave" | "rslave" | "private" | "rprivate"
             | "unbindable" | "runbindable" => {
-                return Err("one of them changes what is mounted instead of how");
+                return Err("one of them changes the mounted object instead of its options");
             }
             other => {
                 if other.contains('\0') {
@@ -66,7 +66,7 @@ pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
     }
     // The kernel accepts one page of data.
     if parsed.data.len() >= 4096 {
-        return Err("they are longer than the kernel takes (4095 bytes)");
+        return Err("they are longer than the kernel accepts (4095 bytes)");
     }
     Ok(parsed)
 }
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_flags_and_file_system_options_are_told_apart() {
+    fn kernel_flags_are_separated_from_file_system_options() {
         let parsed = parse(&["noatime,nosuid", "data=ordered", "commit=5"]).unwrap();
         assert_eq!(parsed.flags, MountFlags::NOATIME | MountFlags::NOSUID);
         assert_eq!(parsed.data, "data=ordered,commit=5");
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_that_would_mount_something_else_are_refused_and_not_repeated() {
+    fn flags_that_would_mount_something_else_are_refused_without_being_printed() {
         for flag in ["bind", "remount", "loop", "move", "rshared"] {
             let why = parse(&["noatime", flag]).unwrap_err();
             assert!(!why.contains(flag), "{why}");

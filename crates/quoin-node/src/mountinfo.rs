@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_with_optional_fields_and_escapes_is_taken_apart() {
+    fn a_line_with_optional_fields_and_escapes_is_parsed() {
         let line = br"36 35 98:0 /mnt\0401 /mnt\134two\011x rw,noatime shared:1 master:2 - ext3 /dev/ro\012ot ro,errors=continue";
         let mount = parse_line(line).unwrap();
         assert_eq!((mount.id, mount.parent, mount.major, mount.minor), (36, 35, 98, 0));
@@ -161,14 +161,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_optional_fields_or_super_options_is_understood() {
+    fn a_line_without_optional_fields_or_super_options_is_parsed() {
         let mount = parse_line(b"1 0 0:1 / / rw - rootfs none rw").unwrap();
         assert!(!mount.is_read_only());
         assert!(parse_line(b"1 0 0:1 / / rw - rootfs none").is_some());
     }
 
     #[test]
-    fn hostile_lines_are_no_mounts() {
+    fn malformed_lines_are_not_parsed_as_mounts() {
         for line in [
             &b""[..],
             b"36",
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_line_hides_no_other_and_the_last_mount_of_a_path_counts() {
+    fn a_malformed_line_is_skipped_and_the_last_mount_of_a_path_counts() {
         let text = b"1 0 0:1 / /a rw - tmpfs one rw\ngarbage\n2 0 0:2 / /a rw - tmpfs two rw\n";
         let mounts = parse(text);
         assert_eq!(mounts.len(), 2);
@@ -209,7 +209,7 @@ mod tests {
         }
 
         #[test]
-        fn every_path_that_the_kernel_would_escape_comes_back(
+        fn every_path_that_the_kernel_escapes_is_decoded_to_the_original(
             name in proptest::collection::vec(1_u8.., 1..60),
         ) {
             let mut escaped = Vec::new();

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupted_format_is_told_from_data() {
+    fn an_interrupted_format_is_distinguished_from_data() {
         let file = file_of(8 * MIB, &[(0, FORMATTING_MARK), (MIB, b"half a file system")]);
         assert_eq!(content(file.path(), 8 * MIB).unwrap(), Content::Interrupted);
     }

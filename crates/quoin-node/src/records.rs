@@ -27,7 +27,7 @@ pub enum Access {
 impl Access {
     /// Returns the text for messages.
     #[must_use]
-    pub fn words(&self) -> String {
+    pub fn description(&self) -> String {
         match self {
             Self::Block => "block".to_owned(),
             Self::Mount { file_system, .. } => format!("mount ({})", file_system.name()),
@@ -127,7 +127,7 @@ impl Records {
     /// If the file cannot be written, or the volume id is not valid.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
         let Some(path) = self.path(&record.volume) else {
-            let why = "is no volume id of Quoin";
+            let why = "is not a volume id of Quoin";
             return Err(Error::Path { path: record.volume.clone().into(), why });
         };
         if record.staging.is_none() && record.publications.is_empty() {
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_survives_and_an_empty_one_leaves_no_file() {
+    fn a_record_is_read_back_as_saved_and_an_empty_one_leaves_no_file() {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::open(directory.path().join("volumes")).unwrap();
         records.save(&record()).unwrap();
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_id_never_leads_out_of_the_directory() {
+    fn a_volume_id_never_names_a_path_outside_the_directory() {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::open(directory.path().join("volumes")).unwrap();
         for id in ["../../etc/passwd", "a/b", "", ".", "a\0b", &"x".repeat(65)] {

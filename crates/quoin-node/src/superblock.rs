@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ext4_and_xfs_superblocks_tell_their_size() {
+    fn the_size_is_read_from_ext4_and_xfs_superblocks() {
         let mut ext4 = vec![0; 4096];
         ext4[0x438..0x43a].copy_from_slice(b"\x53\xef");
         ext4[0x404..0x408].copy_from_slice(&262_144_u32.to_le_bytes());

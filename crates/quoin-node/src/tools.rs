@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_tool_is_named_with_its_package_and_the_places_looked_at() {
+    fn a_missing_tool_is_reported_with_its_package_and_the_search_path() {
         let tools = Tools::within(vec!["/nowhere".into()]);
         let text = tools.find(MKFS_XFS).unwrap_err().to_string();
         assert!(text.contains("mkfs.xfs") && text.contains("xfsprogs"), "{text}");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_tool_says_comes_back_as_one_short_line() {
+    async fn the_output_of_a_tool_is_returned_as_one_short_line() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("e2fsck");
         // Another process writes it: a child that is forked here meanwhile would have it open, and

@@ -16,11 +16,11 @@ use quoin_reactor::descriptors::Shortage;
 use quoin_replication::pool_host::access::Granted;
 use quoin_types::Term;
 use quoin_types::ids::SessionKey;
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_wire::Hello;
-use quoin_wire::establish::{Disbelief, EstablishError, answer};
+use quoin_wire::connection_slots::ConnectionSlots;
+use quoin_wire::establish::{EstablishError, Rejection, answer};
 use quoin_wire::handshake::{HandshakeError, ServerSecurity};
-use quoin_wire::places::Places;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
 use rustls::pki_types::CertificateDer;
 
@@ -52,7 +52,7 @@ impl Belief {
         certificates: &[CertificateDer<'static>],
         session: &SessionKey,
         hello: &Hello,
-    ) -> Result<Term, Disbelief> {
+    ) -> Result<Term, Rejection> {
         let Belief::Grants(identity) = self else { return Ok(Term::default()) };
         let certificate =
             certificates.first().ok_or_else(|| "the peer showed no certificate".to_owned())?;
@@ -71,16 +71,16 @@ impl Belief {
             .into());
         }
         let proof = if grant.term == Term::default() { &[] } else { &hello.grant[..] };
-        let standing = identity.hear_term(proof).map_err(|e| e.to_string())?;
-        if standing.is_refused() {
+        let order = identity.accept_term(proof).map_err(|e| e.to_string())?;
+        if order.is_refused() {
             let known = identity.terms().highest();
             let reason = format!(
                 "the grant of {peer} is of term {} of the controller, and this pool goes by term {}{}",
                 grant.term,
                 known.term,
-                if standing == Standing::Rival { " of another one" } else { "" }
+                if order == TermOrder::Rival { " of another one" } else { "" }
             );
-            return Err(Disbelief { reason, term: known.proof });
+            return Err(Rejection { reason, term: known.proof });
         }
         Ok(grant.term)
     }
@@ -88,7 +88,7 @@ impl Belief {
     /// Whether a session that was believed may open now: a newer term may have been heard of since.
     pub(crate) fn still_opens(&self, term: Term) -> bool {
         match self {
-            Belief::Grants(identity) => !identity.terms().standing(term).is_refused(),
+            Belief::Grants(identity) => !identity.terms().compare_with(term).is_refused(),
             Belief::Everybody => true,
         }
     }
@@ -101,7 +101,7 @@ pub struct Acceptor {
     same_host: Option<UnixListener>,
     security: Arc<std::sync::Mutex<ServerSecurity>>,
     belief: Belief,
-    places: Places,
+    places: ConnectionSlots,
     shortage: Shortage,
     inputs: Sender<Input>,
     waker: Waker,
@@ -146,7 +146,7 @@ impl Acceptor {
                 })
                 .ok()
         });
-        let (places, shortage) = (Places::new(HANDSHAKES_MAX), Shortage::default());
+        let (places, shortage) = (ConnectionSlots::new(HANDSHAKES_MAX), Shortage::default());
         Ok(Acceptor {
             network,
             same_host,
@@ -201,7 +201,7 @@ impl Acceptor {
     }
 
     fn hear(&self, stream: Stream, from: PeerAddress) {
-        let Some(place) = self.places.take(from) else {
+        let Some(place) = self.places.acquire(from) else {
             self.metrics.connections_refused.inc();
             return;
         };
@@ -230,7 +230,7 @@ impl Acceptor {
                     Err(error) => {
                         metrics.connections_refused.inc();
                         refused(from, &error);
-                        if let EstablishError::Disbelieved(Disbelief { reason, term }) = error
+                        if let EstablishError::Rejected(Rejection { reason, term }) = error
                             && !term.is_empty()
                             && told.is_news(&reason)
                         {
@@ -254,7 +254,7 @@ fn refused(from: PeerAddress, error: &EstablishError) {
     match error {
         // Port scanners and cut connections are daily life; a peer with a certificate that is
         // not believed is somebody's mistake, or worse, and versions that do not fit need people.
-        EstablishError::Disbelieved(_) | EstablishError::Versions(_) => {
+        EstablishError::Rejected(_) | EstablishError::Versions(_) => {
             tracing::warn!(%from, %error, "data connection")
         }
         _ => tracing::info!(%from, %error, "data connection refused"),

@@ -95,14 +95,14 @@ impl Control {
                 message = assignments.next() => message.transpose()?,
                 // A target may have told of another controller's term: this one may be over.
                 _ = terms.changed() => {
-                    self.identity.hear_controller(&proof, rules).map_err(refused)?;
+                    self.identity.accept_controller_term(&proof, rules).map_err(refused)?;
                     continue;
                 }
             };
             let Some(message) = message else { return Ok(()) };
-            self.contact.heard();
+            self.contact.reached();
             (proof, rules) = (message.term.clone(), !message.does_not_rule);
-            if !self.identity.hear_controller(&proof, rules).map_err(refused)? {
+            if !self.identity.accept_controller_term(&proof, rules).map_err(refused)? {
                 self.tell_holdings(message.holdings_request).await?;
                 continue;
             }
@@ -435,7 +435,7 @@ mod tests {
                 orders.send(order(2 * number - 1)).unwrap();
                 tokio::task::yield_now().await;
                 // A target showed its grant.
-                control.identity.hear_term(&proof(number + 1)).unwrap();
+                control.identity.accept_term(&proof(number + 1)).unwrap();
                 if number % 3 != 0 {
                     orders.send(former).unwrap();
                 }

@@ -56,7 +56,7 @@ fn run(mut disk: SyncDisk, requests: &Receiver<SyncTicket>, inputs: &Sender<Inpu
 fn next(requests: &Receiver<SyncTicket>, spin: &mut Spin) -> Option<SyncTicket> {
     let mut wait = spin.begin(None);
     let mut request = Err(TryRecvError::Empty);
-    while request == Err(TryRecvError::Empty) && wait.looks() {
+    while request == Err(TryRecvError::Empty) && wait.should_poll() {
         request = requests.try_recv();
     }
     let request = match request {

@@ -32,15 +32,15 @@ fn is_shortage(error: &Error) -> bool {
 /// Examines failed accepts, and reports a shortage once instead of at each of them.
 #[derive(Debug, Default)]
 pub struct Shortage {
-    told: Option<Instant>,
+    reported: Option<Instant>,
 }
 
 impl Shortage {
     /// Returns true if the listener is to pause for [`LISTENER_REST`].
     pub fn is_behind(&mut self, error: &Error) -> bool {
         let short = is_shortage(error);
-        if short && self.told.is_none_or(|told| told.elapsed() >= AGAIN) {
-            self.told = Some(Instant::now());
+        if short && self.reported.is_none_or(|reported| reported.elapsed() >= AGAIN) {
+            self.reported = Some(Instant::now());
             tracing::warn!(
                 %error,
                 "new connections wait for others to end: raise the limit of open files \
@@ -69,8 +69,8 @@ mod tests {
             let error = Error::from_raw_os_error(errno.raw_os_error());
             assert_eq!(shortage.is_behind(&error), rests, "{error}");
         }
-        let told = shortage.told.unwrap();
+        let reported = shortage.reported.unwrap();
         assert!(shortage.is_behind(&Error::from_raw_os_error(Errno::MFILE.raw_os_error())));
-        assert_eq!(shortage.told, Some(told));
+        assert_eq!(shortage.reported, Some(reported));
     }
 }

@@ -132,11 +132,11 @@ impl Reactor {
         let mut wait = self.spin.begin(timeout);
         let mut events = [const { MaybeUninit::uninit() }; EVENTS_MAX];
         let waited = loop {
-            let looks = wait.looks();
-            let limit = if looks { Some(Duration::ZERO) } else { timeout };
+            let should_poll = wait.should_poll();
+            let limit = if should_poll { Some(Duration::ZERO) } else { timeout };
             let waited = epoll::wait(&self.epoll, &mut events[..], limit.map(timespec).as_ref());
             match waited {
-                Ok((events, _)) if looks && events.is_empty() => {}
+                Ok((events, _)) if should_poll && events.is_empty() => {}
                 waited => break waited,
             }
         };
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_is_ready_for_what_was_asked_of_it_alone() {
+    fn a_descriptor_is_ready_only_for_the_registered_interest() {
         let mut reactor = Reactor::new().unwrap();
         let (a, mut b) = UnixStream::pair().unwrap();
         b.write_all(b"x").unwrap();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_set_again_comes_up_once_at_its_last_time() {
+    fn a_timer_that_is_set_again_fires_once_at_its_last_time() {
         let mut timers = Timers::default();
         timers.set(1, Some(Time(10)));
         timers.set(1, Some(Time(30)));
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn timers_that_are_set_again_and_again_take_no_more_memory() {
+    fn timers_that_are_set_repeatedly_take_no_more_memory() {
         let mut timers = Timers::default();
         for at in 1..10_000 {
             timers.set(at % 10, Some(Time(at)));

@@ -37,14 +37,14 @@ impl Spin {
     /// Begins a wait that takes no longer than `limit`.
     pub fn begin(&mut self, limit: Option<Duration>) -> Wait<'_> {
         let limit = limit.map_or(SPIN_MAX, |limit| limit.min(SPIN_MAX));
-        Wait { spin: self, limit, began: Instant::now(), looked: false, crowded: false }
+        Wait { spin: self, limit, began: Instant::now(), polling: false, crowded: false }
     }
 
-    fn is_worth_it(&self) -> bool {
+    fn is_worthwhile(&self) -> bool {
         !self.alone && self.short >= ALL / 2
     }
 
-    fn took(&mut self, wait: Duration) {
+    fn record_wait(&mut self, wait: Duration) {
         let is_short = if wait <= SPIN_MAX { ALL } else { 0 };
         self.short = (15 * self.short + is_short) / 16;
     }
@@ -55,7 +55,7 @@ pub struct Wait<'a> {
     spin: &'a mut Spin,
     limit: Duration,
     began: Instant,
-    looked: bool,
+    polling: bool,
     /// Set if another thread used the core.
     crowded: bool,
 }
@@ -63,10 +63,10 @@ pub struct Wait<'a> {
 impl Wait<'_> {
     /// Returns true if the thread should poll (again) before it sleeps. Other ready threads run in
     /// between.
-    pub fn looks(&mut self) -> bool {
-        if !self.looked {
-            self.looked = self.spin.is_worth_it() && !self.limit.is_zero();
-            return self.looked;
+    pub fn should_poll(&mut self) -> bool {
+        if !self.polling {
+            self.polling = self.spin.is_worthwhile() && !self.limit.is_zero();
+            return self.polling;
         }
         let before = self.began.elapsed();
         rustix::thread::sched_yield();
@@ -80,7 +80,7 @@ impl Wait<'_> {
         // A wait with a limit of zero is no evidence.
         if !self.limit.is_zero() {
             let wait = if self.crowded { Duration::MAX } else { self.began.elapsed() };
-            self.spin.took(wait);
+            self.spin.record_wait(wait);
         }
     }
 }
@@ -92,62 +92,62 @@ mod tests {
     fn after(waits: impl IntoIterator<Item = u64>) -> Spin {
         let mut spin = Spin { short: 0, alone: false };
         for micros in waits {
-            spin.took(Duration::from_micros(micros));
+            spin.record_wait(Duration::from_micros(micros));
         }
         spin
     }
 
     /// Number of polls of one wait that finds no work, and then sleeps.
-    fn looks_in_vain(spin: &mut Spin) -> u32 {
+    fn polls_in_vain(spin: &mut Spin) -> u32 {
         let mut wait = spin.begin(None);
-        let mut looks = 0;
-        while wait.looks() {
-            looks += 1;
+        let mut polls = 0;
+        while wait.should_poll() {
+            polls += 1;
         }
         std::thread::sleep(2 * SPIN_MAX);
         wait.end();
-        looks
+        polls
     }
 
     #[test]
-    fn a_thread_whose_waits_are_long_sleeps_at_once() {
+    fn a_thread_with_long_waits_sleeps_at_once() {
         for mut idle in [after([]), after([1000; 100]), after((0..100).chain([70; 12]))] {
-            assert_eq!(looks_in_vain(&mut idle), 0);
+            assert_eq!(polls_in_vain(&mut idle), 0);
         }
     }
 
     #[test]
-    fn a_thread_whose_waits_were_short_polls_for_a_moment_and_then_sleeps() {
-        assert!(looks_in_vain(&mut after([5; 16])) > 0);
+    fn a_thread_with_short_waits_polls_for_a_moment_and_then_sleeps() {
+        assert!(polls_in_vain(&mut after([5; 16])) > 0);
     }
 
     #[test]
-    fn waits_that_become_long_end_the_polling() {
+    fn long_waits_end_the_polling() {
         let mut busy = after([5; 1000]);
-        let in_vain = (0..100).filter(|_| looks_in_vain(&mut busy) > 0).count();
-        assert!(in_vain < 16, "looked in {in_vain} of 100 waits in vain");
+        let in_vain = (0..100).filter(|_| polls_in_vain(&mut busy) > 0).count();
+        assert!(in_vain < 16, "{in_vain} of 100 waits polled without a result");
     }
 
     #[test]
     fn a_wait_with_a_limit_of_zero_does_not_poll() {
         let mut busy = after([5; 16]);
-        assert!(!busy.begin(Some(Duration::ZERO)).looks());
+        assert!(!busy.begin(Some(Duration::ZERO)).should_poll());
     }
 
     #[test]
-    fn a_core_that_other_threads_use_ends_the_polling() {
+    fn a_core_used_by_other_threads_ends_the_polling() {
         let mut busy = after([5; 1000]);
         for _ in 0..16 {
             let mut wait = busy.begin(None);
             wait.crowded = true;
             wait.end();
         }
-        assert_eq!(looks_in_vain(&mut busy), 0);
+        assert_eq!(polls_in_vain(&mut busy), 0);
     }
 
     #[test]
     fn no_thread_polls_on_one_core() {
         let mut alone = Spin { alone: true, ..after([5; 16]) };
-        assert_eq!(looks_in_vain(&mut alone), 0);
+        assert_eq!(polls_in_vain(&mut alone), 0);
     }
 }

@@ -106,14 +106,14 @@ impl Control {
                 // A pool may have reported another controller's term: this controller's may be
                 // over, and it learns that by the next call.
                 _ = terms.changed() => {
-                    self.identity.hear_controller(&proof, rules).map_err(refused)?;
+                    self.identity.accept_controller_term(&proof, rules).map_err(refused)?;
                     continue;
                 }
             };
             let Some(message) = message else { return Ok(()) };
-            self.contact.heard();
+            self.contact.reached();
             (proof, rules) = (message.term.clone(), !message.does_not_rule);
-            if self.identity.hear_controller(&proof, rules).map_err(refused)? {
+            if self.identity.accept_controller_term(&proof, rules).map_err(refused)? {
                 self.contact.set_io_waits(false);
                 self.assign(&message);
             }

@@ -54,7 +54,7 @@ impl Reach {
         let Reach::Tls { identity, .. } = self else {
             return "the pool showed a term without TLS".to_owned();
         };
-        match identity.hear_term(proof).and_then(|_| identity.verify_term(proof)) {
+        match identity.accept_term(proof).and_then(|_| identity.verify_term(proof)) {
             Ok(term) => format!(
                 "it goes by term {term} of the controller, and the grant is of another one: the \
                  cluster's records were recovered elsewhere"

@@ -21,8 +21,8 @@ use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
 use quoin_nbd::{Exports, Limits, Refused, Session, TlsPolicy};
 use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
 use quoin_types::block::{DeviceInfo, Frontend, Request};
+use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots};
 use quoin_wire::handshake;
-use quoin_wire::places::{Place, Places};
 use quoin_wire::same_host::PeerAddress;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
@@ -130,7 +130,8 @@ impl NbdListener {
         mut shutdown: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
         let listener = tokio::net::TcpListener::from_std(self.listener.try_clone()?)?;
-        let (waiting, negotiations) = (Places::new(WAITING_MAX), Places::new(NEGOTIATIONS_MAX));
+        let (waiting, negotiations) =
+            (ConnectionSlots::new(WAITING_MAX), ConnectionSlots::new(NEGOTIATIONS_MAX));
         let mut shortage = Shortage::default();
         loop {
             let accepted = tokio::select! {
@@ -147,7 +148,7 @@ impl NbdListener {
                     continue;
                 }
             };
-            let Some(wait) = waiting.take(PeerAddress::Network(from)) else {
+            let Some(wait) = waiting.acquire(PeerAddress::Network(from)) else {
                 control.options.metrics.refused_client();
                 continue;
             };
@@ -170,10 +171,10 @@ impl NbdListener {
 }
 
 /// Waits for a place to negotiate in, no longer than the client may be silent.
-async fn place(negotiations: &Places, from: SocketAddr) -> Option<Place> {
+async fn place(negotiations: &ConnectionSlots, from: SocketAddr) -> Option<ConnectionSlot> {
     let until = Instant::now() + handshake::SILENCE_MAX;
     loop {
-        let place = negotiations.take(PeerAddress::Network(from));
+        let place = negotiations.acquire(PeerAddress::Network(from));
         if place.is_some() || Instant::now() >= until {
             return place;
         }

@@ -13,7 +13,7 @@ impl Health {
     pub fn starting(about: &[&str]) -> Self {
         let health = Self::default();
         for about in about {
-            health.set(about, Some("it has just started".to_owned()));
+            health.set(about, Some("it has not reported since its start".to_owned()));
         }
         health
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_role_is_well_when_nothing_is_wrong_with_anything() {
+    fn a_role_is_healthy_when_no_subject_has_a_problem() {
         let health = Health::starting(&["controller"]);
         assert!(health.check().unwrap_err().contains("controller"));
         health.set("controller", None);

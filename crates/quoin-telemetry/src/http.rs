@@ -87,10 +87,11 @@ pub async fn serve(listener: TcpListener, source: Source, mut shutdown: watch::R
                 connections.spawn(converse(stream, router.clone()));
             }
             Ok((_, address)) => {
-                tracing::debug!(%address, "too many connections for metrics, one more was closed");
+                tracing::debug!(%address, "too many connections for metrics; the new one is \
+                                           closed");
             }
             Err(error) => {
-                tracing::warn!(%error, "a connection for metrics was not accepted");
+                tracing::warn!(%error, "cannot accept a connection for metrics");
                 tokio::time::sleep(PAUSE).await;
             }
         }
@@ -146,11 +147,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn metrics_and_health_are_rendered_for_each_request_and_garbage_does_no_harm() {
-        static WELL: AtomicBool = AtomicBool::new(true);
+    async fn metrics_and_health_are_rendered_for_each_request_and_garbage_is_refused() {
+        static HEALTHY: AtomicBool = AtomicBool::new(true);
         let source = Source::new(
             || "quoin_volumes 7\n# EOF\n".into(),
-            || WELL.load(Ordering::SeqCst).then_some(()).ok_or_else(|| "no disk".to_string()),
+            || HEALTHY.load(Ordering::SeqCst).then_some(()).ok_or_else(|| "no disk".to_string()),
         );
         let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -164,7 +165,7 @@ mod tests {
             "{answer}"
         );
         assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
-        WELL.store(false, Ordering::SeqCst);
+        HEALTHY.store(false, Ordering::SeqCst);
         let answer = get(address, "/healthz").await;
         assert!(
             answer.starts_with("HTTP/1.1 503") && answer.contains(r#""reason":"no disk""#),
@@ -179,7 +180,7 @@ mod tests {
     /// More connections than there are places, each silent, with half a head or with an endless
     /// one.
     #[tokio::test]
-    async fn connections_that_fill_all_places_are_closed_and_others_are_answered_again() {
+    async fn silent_connections_are_closed_and_later_ones_are_served() {
         let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (_end, shutdown) = watch::channel(false);
@@ -198,16 +199,16 @@ mod tests {
         let mut refused = 0;
         for stream in &mut held {
             // Each ends from the other side, with or without an answer.
-            let mut said = Vec::new();
-            let _ = stream.read_to_end(&mut said).await;
-            refused += usize::from(said.is_empty());
+            let mut response = Vec::new();
+            let _ = stream.read_to_end(&mut response).await;
+            refused += usize::from(response.is_empty());
         }
-        assert!(refused > 0, "nobody was refused");
+        assert!(refused > 0, "no connection was refused");
         assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
     }
 
     #[tokio::test]
-    async fn an_address_in_use_is_named_with_the_way_out() {
+    async fn an_address_in_use_is_reported_with_the_way_out() {
         let first = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = first.local_addr().unwrap();
         let message = listen(address).await.unwrap_err().to_string();

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_are_dropped_first_when_none_are_taken() {
+    fn the_oldest_notices_are_dropped_first_when_none_are_taken() {
         let notices = Notices::default();
         (0..NOTICES_MAX + 5).for_each(|n| push(&notices, n));
         let taken = notices.take();

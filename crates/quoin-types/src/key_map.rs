@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_and_places_of_any_alignment_spread_over_the_buckets() {
+    fn keys_of_any_alignment_spread_over_the_buckets() {
         // 4096 keys thrown at random hit about 2590 of 4096 buckets.
         for shift in 0..40 {
             let hit = buckets((0..4096).map(|i| i << shift));

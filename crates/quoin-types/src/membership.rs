@@ -106,8 +106,8 @@ impl Membership {
     /// the place of a replica that leaves without a successor. Such a newcomer has no place any
     /// more, and nothing else would remove it from the records.
     pub fn withdraws(&self, next: &Self, newcomer: Member) -> bool {
-        let has_place = |m: &Self| m.known.iter().any(|known| known.id == newcomer.id);
-        has_place(self) && !has_place(next) && !mutant::is("newcomer-kept-without-a-place")
+        let is_listed = |m: &Self| m.known.iter().any(|known| known.id == newcomer.id);
+        is_listed(self) && !is_listed(next) && !mutant::is("newcomer-kept-without-a-place")
     }
 
     /// Returns the forced change (`docs/replication.md`): the known replicas that are kept become
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_forced_change_an_open_hears_all_that_were_kept_and_no_dropped_one_returns() {
+    fn after_a_forced_change_an_open_needs_all_kept_replicas_and_dropped_ones_are_retired() {
         let member = |n: u128| Member { id: ReplicaId(n), guid: ReplicaGuid(n + 100) };
         let known: Vec<Member> = (1..=5).map(member).collect();
         let now = Membership { version: 7, rf: 5, cf: 2, drf: 5, known, ..Membership::default() };
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn an_open_quorum_meets_every_acknowledgement_quorum() {
+    fn every_open_quorum_intersects_every_acknowledgement_quorum() {
         for rf in 1..=16 {
             for cf in 1..=rf {
                 let oq = open_quorum(rf, cf);

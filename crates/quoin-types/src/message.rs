@@ -304,7 +304,7 @@ fn check_history(
     epoch: Epoch,
 ) -> Result<(), &'static str> {
     if position.epoch > epoch || position.lsn > LSN_MAX {
-        return Err("a position beyond what was ever written");
+        return Err("an impossible position");
     }
     let ordered = table.iter().all(|row| row.first <= row.last)
         && table.windows(2).all(|w| w[0].epoch < w[1].epoch && w[0].last < w[1].first);
@@ -313,7 +313,7 @@ fn check_history(
     }
     let end = table.last().map(|row| (row.epoch, row.last, row.chain));
     let wanted = (position.lsn > Lsn::ZERO).then_some((position.epoch, position.lsn, chain));
-    if end == wanted { Ok(()) } else { Err("an epoch table that ends elsewhere") }
+    if end == wanted { Ok(()) } else { Err("an epoch table that does not end at the position") }
 }
 
 impl OpenAck {
@@ -330,7 +330,7 @@ impl OpenAck {
         }
         if self.damaged {
             let possible = self.position.epoch <= epoch && last <= LSN_MAX;
-            return if possible { Ok(()) } else { Err("a position beyond what was ever written") };
+            return if possible { Ok(()) } else { Err("an impossible position") };
         }
         check_history(self.position, self.chain, &self.epoch_table, epoch)?;
         let behind = [self.stable, self.durable, self.base];
@@ -369,7 +369,7 @@ pub struct OpenAck {
 /// Reason for which a replica refused a session or ended it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Failure {
-    #[error("a newer epoch was promised")]
+    #[error("a newer epoch is promised")]
     Fenced,
     #[error("no such replica here (wrong volume, replica id or GUID)")]
     Unknown,

@@ -40,7 +40,7 @@ impl fmt::Display for Term {
 
 /// Relation of a term to the highest one heard of before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
+pub enum TermOrder {
     /// The same term.
     Same,
     /// A higher term: from now on the former one is refused.
@@ -51,35 +51,35 @@ pub enum Standing {
     Rival,
 }
 
-impl Standing {
+impl TermOrder {
     /// Returns true if messages of this term are refused.
     pub fn is_refused(self) -> bool {
-        matches!(self, Standing::Former | Standing::Rival)
+        matches!(self, TermOrder::Former | TermOrder::Rival)
     }
 }
 
 impl Term {
-    /// Returns the standing of this term for a member that has heard of `known`.
-    pub fn standing(self, known: Term) -> Standing {
+    /// Compares this term with `known`, the highest one of a member.
+    pub fn compare_with(self, known: Term) -> TermOrder {
         match self.number.cmp(&known.number) {
-            std::cmp::Ordering::Greater => Standing::Higher,
-            std::cmp::Ordering::Less if mutant::is("former-term-believed") => Standing::Same,
-            std::cmp::Ordering::Less => Standing::Former,
-            std::cmp::Ordering::Equal if self.id == known.id => Standing::Same,
-            std::cmp::Ordering::Equal if mutant::is("rival-term-believed") => Standing::Same,
-            std::cmp::Ordering::Equal => Standing::Rival,
+            std::cmp::Ordering::Greater => TermOrder::Higher,
+            std::cmp::Ordering::Less if mutant::is("former-term-believed") => TermOrder::Same,
+            std::cmp::Ordering::Less => TermOrder::Former,
+            std::cmp::Ordering::Equal if self.id == known.id => TermOrder::Same,
+            std::cmp::Ordering::Equal if mutant::is("rival-term-believed") => TermOrder::Same,
+            std::cmp::Ordering::Equal => TermOrder::Rival,
         }
     }
 
-    /// Returns true if a controller that rules in this term ends once it hears of `heard`.
-    pub fn is_ended_by(self, heard: Term) -> bool {
-        heard.number > self.number && !mutant::is("old-controller-goes-on")
+    /// Returns true if a controller that rules in this term ends once it hears of `proposed`.
+    pub fn is_ended_by(self, proposed: Term) -> bool {
+        proposed.number > self.number && !mutant::is("old-controller-goes-on")
     }
 
     /// Returns the number of a term that begins where these were heard of; `None`: no number is
     /// left.
-    pub fn next_number(heard: impl IntoIterator<Item = Term>) -> Option<u64> {
-        let highest = heard.into_iter().map(|term| term.number).max().unwrap_or_default();
+    pub fn next_number(known: impl IntoIterator<Item = Term>) -> Option<u64> {
+        let highest = known.into_iter().map(|term| term.number).max().unwrap_or_default();
         (highest < TERM_MAX).then_some(highest + 1)
     }
 
@@ -124,24 +124,24 @@ mod tests {
     }
 
     #[test]
-    fn a_lower_term_and_the_second_of_one_number_are_refused_after_any_known_term() {
+    fn a_lower_term_and_a_rival_of_the_same_number_are_refused() {
         for known in [Term::default(), term(1, 7), term(1, 9), term(5, 7)] {
-            for heard in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
-                let standing = heard.standing(known);
-                assert_eq!(standing == Standing::Same, heard == known);
-                assert_eq!(standing == Standing::Higher, heard.number > known.number);
+            for proposed in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
+                let order = proposed.compare_with(known);
+                assert_eq!(order == TermOrder::Same, proposed == known);
+                assert_eq!(order == TermOrder::Higher, proposed.number > known.number);
                 assert_eq!(
-                    standing.is_refused(),
-                    heard.number < known.number
-                        || (heard.number == known.number && heard.id != known.id)
+                    order.is_refused(),
+                    proposed.number < known.number
+                        || (proposed.number == known.number && proposed.id != known.id)
                 );
-                assert_eq!(known.is_ended_by(heard), heard.number > known.number);
+                assert_eq!(known.is_ended_by(proposed), proposed.number > known.number);
             }
         }
     }
 
     #[test]
-    fn every_epoch_of_a_term_is_above_all_that_the_terms_before_it_granted() {
+    fn every_epoch_of_a_term_is_above_all_epochs_of_earlier_terms() {
         let mut last = Epoch(17);
         for number in [0, 1, 2, 3, TERM_MAX] {
             let term = term(number, 1);
@@ -155,11 +155,15 @@ mod tests {
             assert_eq!(term.next_epoch(used_up), None, "the term has no epoch left");
             assert!(used_up <= crate::EPOCH_MAX);
         }
-        assert_eq!(term(1, 1).next_epoch(term(2, 1).floor()), None, "that is another's");
+        assert_eq!(
+            term(1, 1).next_epoch(term(2, 1).floor()),
+            None,
+            "the epoch belongs to another term"
+        );
     }
 
     #[test]
-    fn a_term_begins_above_all_that_were_heard_of() {
+    fn a_new_term_is_above_all_known_terms() {
         assert_eq!(Term::next_number([]), Some(1));
         assert_eq!(Term::next_number([term(3, 1), term(7, 2), Term::default()]), Some(8));
         assert_eq!(Term::next_number([term(TERM_MAX, 1)]), None);

@@ -134,7 +134,7 @@ impl Body {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
                 slots: self.slots()?,
-                after: self.said_more().then(|| self.cursor()).transpose()?,
+                after: self.has_more().then(|| self.cursor()).transpose()?,
             },
             kind::OPEN_BULK => ToReplica::OpenBulk { number: self.head.u64("bulk number")? },
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
@@ -144,7 +144,7 @@ impl Body {
             kind::INCREMENT_COMMIT => ToReplica::IncrementCommit {
                 rebuild: self.head.u64("increment")?,
                 to: Box::new(self.increment_end()?),
-                fed: self.said_more().then(|| self.fed_sum()).transpose()?,
+                fed: self.has_more().then(|| self.fed_sum()).transpose()?,
             },
             kind::REPAIR => {
                 let (lba, version) = (self.lba()?, self.lsn()?);
@@ -285,7 +285,7 @@ impl Body {
     }
 
     /// Returns true if the head has bytes beyond the fields of the first version.
-    fn said_more(&self) -> bool {
+    fn has_more(&self) -> bool {
         self.head.remaining() > 0
     }
 

@@ -23,7 +23,7 @@ use crate::handshake::{
     ClientSecurity, Established, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
     connect_same_host,
 };
-use crate::hello::{FEATURE_TERM, Hello, Spoken, Welcome};
+use crate::hello::{FEATURE_TERM, Hello, SupportedProtocol, Welcome};
 use crate::same_host::{self, PeerAddress, Stream};
 
 #[derive(Debug, thiserror::Error)]
@@ -32,37 +32,37 @@ pub enum EstablishError {
     Handshake(#[from] HandshakeError),
     #[error(transparent)]
     Wire(#[from] WireError),
-    #[error("the peer said nothing of itself within {HANDSHAKE_MAX:?}")]
+    #[error("the peer sent no Hello within {HANDSHAKE_MAX:?}")]
     Deadline,
-    #[error("the peer began with something else than its Hello")]
+    #[error("the peer's first frame is not a Hello")]
     Unexpected,
     #[error("the pool refused the session: {0}")]
     Refused(Failure),
     #[error("refused: {}", .0.reason)]
-    Disbelieved(Disbelief),
+    Rejected(Rejection),
     /// Carries the proof of the newer term.
-    #[error("the pool goes by a newer term of the controller than the grant is of")]
+    #[error("the pool knows a newer term of the controller than the grant's")]
     FormerTerm(Bytes),
-    #[error("two versions of Quoin do not fit: {0}")]
+    #[error("incompatible versions of Quoin: {0}")]
     Versions(String),
 }
 
 /// Reason for which a peer is refused.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Disbelief {
+pub struct Rejection {
     pub reason: String,
     /// Proof of a term that is newer than that of the peer's grant; empty for any other reason.
     pub term: Bytes,
 }
 
-impl From<String> for Disbelief {
+impl From<String> for Rejection {
     fn from(reason: String) -> Self {
         Self { reason, term: Bytes::new() }
     }
 }
 
 /// Connection of a session, on the side that was dialled.
-pub struct Answered {
+pub struct Accepted {
     pub connection: Connection,
     pub session: SessionKey,
     pub hello: Hello,
@@ -106,7 +106,7 @@ fn introduce(
     let answer = first_frame(&mut connection, deadline)?;
     match answer.frame {
         Frame::Welcome(welcome) if answer.session == session => {
-            welcome.suits(hello).map_err(EstablishError::Versions)?;
+            welcome.validate(hello).map_err(EstablishError::Versions)?;
             if !welcome.term.is_empty() {
                 return Err(EstablishError::FormerTerm(welcome.term));
             }
@@ -120,14 +120,14 @@ fn introduce(
     }
 }
 
-/// Proves both sides of an accepted connection and reads the Hello. `believe` decides by the peer's
-/// certificates (none on a plain connection), its session and its Hello. Blocks.
+/// Proves both sides of an accepted connection and reads the Hello. `verify` decides by the
+/// peer's certificates (none on a plain connection), its session and its Hello. Blocks.
 pub fn answer(
     stream: Stream,
     peer_address: PeerAddress,
     security: &ServerSecurity,
-    believe: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), Disbelief>,
-) -> Result<Answered, EstablishError> {
+    verify: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), Rejection>,
+) -> Result<Accepted, EstablishError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
     let established = accept(stream, peer_address, security)?;
     let mut connection =
@@ -136,29 +136,29 @@ pub fn answer(
     else {
         return Err(EstablishError::Unexpected);
     };
-    let welcome = hello.negotiate(&Spoken::HERE);
-    if let Err(reason) = welcome.suits(&hello) {
+    let welcome = hello.negotiate(&SupportedProtocol::THIS_BUILD);
+    if let Err(reason) = welcome.validate(&hello) {
         // The target reaches the same verdict by this answer, and can report it.
         connection.send_welcome(session, &welcome)?;
         flush(&mut connection, deadline)?;
         return Err(EstablishError::Versions(reason));
     }
-    match believe(&established.peer_certificates, &session, &hello) {
+    match verify(&established.peer_certificates, &session, &hello) {
         Ok(()) => {
             connection.send_welcome(session, &welcome)?;
             flush(&mut connection, deadline)?;
             connection.authenticated(welcome.features);
-            Ok(Answered { connection, session, hello, peer_address })
+            Ok(Accepted { connection, session, hello, peer_address })
         }
-        Err(disbelief) => {
-            let term = disbelief.term.clone();
+        Err(rejection) => {
+            let term = rejection.term.clone();
             if !term.is_empty() && welcome.features & FEATURE_TERM != 0 {
                 connection.send_welcome(session, &Welcome { term, ..welcome })?;
             }
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };
             connection.send_from_replica(session, &refuse)?;
             flush(&mut connection, deadline)?;
-            Err(EstablishError::Disbelieved(disbelief))
+            Err(EstablishError::Rejected(rejection))
         }
     }
 }

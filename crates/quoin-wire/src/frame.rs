@@ -57,11 +57,9 @@ pub enum WireError {
     Magic,
     #[error("the peer ended the secure connection with a TLS alert: it refused our certificate")]
     Refused,
-    #[error(
-        "frame format version {0} is not known here; this build speaks version {FRAME_VERSION}"
-    )]
+    #[error("frame format version {0} is unknown; this build speaks version {FRAME_VERSION}")]
     Version(u8),
-    #[error("frame kind {0} is not known here")]
+    #[error("frame kind {0} is unknown")]
     Kind(u8),
     #[error("a frame failed the checksum of its {0}")]
     Checksum(&'static str),
@@ -234,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_comes_back_as_it_was() {
+    fn a_header_decodes_to_what_was_encoded() {
         assert_eq!(Header::decode(&header().encode(), &Limits::SESSION).unwrap(), header());
     }
 
@@ -248,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_over_the_limit_are_refused_before_anything_is_waited_for() {
+    fn lengths_over_the_limit_are_refused_before_the_content_arrives() {
         let mut long = header();
         long.head_len = Limits::SESSION.head_bytes_max + 1;
         let refused = Header::decode(&long.encode(), &Limits::SESSION);
@@ -266,8 +264,8 @@ mod tests {
         let at_most =
             Header { head_len: max.head_bytes_max, data_len: max.data_bytes_max, ..header() };
         assert_eq!(Header::decode(&at_most.encode(), &limits).unwrap(), at_most);
-        type IsIt = fn(&WireError) -> bool;
-        let rows: [(&str, usize, &[u8], IsIt); 9] = [
+        type Matches = fn(&WireError) -> bool;
+        let rows: [(&str, usize, &[u8], Matches); 9] = [
             ("magic", 0, b"QuoG", |e| matches!(e, WireError::Magic)),
             ("alert of another protocol", 0, &[0x15, 2], |e| matches!(e, WireError::Magic)),
             ("version", 4, &[FRAME_VERSION + 1], |e| matches!(e, WireError::Version(2))),
@@ -278,13 +276,13 @@ mod tests {
             ("data length", 12, &[1], |e| matches!(e, WireError::Malformed("data length"))),
             ("head length", 8, &[0xff; 4], |e| matches!(e, WireError::TooLong { .. })),
         ];
-        for (what, at, wrong, is_it) in rows {
+        for (what, at, wrong, matches) in rows {
             let mut bytes = header().encode();
             bytes[at..at + wrong.len()].copy_from_slice(wrong);
             let crc = crc32c(&bytes[..60]);
             bytes[60..].copy_from_slice(&crc.to_le_bytes());
             let refusal = Header::decode(&bytes, &limits).unwrap_err();
-            assert!(is_it(&refusal), "{what} at {at}: {refusal}");
+            assert!(matches(&refusal), "{what} at {at}: {refusal}");
         }
         let mut bytes = header().encode();
         bytes[63] ^= 1;
@@ -293,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tls_alert_in_place_of_a_frame_is_named_as_a_refused_certificate() {
+    fn a_tls_alert_in_place_of_a_frame_is_reported_as_a_refused_certificate() {
         let mut bytes = [0u8; HEADER_LEN];
         bytes[..7].copy_from_slice(&[0x15, 3, 3, 0, 2, 2, 48]);
         assert!(matches!(Header::decode(&bytes, &Limits::SESSION), Err(WireError::Refused)));

@@ -41,7 +41,7 @@ pub enum HandshakeError {
     Connect { address: SocketAddr, source: std::io::Error },
     #[error("the peer did not finish the handshake within {HANDSHAKE_MAX:?}")]
     Deadline,
-    #[error("the peer said nothing within {SILENCE_MAX:?}")]
+    #[error("the peer sent nothing within {SILENCE_MAX:?}")]
     Silent,
     #[error("the peer closed the connection during the handshake")]
     Closed,
@@ -51,9 +51,9 @@ pub enum HandshakeError {
     Tls(#[from] rustls::Error),
     #[error("the peer and this side do not agree on how data connections are protected")]
     NoCommonMode,
-    #[error("the peer proved itself and asked for no data connection")]
+    #[error("the peer authenticated itself without asking for a data connection")]
     NoModeAsked,
-    #[error("plain data connections are for the loopback only, not for {0}")]
+    #[error("plain data connections are allowed on the loopback only, not with {0}")]
     PlainBeyondLoopback(SocketAddr),
     #[error("the connection failed during the handshake: {0}")]
     Io(#[from] std::io::Error),
@@ -149,7 +149,7 @@ pub fn accept(
             };
             config.send_tls13_tickets = 0;
             let tls = ServerConnection::new(Arc::new(config))?;
-            hear_something(&stream)?;
+            wait_for_first_bytes(&stream)?;
             handshake(stream, peer, tls.into(), deadline)
         }
     }
@@ -244,7 +244,7 @@ fn handshake(
 
 /// Waits for a peer's first bytes. A correct client sends at once, so a silent one takes its place
 /// for this time only.
-fn hear_something(stream: &Stream) -> Result<(), HandshakeError> {
+fn wait_for_first_bytes(stream: &Stream) -> Result<(), HandshakeError> {
     let until = Instant::now() + SILENCE_MAX;
     loop {
         let left = until.saturating_duration_since(Instant::now());

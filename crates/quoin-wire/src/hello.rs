@@ -4,7 +4,7 @@
 //! words; the pool answers [`Welcome`] with its choice. `features_optional` are on where both sides
 //! know them. If the version ranges do not overlap, or a bit in `features_required` is unknown to
 //! the pool, it answers with its nearest version and closes, so both sides can report which of the
-//! two is older ([`Welcome::suits`]).
+//! two is older ([`Welcome::validate`]).
 //!
 //! Later versions may append fields to both frames: fields after the known ones are ignored. The
 //! frame's session key is the session of the connection: all later frames carry the same one.
@@ -53,15 +53,15 @@ pub struct Hello {
 
 /// Versions and features of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Spoken {
+pub struct SupportedProtocol {
     pub oldest: u16,
     pub newest: u16,
     pub features: u64,
 }
 
-impl Spoken {
-    pub const HERE: Spoken =
-        Spoken { oldest: PROTOCOL_MIN, newest: PROTOCOL_MAX, features: FEATURES_KNOWN };
+impl SupportedProtocol {
+    pub const THIS_BUILD: SupportedProtocol =
+        SupportedProtocol { oldest: PROTOCOL_MIN, newest: PROTOCOL_MAX, features: FEATURES_KNOWN };
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -91,7 +91,7 @@ impl Hello {
 
     /// Returns the answer of a pool with these versions: the highest version that both sides have
     /// and the features that both know; if there is no common version, the nearest.
-    pub fn negotiate(&self, pool: &Spoken) -> Welcome {
+    pub fn negotiate(&self, pool: &SupportedProtocol) -> Welcome {
         let offered = self.features_required | self.features_optional;
         Welcome {
             protocol: self.protocol_max.min(pool.newest).max(pool.oldest),
@@ -141,12 +141,12 @@ impl Hello {
 impl Welcome {
     /// Checks that the session can continue with this answer; both sides call it. The error names
     /// the remedy.
-    pub fn suits(&self, hello: &Hello) -> Result<(), String> {
+    pub fn validate(&self, hello: &Hello) -> Result<(), String> {
         let (oldest, newest) = (hello.protocol_min, hello.protocol_max);
         if !(oldest..=newest).contains(&self.protocol) {
             let older = if self.protocol < oldest { "pool" } else { "target" };
             return Err(format!(
-                "the target speaks data protocol {oldest} to {newest}, the pool {} at the nearest: \
+                "the target speaks data protocol {oldest} to {newest}, the pool {} as the nearest: \
                  update the {older}",
                 self.protocol
             ));
@@ -160,7 +160,9 @@ impl Welcome {
         }
         let foreign = self.features & !(hello.features_required | hello.features_optional);
         if foreign != 0 {
-            return Err(format!("the pool uses features {foreign:#x} that nobody offered it"));
+            return Err(format!(
+                "the pool uses features {foreign:#x} that the target did not offer"
+            ));
         }
         Ok(())
     }
@@ -192,43 +194,46 @@ mod tests {
         Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::from_static(b"grant"))
     }
 
-    fn speaks(oldest: u16, newest: u16, features: u64) -> Spoken {
-        Spoken { oldest, newest, features }
+    fn supported(oldest: u16, newest: u16, features: u64) -> SupportedProtocol {
+        SupportedProtocol { oldest, newest, features }
     }
 
     #[test]
     fn the_newest_common_version_is_chosen() {
         let newer = Hello { protocol_max: PROTOCOL_MAX + 3, ..hello() };
-        let welcome = newer.negotiate(&Spoken::HERE);
-        assert_eq!((welcome.protocol, welcome.suits(&newer)), (PROTOCOL_MAX, Ok(())));
+        let welcome = newer.negotiate(&SupportedProtocol::THIS_BUILD);
+        assert_eq!((welcome.protocol, welcome.validate(&newer)), (PROTOCOL_MAX, Ok(())));
         let older = Hello { protocol_min: 2, protocol_max: 3, ..hello() };
-        assert_eq!(older.negotiate(&speaks(1, 9, 0)).protocol, 3);
+        assert_eq!(older.negotiate(&supported(1, 9, 0)).protocol, 3);
     }
 
     #[test]
     fn versions_that_do_not_overlap_are_refused_by_both_sides_naming_the_older_one() {
         let target = Hello { protocol_min: 5, protocol_max: 7, ..hello() };
-        for (pool, says) in [
-            (speaks(1, 4, 0), "5 to 7, the pool 4 at the nearest: update the pool"),
-            (speaks(8, 9, 0), "5 to 7, the pool 8 at the nearest: update the target"),
+        for (pool, expected) in [
+            (supported(1, 4, 0), "5 to 7, the pool 4 as the nearest: update the pool"),
+            (supported(8, 9, 0), "5 to 7, the pool 8 as the nearest: update the target"),
         ] {
-            let refused = target.negotiate(&pool).suits(&target).unwrap_err();
-            assert!(refused.ends_with(says), "{refused}");
+            let refused = target.negotiate(&pool).validate(&target).unwrap_err();
+            assert!(refused.ends_with(expected), "{refused}");
         }
     }
 
     /// Two builds that differ in one of the bits, in both directions.
     #[test]
-    fn each_feature_may_be_missing_on_either_side_and_only_a_required_one_is_missed() {
+    fn only_a_missing_required_feature_prevents_a_session() {
         for bit in (0..64).map(|n| 1u64 << n) {
             for (offered, known) in [(bit, 0), (0, bit), (bit, bit), (u64::MAX, !bit)] {
                 let target = Hello { features_optional: offered, ..hello() };
-                let pool = speaks(PROTOCOL_MIN, PROTOCOL_MAX, known);
+                let pool = supported(PROTOCOL_MIN, PROTOCOL_MAX, known);
                 let welcome = target.negotiate(&pool);
-                assert_eq!((welcome.suits(&target), welcome.features), (Ok(()), offered & known));
+                assert_eq!(
+                    (welcome.validate(&target), welcome.features),
+                    (Ok(()), offered & known)
+                );
                 let demanding = Hello { features_required: bit, ..target };
-                let met = demanding.negotiate(&pool).suits(&demanding);
-                assert_eq!(met.is_ok(), known & bit != 0, "{met:?}");
+                let outcome = demanding.negotiate(&pool).validate(&demanding);
+                assert_eq!(outcome.is_ok(), known & bit != 0, "{outcome:?}");
             }
         }
     }
@@ -236,8 +241,8 @@ mod tests {
     #[test]
     fn an_answer_with_a_version_or_feature_that_was_not_offered_is_refused() {
         let welcome = Welcome { protocol: PROTOCOL_MAX, features: 2, ..Welcome::default() };
-        assert!(welcome.suits(&Hello { features_optional: 1, ..hello() }).is_err());
+        assert!(welcome.validate(&Hello { features_optional: 1, ..hello() }).is_err());
         let welcome = Welcome { protocol: PROTOCOL_MAX + 1, ..Welcome::default() };
-        assert!(welcome.suits(&hello()).is_err());
+        assert!(welcome.validate(&hello()).is_err());
     }
 }

@@ -11,20 +11,20 @@
 //! * [`queue`] holds bytes to send (one vectored write) and bytes received.
 //! * [`connection`] ties a socket, its protection and its queues together for the shards of both
 //!   roles.
-//! * [`places`] limits unproven connections by their source.
+//! * [`connection_slots`] limits unproven connections by their source.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
 //! than [`frame::Limits`] allows. Checksums of blocks are verified by the state machines, once for
 //! each block that they accept.
 
 pub mod connection;
+pub mod connection_slots;
 pub mod decode;
 pub mod encode;
 pub mod establish;
 pub mod frame;
 pub mod handshake;
 pub mod hello;
-pub mod places;
 pub mod queue;
 pub mod same_host;
 pub mod security;
@@ -32,5 +32,5 @@ pub mod security;
 pub use connection::{Connection, ReadOutcome};
 pub use decode::{Frame, Incoming};
 pub use frame::{Limits, WireError};
-pub use hello::{ConnectionKind, Hello, Spoken, Welcome};
+pub use hello::{ConnectionKind, Hello, SupportedProtocol, Welcome};
 pub use security::{Mode, Opener, Sealer};

@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_and_copies_leave_in_the_order_they_came() {
+    fn slices_and_copies_are_sent_in_the_order_they_were_queued() {
         let (writer, mut reader) = UnixStream::pair().unwrap();
         writer.set_nonblocking(true).unwrap();
         let mut queue = SendQueue::default();
@@ -268,7 +268,7 @@ mod tests {
         assert!(chunk_max > CHUNK_MIN && chunk_max <= CHUNK_MAX);
         let mut writer = thread.join().unwrap();
         queue.rest();
-        assert_eq!((queue.taken, queue.bytes.capacity()), (0, 0), "nothing stays of large chunks");
+        assert_eq!((queue.taken, queue.bytes.capacity()), (0, 0), "a large chunk is released");
         for _ in 0..200 {
             use std::io::Write;
             writer.write_all(b"little").unwrap();
@@ -276,11 +276,15 @@ mod tests {
             queue.bytes.clear();
             queue.rest();
         }
-        assert_eq!((queue.chunk, queue.taken), (CHUNK_MIN, CHUNK_MIN), "the least chunk stays");
+        assert_eq!(
+            (queue.chunk, queue.taken),
+            (CHUNK_MIN, CHUNK_MIN),
+            "a chunk of the smallest size is kept"
+        );
     }
 
     #[test]
-    fn a_socket_that_takes_nothing_keeps_the_rest_queued() {
+    fn a_socket_that_accepts_no_bytes_leaves_the_rest_queued() {
         let (writer, _reader) = UnixStream::pair().unwrap();
         writer.set_nonblocking(true).unwrap();
         let mut queue = SendQueue::default();

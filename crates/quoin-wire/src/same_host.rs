@@ -46,7 +46,7 @@ pub fn connect(pool: &str, port: u16) -> Result<UnixStream> {
     if is_of_this_user(&stream)? {
         return Ok(stream);
     }
-    Err(std::io::Error::other("another user listens there"))
+    Err(std::io::Error::other("the listener belongs to another user"))
 }
 
 /// Returns true if a process of this user is at the other end.
@@ -186,16 +186,16 @@ mod tests {
     fn a_pool_is_reached_by_its_name_and_port_while_it_runs() {
         let pool = unique("met");
         let listener = listen(&pool, 7).unwrap();
-        assert!(listen(&pool, 7).is_err(), "a name is one process's");
+        assert!(listen(&pool, 7).is_err(), "one process holds a name at a time");
         assert!(connect(&pool, 8).is_err());
         assert!(connect(&unique("other"), 7).is_err());
         let mut target = connect(&pool, 7).unwrap();
         let (mut at_pool, _) = listener.accept().unwrap();
         assert!(is_of_this_user(&at_pool).unwrap());
         at_pool.write_all(b"here").unwrap();
-        let mut heard = [0; 4];
-        target.read_exact(&mut heard).unwrap();
-        assert_eq!(&heard, b"here");
+        let mut received = [0; 4];
+        target.read_exact(&mut received).unwrap();
+        assert_eq!(&received, b"here");
         drop(listener);
         assert!(connect(&pool, 7).is_err());
     }
@@ -236,12 +236,12 @@ mod tests {
     #[test]
     fn connections_of_other_users_are_refused_on_both_sides() {
         if !rustix::process::geteuid().is_root() {
-            return skipped("somebody else can be played by root only");
+            return skipped("only root can act as another user");
         }
         let (ours, theirs) = (unique("ours"), unique("theirs"));
         let listener = listen(&ours, 7).unwrap();
         std::thread::scope(|scope| {
-            let stranger = scope.spawn(|| {
+            let other_user = scope.spawn(|| {
                 // The bare call changes this thread's user only; libc's would change all.
                 // SAFETY: plain numbers are passed.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 1, 1, 1) }, 0);
@@ -249,7 +249,7 @@ mod tests {
                 let own = UnixListener::bind_addr(&address(&theirs)).unwrap();
                 (own, UnixStream::connect_addr(&address(&ours)).unwrap())
             });
-            let (_listening, _connected) = stranger.join().unwrap();
+            let (_listening, _connected) = other_user.join().unwrap();
             assert!(connect(&theirs, 7).is_err());
             assert!(!is_of_this_user(&listener.accept().unwrap().0).unwrap());
         });

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sealed_frame_opens_to_what_it_was_in_every_mode() {
+    fn a_sealed_frame_opens_to_the_original_in_every_mode() {
         for mode in [Mode::Plain, Mode::Authenticate, Mode::Encrypt] {
             let (mut sealer, mut opener) = pair(mode);
             for _ in 0..3 {
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_or_left_out_frame_fails_its_tag() {
+    fn a_repeated_or_omitted_frame_fails_its_tag() {
         let (mut sealer, mut opener) = pair(Mode::Authenticate);
         let first = sealed(&mut sealer, b"1");
         opener.open(first.clone()).unwrap();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn both_directions_step_to_the_next_key_together() {
+    fn both_directions_switch_to_the_next_key_together() {
         let (mut sealer, mut opener) = pair(Mode::Encrypt);
         sealer.0.rekey_frames = 4;
         opener.0.rekey_frames = 4;

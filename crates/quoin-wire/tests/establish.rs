@@ -9,7 +9,7 @@ use bytes::Bytes;
 use quoin_types::ids::SessionKey;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
-use quoin_wire::establish::{Disbelief, EstablishError, answer, dial};
+use quoin_wire::establish::{EstablishError, Rejection, answer, dial};
 use quoin_wire::handshake::{ClientSecurity, HandshakeError, ServerSecurity};
 use quoin_wire::hello::{FEATURE_BULK, FEATURE_TERM};
 use quoin_wire::same_host::{PeerAddress, Stream};
@@ -40,33 +40,33 @@ impl Raw {
     }
 }
 
-type Said = fn(TcpStream) -> Option<Raw>;
+type Script = fn(TcpStream) -> Option<Raw>;
 /// Checks for the refusal that belongs to the sent bytes.
-type IsIt = fn(&EstablishError) -> bool;
+type Matches = fn(&EstablishError) -> bool;
 
-fn raw(say: fn(&mut Connection)) -> impl Fn(TcpStream) -> Option<Raw> {
+fn raw(script: fn(&mut Connection)) -> impl Fn(TcpStream) -> Option<Raw> {
     move |tcp| {
         let mut raw = Raw::over(tcp);
-        say(&mut raw.0);
+        script(&mut raw.0);
         raw.flush();
         Some(raw)
     }
 }
 
 /// The error of a pool for a target that sends this.
-fn heard(say: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
+fn error_of_pool(script: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let target = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (tcp, from) = listener.accept().unwrap();
-    let _open = say(target);
+    let _open = script(target);
     let security = ServerSecurity::PlainLoopback;
-    let believe = |_: &[_], _: &SessionKey, _: &Hello| Err("not believed".to_owned().into());
-    answer(Stream::Tcp(tcp), PeerAddress::Network(from), &security, believe).err().unwrap()
+    let verify_peer = |_: &[_], _: &SessionKey, _: &Hello| Err("not accepted".to_owned().into());
+    answer(Stream::Tcp(tcp), PeerAddress::Network(from), &security, verify_peer).err().unwrap()
 }
 
 #[test]
-fn a_pool_refuses_every_first_frame_of_a_target_but_a_hello_that_it_accepts() {
-    let rows: [(&str, Said, IsIt); 6] = [
+fn a_pool_refuses_every_first_frame_except_a_hello_that_it_accepts() {
+    let rows: [(&str, Script, Matches); 6] = [
         (
             "a message of a session",
             |tcp| raw(|c| c.send_to_replica(session(), &ToReplica::Close).unwrap())(tcp),
@@ -78,9 +78,9 @@ fn a_pool_refuses_every_first_frame_of_a_target_but_a_hello_that_it_accepts() {
             |e| matches!(e, EstablishError::Unexpected),
         ),
         (
-            "a Hello that is not believed",
+            "a Hello that is not accepted",
             |tcp| raw(|c| c.send_hello(session(), &hello()).unwrap())(tcp),
-            |e| matches!(e, EstablishError::Disbelieved(why) if why.reason == "not believed"),
+            |e| matches!(e, EstablishError::Rejected(why) if why.reason == "not accepted"),
         ),
         (
             "nothing, and the end",
@@ -105,14 +105,14 @@ fn a_pool_refuses_every_first_frame_of_a_target_but_a_hello_that_it_accepts() {
             |e| matches!(e, EstablishError::Wire(WireError::Magic)),
         ),
     ];
-    for (what, say, is_it) in rows {
-        let refusal = heard(say);
-        assert!(is_it(&refusal), "{what}: {refusal:?}");
+    for (what, script, matches) in rows {
+        let refusal = error_of_pool(script);
+        assert!(matches(&refusal), "{what}: {refusal:?}");
     }
 }
 
 /// The error of a target for a pool that answers its Hello with this.
-fn met(say: impl Fn(TcpStream) -> Option<Raw> + Send) -> EstablishError {
+fn error_of_target(script: impl Fn(TcpStream) -> Option<Raw> + Send) -> EstablishError {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
@@ -120,21 +120,21 @@ fn met(say: impl Fn(TcpStream) -> Option<Raw> + Send) -> EstablishError {
             let (mut tcp, _) = listener.accept().unwrap();
             // The content of the Hello does not matter.
             let _ = tcp.read(&mut [0; 4096]).unwrap();
-            say(tcp)
+            script(tcp)
         });
         let security = ClientSecurity::PlainLoopback;
-        let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+        let refusal = dial("pool", address, &security, session(), &hello()).err();
         drop(pool.join().unwrap());
         refusal.unwrap()
     })
 }
 
 #[test]
-fn a_target_takes_no_answer_to_its_hello_but_a_welcome_to_its_own_session() {
+fn a_target_accepts_only_a_welcome_to_its_own_session() {
     fn refuse(failure: Failure) -> FromReplica {
         FromReplica::Refuse { promised: Epoch::ZERO, failure }
     }
-    let rows: [(&str, Said, IsIt); 5] = [
+    let rows: [(&str, Script, Matches); 5] = [
         (
             "a refusal",
             |tcp| raw(|c| c.send_from_replica(session(), &refuse(Failure::Retired)).unwrap())(tcp),
@@ -169,28 +169,28 @@ fn a_target_takes_no_answer_to_its_hello_but_a_welcome_to_its_own_session() {
             |e| matches!(e, EstablishError::Wire(WireError::Closed)),
         ),
     ];
-    for (what, say, is_it) in rows {
-        let refusal = met(say);
-        assert!(is_it(&refusal), "{what}: {refusal:?}");
+    for (what, script, matches) in rows {
+        let refusal = error_of_target(script);
+        assert!(matches(&refusal), "{what}: {refusal:?}");
     }
 }
 
 #[test]
-fn a_pool_that_accepts_a_connection_and_sends_nothing_is_given_up() {
+fn a_target_stops_waiting_for_a_pool_that_accepts_and_sends_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let security = ClientSecurity::PlainLoopback;
-    let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+    let refusal = dial("pool", address, &security, session(), &hello()).err();
     assert!(matches!(refusal, Some(EstablishError::Deadline)), "{refusal:?}");
     drop(listener);
-    let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+    let refusal = dial("pool", address, &security, session(), &hello()).err();
     let refused =
         |e: &EstablishError| matches!(e, EstablishError::Handshake(HandshakeError::Connect { .. }));
     assert!(refusal.as_ref().is_some_and(refused), "{refusal:?}");
 }
 
 #[test]
-fn a_target_whose_grant_is_of_a_former_term_is_shown_the_newer_one_where_it_knows_of_terms() {
+fn a_target_with_a_grant_of_a_former_term_gets_the_newer_term_if_it_supports_terms() {
     for knows in [false, true] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -200,14 +200,14 @@ fn a_target_whose_grant_is_of_a_former_term_is_shown_the_newer_one_where_it_know
             let pool = scope.spawn(|| {
                 let (tcp, from) = listener.accept().unwrap();
                 let newer =
-                    Disbelief { reason: "former".into(), term: Bytes::from_static(b"newer") };
-                let believe = |_: &[_], _: &SessionKey, _: &Hello| Err(newer);
+                    Rejection { reason: "former".into(), term: Bytes::from_static(b"newer") };
+                let verify_peer = |_: &[_], _: &SessionKey, _: &Hello| Err(newer);
                 let (stream, from) = (Stream::Tcp(tcp), PeerAddress::Network(from));
-                answer(stream, from, &ServerSecurity::PlainLoopback, believe).err().unwrap()
+                answer(stream, from, &ServerSecurity::PlainLoopback, verify_peer).err().unwrap()
             });
             let plain = ClientSecurity::PlainLoopback;
-            let refusal = dial("nobody's pool", address, &plain, session(), &hello).err().unwrap();
-            assert!(matches!(pool.join().unwrap(), EstablishError::Disbelieved(_)));
+            let refusal = dial("pool", address, &plain, session(), &hello).err().unwrap();
+            assert!(matches!(pool.join().unwrap(), EstablishError::Rejected(_)));
             refusal
         });
         match refusal {

@@ -313,7 +313,7 @@ fn every_message_has_the_bytes_that_were_recorded() {
 }
 
 #[test]
-fn what_every_version_sent_is_read_and_means_what_it_meant() {
+fn recorded_messages_of_every_version_decode_to_their_former_meaning() {
     let here = frames();
     for version in Recorded::all(CRATE, "wire", RAISE) {
         for name in version.names(".hex") {
@@ -329,7 +329,7 @@ fn what_every_version_sent_is_read_and_means_what_it_meant() {
 }
 
 #[test]
-fn every_kind_of_message_that_can_be_read_is_recorded() {
+fn every_kind_of_message_that_can_be_decoded_is_recorded() {
     let mut recorded: Vec<u8> = frames().iter().map(|(_, bytes, _)| kind_of(bytes)).collect();
     recorded.sort_unstable();
     recorded.dedup();
@@ -390,7 +390,7 @@ fn sealed(mode: Mode) -> Vec<u8> {
 }
 
 #[test]
-fn frames_are_protected_as_was_recorded_and_the_other_side_opens_them() {
+fn protected_frames_equal_the_recorded_ones_and_open_on_the_other_side() {
     for (name, mode) in
         [("sealed-encrypt", Mode::Encrypt), ("sealed-authenticate", Mode::Authenticate)]
     {

@@ -444,7 +444,7 @@ proptest! {
     }
 
     #[test]
-    fn a_changed_byte_never_passes_for_the_message_that_was_sent(
+    fn a_changed_byte_never_decodes_to_the_message_that_was_sent(
         message in to_replica(), at in any::<prop::sample::Index>(), flip in 1u8..=255,
     ) {
         let mut bytes = bytes_of(&message);
@@ -457,7 +457,7 @@ proptest! {
     }
 
     #[test]
-    fn a_head_that_lies_about_its_contents_is_an_error_and_not_a_panic(
+    fn a_head_with_false_lengths_is_an_error_and_not_a_panic(
         message in to_replica(), at in any::<prop::sample::Index>(),
         lie in proptest::collection::vec(any::<u8>(), 1..9),
     ) {
@@ -495,7 +495,7 @@ proptest! {
 }
 
 #[test]
-fn a_peer_that_has_not_said_hello_cannot_send_more_than_a_hello() {
+fn a_peer_cannot_send_more_than_a_hello_before_its_hello_is_accepted() {
     let block = Bytes::from(vec![1u8; BLOCK_SIZE]);
     let entry = Entry::after(
         Chain(0),
@@ -518,7 +518,7 @@ fn a_peer_that_has_not_said_hello_cannot_send_more_than_a_hello() {
 }
 
 #[test]
-fn an_append_over_the_frame_limit_arrives_in_parts_that_add_up_and_sync_once() {
+fn an_append_over_the_frame_limit_arrives_whole_in_parts_and_syncs_once() {
     let entries: Vec<_> = (1..=20u64)
         .map(|n| {
             let at = Position { epoch: Epoch(1), lsn: Lsn(n) };
@@ -542,7 +542,7 @@ fn an_append_over_the_frame_limit_arrives_in_parts_that_add_up_and_sync_once() {
 }
 
 #[test]
-fn a_block_that_fails_its_checksum_arrives_as_what_it_is_and_is_told_by_it() {
+fn a_block_that_fails_its_checksum_arrives_unchanged_and_is_detected() {
     let data = Bytes::from(vec![9u8; BLOCK_SIZE]);
     let slot = Slot { lba: 1, blocks: 1, version: Lsn(1), content: Content::Data { crc: 1, data } };
     let (mut a, mut b) = pair(Mode::Plain);
@@ -557,7 +557,7 @@ fn a_block_that_fails_its_checksum_arrives_as_what_it_is_and_is_told_by_it() {
 }
 
 #[test]
-fn a_place_in_a_volume_may_be_one_past_its_last_block_and_no_further() {
+fn a_block_address_may_be_one_past_the_last_block_of_a_volume_and_no_further() {
     let at = |lba: u64| {
         let (mut from, mut to) = pair(Mode::Authenticate);
         let read = ToReplica::Read {

@@ -13,7 +13,7 @@ use quoin_wire::handshake::{
 };
 use quoin_wire::same_host::{PeerAddress, Stream};
 use quoin_wire::security::Mode;
-use quoin_wire::{Connection, Frame, Hello, Opener, Sealer, Spoken, Welcome, WireError};
+use quoin_wire::{Connection, Frame, Hello, Opener, Sealer, SupportedProtocol, Welcome, WireError};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
@@ -99,7 +99,7 @@ fn connection(e: Established) -> Connection {
 }
 
 #[test]
-fn proven_peers_talk_in_both_directions_in_the_mode_the_client_asked_for() {
+fn authenticated_peers_exchange_frames_in_the_mode_of_the_client() {
     let authority = authority();
     for mode in [Mode::Authenticate, Mode::Encrypt] {
         let (a, b) =
@@ -156,7 +156,7 @@ fn each_direction_of_each_connection_has_a_key_of_its_own_and_a_reflected_frame_
 }
 
 #[test]
-fn a_peer_that_connects_and_sends_nothing_is_given_up_before_one_that_is_slow() {
+fn a_silent_peer_is_disconnected_before_a_slow_one() {
     let authority = authority();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let _silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -167,7 +167,7 @@ fn a_peer_that_connects_and_sends_nothing_is_given_up_before_one_that_is_slow() 
 }
 
 #[test]
-fn within_a_host_both_sides_are_proven_and_frames_are_plain_whatever_the_network_needs() {
+fn within_a_host_both_sides_are_authenticated_and_frames_are_plain() {
     let (ours, foreign) = (authority(), authority());
     let (a, b) = both_here(&client(&ours, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
     let (a, b) = (a.unwrap(), b.unwrap());
@@ -267,7 +267,10 @@ fn plain_connections_are_refused_beyond_the_loopback() {
 }
 
 /// Dials a pool with the versions `pool`, as a target whose Hello is `hello`.
-fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (String, String) {
+fn dial_pool_that_answers(
+    hello: &Hello,
+    answer_with: impl FnOnce(&Hello) -> Welcome + Send,
+) -> (String, String) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let text = |outcome: Result<(), String>| outcome.err().unwrap_or_default();
@@ -290,10 +293,10 @@ fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (St
             let welcome = answer_with(&hello);
             connection.send_welcome(session(), &welcome).unwrap();
             while !connection.flush().unwrap() {}
-            welcome.suits(&hello)
+            welcome.validate(&hello)
         });
         let target = quoin_wire::establish::dial(
-            "nobody's pool",
+            "pool",
             address,
             &ClientSecurity::PlainLoopback,
             session(),
@@ -304,7 +307,7 @@ fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (St
 }
 
 /// Result of [`quoin_wire::establish::answer`] for this Hello.
-fn heard(hello: &Hello) -> (Result<(), String>, Result<(), String>) {
+fn dial_accepting_pool(hello: &Hello) -> (Result<(), String>, Result<(), String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
@@ -315,7 +318,7 @@ fn heard(hello: &Hello) -> (Result<(), String>, Result<(), String>) {
             quoin_wire::establish::answer(Stream::Tcp(tcp), from, &security, |_, _, _| Ok(()))
         });
         let target = quoin_wire::establish::dial(
-            "nobody's pool",
+            "pool",
             address,
             &ClientSecurity::PlainLoopback,
             session(),
@@ -331,33 +334,38 @@ fn newer_hello() -> Hello {
 }
 
 #[test]
-fn a_target_of_a_later_version_opens_a_session_in_this_ones() {
+fn a_target_of_a_later_version_opens_a_session_in_this_version() {
     let later = Hello { protocol_max: 9, features_optional: u64::MAX, ..newer_hello() };
-    assert_eq!(heard(&later), (Ok(()), Ok(())));
+    assert_eq!(dial_accepting_pool(&later), (Ok(()), Ok(())));
 }
 
 #[test]
 fn a_target_that_this_pool_cannot_serve_is_refused_and_both_sides_name_the_update() {
     let only_later = Hello { protocol_min: 7, protocol_max: 9, ..newer_hello() };
-    let (target, pool) = heard(&only_later);
-    for said in [target.unwrap_err(), pool.unwrap_err()] {
-        assert!(said.contains("7 to 9") && said.ends_with("update the pool"), "{said}");
+    let (target, pool) = dial_accepting_pool(&only_later);
+    for error in [target.unwrap_err(), pool.unwrap_err()] {
+        assert!(error.contains("7 to 9") && error.ends_with("update the pool"), "{error}");
     }
-    let (target, pool) = heard(&Hello { features_required: 1 << 40, ..newer_hello() });
-    for said in [target.unwrap_err(), pool.unwrap_err()] {
-        assert!(said.contains("0x10000000000") && said.ends_with("update the pool"), "{said}");
+    let (target, pool) =
+        dial_accepting_pool(&Hello { features_required: 1 << 40, ..newer_hello() });
+    for error in [target.unwrap_err(), pool.unwrap_err()] {
+        assert!(error.contains("0x10000000000") && error.ends_with("update the pool"), "{error}");
     }
 }
 
 #[test]
-fn a_pool_that_left_this_version_behind_and_one_that_answers_nonsense_are_refused_by_name() {
-    let later = Spoken { oldest: 4, newest: 5, features: 0 };
-    let (target, pool) = met(&newer_hello(), |hello| hello.negotiate(&later));
+fn a_pool_that_is_too_new_or_answers_with_unknown_features_is_refused_by_name() {
+    let later = SupportedProtocol { oldest: 4, newest: 5, features: 0 };
+    let (target, pool) = dial_pool_that_answers(&newer_hello(), |hello| hello.negotiate(&later));
     assert!(target.ends_with(&pool) && pool.ends_with("update the target"), "{target} {pool}");
-    let (target, _) =
-        met(&newer_hello(), |_| Welcome { protocol: 1, features: 1 << 9, ..Welcome::default() });
-    assert!(target.contains("nobody offered"), "{target}");
-    let fits =
-        met(&newer_hello(), |hello| hello.negotiate(&Spoken { oldest: 1, newest: 5, features: 3 }));
+    let (target, _) = dial_pool_that_answers(&newer_hello(), |_| Welcome {
+        protocol: 1,
+        features: 1 << 9,
+        ..Welcome::default()
+    });
+    assert!(target.contains("did not offer"), "{target}");
+    let fits = dial_pool_that_answers(&newer_hello(), |hello| {
+        hello.negotiate(&SupportedProtocol { oldest: 1, newest: 5, features: 3 })
+    });
     assert_eq!(fits, (String::new(), String::new()));
 }

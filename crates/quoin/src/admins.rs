@@ -15,7 +15,7 @@ pub enum AdminCommand {
     /// The admins that have joined.
     #[command(visible_alias = "ls")]
     List,
-    /// Take an admin out of the cluster: its certificate lets it do nothing any more.
+    /// Take an admin out of the cluster: its certificate is no longer accepted.
     #[command(after_help = "Example:\n  quoin admin remove ops")]
     Remove {
         /// Its name, as `quoin admin list` shows it.
@@ -30,7 +30,7 @@ pub async fn run(command: AdminCommand, client: &ClientOptions, format: Format) 
             let request = ListAdminsRequest {};
             let admins = cluster.list_admins(request).await.map_err(refusal)?.into_inner().admins;
             let rows: Vec<_> = admins.into_iter().map(AdminView::from).collect();
-            let nothing = "no admins: `quoin token create --role admin` lets one join";
+            let nothing = "no admins: `quoin token create --role admin` makes a token for one";
             output::print_list(format, &rows, nothing)
         }
         AdminCommand::Remove { admin } => {
@@ -38,7 +38,7 @@ pub async fn run(command: AdminCommand, client: &ClientOptions, format: Format) 
             cluster.remove_admin(request).await.map_err(refusal)?;
             let view = RemovedView { kind: "admin", name: &admin, state: "removed" };
             output::print_one(format, &view, || {
-                format!("admin {admin} is removed: its certificate lets it do nothing any more")
+                format!("admin {admin} is removed: its certificate is no longer accepted")
             })
         }
     }

@@ -133,7 +133,7 @@ pub fn parse() -> Cli {
         let words: Vec<String> =
             std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
         if error.kind() != ErrorKind::MissingSubcommand {
-            told(error, &words).exit();
+            with_own_usage(error, &words).exit();
         }
         eprint!("{}", group_of(&words).render_help());
         std::process::exit(error.exit_code())
@@ -154,7 +154,7 @@ fn group_of(words: &[String]) -> clap::Command {
 
 /// A refusal as the user sees it: with the command's own usage line (clap's would show values of
 /// the environment as if they were required), and without control characters for the terminal.
-fn told(mut error: clap::Error, words: &[String]) -> clap::Error {
+fn with_own_usage(mut error: clap::Error, words: &[String]) -> clap::Error {
     if error.get(ContextKind::Usage).is_some() {
         let usage = group_of(words).render_usage();
         error.insert(ContextKind::Usage, ContextValue::StyledStr(usage));
@@ -276,16 +276,16 @@ mod tests {
         let all = [&["quoin"], words].concat();
         let Err(error) = Cli::try_parse_from(&all) else { panic!("{words:?} is taken") };
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
-        told(error, &words).render().ansi().to_string()
+        with_own_usage(error, &words).render().ansi().to_string()
     }
 
     #[test]
-    fn a_usage_line_shows_what_a_command_takes_whatever_is_given_already() {
+    fn a_usage_line_shows_all_arguments_of_a_command() {
         // Arguments stand for values of the environment here: clap does not distinguish them.
-        let said = refusal(&["volume", "attach", "--run", "/x", "--socket", "/y"]);
-        let line = said.lines().find(|line| line.contains("quoin volume attach")).unwrap();
-        assert!(!line.contains("--run") && !line.contains("--socket"), "{said}");
-        assert!(line.contains("OPTIONS") && line.contains("VOLUME"), "{said}");
+        let message = refusal(&["volume", "attach", "--run", "/x", "--socket", "/y"]);
+        let line = message.lines().find(|line| line.contains("quoin volume attach")).unwrap();
+        assert!(!line.contains("--run") && !line.contains("--socket"), "{message}");
+        assert!(line.contains("OPTIONS") && line.contains("VOLUME"), "{message}");
     }
 
     #[test]
@@ -297,22 +297,25 @@ mod tests {
             &["volume", "create", "db", "--size", "1\u{1b}[31m"],
             &["volume", "create", "db", "--replicas", "\u{9b}31m"],
         ] {
-            let said = refusal(words);
+            let message = refusal(words);
             // clap's own colours are of these few.
-            let own = said.replace("\u{1b}[0m", "").replace("\u{1b}[1m", "");
+            let own = message.replace("\u{1b}[0m", "").replace("\u{1b}[1m", "");
             let own = ["31", "32", "33", "4"]
                 .iter()
                 .fold(own, |text, code| text.replace(&format!("\u{1b}[{code}m"), ""));
             assert!(!own.contains(|c: char| c.is_control() && c != '\n'), "{own:?}");
-            assert!(!said.contains("\u{1b}[31mird") && !said.contains("\u{1b}[31mume"), "{said:?}");
+            assert!(
+                !message.contains("\u{1b}[31mird") && !message.contains("\u{1b}[31mume"),
+                "{message:?}"
+            );
             let escaped = ["\\u{1b}", "\\u{7}", "\\u{9b}", "whole number"];
-            assert!(escaped.iter().any(|part| said.contains(part)), "{said:?}");
+            assert!(escaped.iter().any(|part| message.contains(part)), "{message:?}");
         }
     }
 
     /// Two arguments with one name: clap may give a command the value of either.
     #[test]
-    fn no_argument_of_a_command_has_the_name_of_one_of_all_commands() {
+    fn no_argument_of_a_command_has_the_name_of_a_global_one() {
         fn check(command: &clap::Command, everywhere: &[clap::Id]) {
             for inner in command.get_subcommands() {
                 for argument in inner.get_arguments() {

@@ -61,7 +61,7 @@ pub struct ClientOptions {
 
 /// How a command comes to its controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Way {
+enum Route {
     Socket(PathBuf),
     Context(String),
     /// Neither was named, and there is none.
@@ -70,24 +70,24 @@ enum Way {
 
 impl ClientOptions {
     /// Named ways come first, then a socket of this host, then the current context.
-    fn way(&self) -> Way {
+    fn route(&self) -> Route {
         if let Some(context) = &self.context {
-            return Way::Context(context.clone());
+            return Route::Context(context.clone());
         }
         if let Some(socket) = &self.socket {
             return match context_of_address(socket) {
-                Some(context) => Way::Context(context),
-                None => Way::Socket(socket.clone()),
+                Some(context) => Route::Context(context),
+                None => Route::Socket(socket.clone()),
             };
         }
         if let Some(context) = std::env::var("QUOIN_CONTEXT").ok().filter(|name| !name.is_empty()) {
-            return Way::Context(context);
+            return Route::Context(context);
         }
         if let Some(present) = usual_admin_sockets().into_iter().find(|path| path.exists()) {
-            return Way::Socket(present);
+            return Route::Socket(present);
         }
         let current = Contexts::of_user().ok().and_then(|contexts| contexts.current());
-        current.map_or(Way::Unknown, Way::Context)
+        current.map_or(Route::Unknown, Route::Context)
     }
 
     /// Where the processes of this host keep their sockets: as named, or beside the admin socket.
@@ -95,10 +95,10 @@ impl ClientOptions {
         if let Some(run) = &self.run {
             return run.clone();
         }
-        match self.way() {
-            Way::Socket(socket) => socket.parent().map(Path::to_path_buf).unwrap_or_default(),
-            Way::Context(_) => PACKAGED_RUN.into(),
-            Way::Unknown => default_root().join("run"),
+        match self.route() {
+            Route::Socket(socket) => socket.parent().map(Path::to_path_buf).unwrap_or_default(),
+            Route::Context(_) => PACKAGED_RUN.into(),
+            Route::Unknown => default_root().join("run"),
         }
     }
 
@@ -108,13 +108,13 @@ impl ClientOptions {
 
     /// Connects, or names the reason of the failure, one of the usual ones.
     pub async fn connect(&self) -> Result<Cluster> {
-        match self.way() {
-            Way::Socket(socket) => connect(&socket).await,
-            Way::Context(name) => {
+        match self.route() {
+            Route::Socket(socket) => connect(&socket).await,
+            Route::Context(name) => {
                 let cluster = contexts::connect(&name).await?;
                 Ok(cluster.max_decoding_message_size(MESSAGE_BYTES_MAX))
             }
-            Way::Unknown => {
+            Route::Unknown => {
                 let usual = usual_admin_sockets();
                 let usual: Vec<_> = usual.iter().map(|path| path.display().to_string()).collect();
                 bail!(
@@ -187,11 +187,11 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
         let is_socket = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
         match error.kind() {
             std::io::ErrorKind::ConnectionRefused if !is_socket() => {
-                bail!("{shown} is no socket, so no controller listens on it: {way_out}")
+                bail!("{shown} is not a socket, so no controller listens on it: {way_out}")
             }
             std::io::ErrorKind::NotFound => bail!("no controller at {shown}: {way_out}"),
             std::io::ErrorKind::ConnectionRefused => {
-                bail!("no controller listens on {shown} any more (its process is gone): {way_out}")
+                bail!("no controller listens on {shown} (its process has ended): {way_out}")
             }
             std::io::ErrorKind::PermissionDenied => {
                 bail!("not allowed to use {shown}: run the command as the controller's user (sudo)")
@@ -211,8 +211,8 @@ pub fn refusal(status: tonic::Status) -> anyhow::Error {
         // A status with a source comes from this process: the connection failed. Without one, it is
         // the controller's answer.
         tonic::Code::Unavailable if std::error::Error::source(&status).is_some() => anyhow!(
-            "the controller does not answer ({message}); IO of attached volumes goes on: try again, \
-             and look at its log if this stays"
+            "the controller does not answer ({message}); IO of attached volumes continues: try \
+             again, and read its log if this lasts"
         ),
         _ if message.is_empty() => anyhow!("{}", status.code().description()),
         _ => anyhow!("{message}"),
@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thirty_two_hex_digits_are_an_id_and_all_else_is_a_name() {
+    fn thirty_two_hex_digits_are_an_id_and_other_text_is_a_name() {
         assert_eq!(volume_ref("DB").name, "DB");
         let id = "0123456789ABCDEF0123456789abcdef";
         assert_eq!(volume_ref(id).id, id.to_ascii_lowercase());
@@ -264,31 +264,31 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_in_place_of_a_socket_is_told_from_a_path_and_says_how_to_join() {
+    async fn an_address_in_place_of_a_socket_is_refused_with_the_way_to_join() {
         assert_eq!(address_in(Path::new("h1:7400")), Some("h1:7400"));
         assert_eq!(address_in(Path::new("[fd00::1]:7400")), Some("[fd00::1]:7400"));
         for path in ["/run/h1:7400", "./h1:7400", "h1", "h1:x", ":7400", "admin.sock"] {
             assert_eq!(address_in(Path::new(path)), None, "{path}");
         }
-        let said = connect(Path::new("no-such-host:7400")).await.unwrap_err().to_string();
+        let message = connect(Path::new("no-such-host:7400")).await.unwrap_err().to_string();
         assert!(
-            said.contains("quoin cluster join") && said.contains("no-such-host:7400"),
-            "{said}"
+            message.contains("quoin cluster join") && message.contains("no-such-host:7400"),
+            "{message}"
         );
     }
 
     #[tokio::test]
-    async fn a_missing_socket_and_one_left_by_a_dead_process_are_told_apart() {
+    async fn a_missing_socket_is_distinguished_from_one_of_a_dead_process() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("admin.sock");
         let message = connect(&path).await.unwrap_err().to_string();
         assert!(message.contains("no controller at") && message.contains("quoin dev"), "{message}");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let message = connect(&path).await.unwrap_err().to_string();
-        assert!(message.contains("process is gone") && message.contains("--socket"), "{message}");
+        assert!(message.contains("process has ended") && message.contains("--socket"), "{message}");
         let letter = directory.path().join("letter");
         std::fs::write(&letter, "dear").unwrap();
         let message = connect(&letter).await.unwrap_err().to_string();
-        assert!(message.contains("no socket"), "{message}");
+        assert!(message.contains("not a socket"), "{message}");
     }
 }

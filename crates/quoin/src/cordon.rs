@@ -100,7 +100,7 @@ pub async fn drain(
         let view = CordonView::of(&scope, status);
         return match format {
             Format::Json | Format::Yaml => output::print_one(format, &view, String::new),
-            _ => output::print_list(format, &view.replicas, "no replica is there"),
+            _ => output::print_list(format, &view.replicas, "no replica exists there"),
         };
     }
     if options.wait {
@@ -125,7 +125,7 @@ impl UnderWay for Draining<'_> {
         self.status.replicas.iter().map(left).sum()
     }
 
-    fn standing(&self) -> String {
+    fn state_text(&self) -> String {
         let part = |r: &DrainedReplica| {
             format!("{} {} {} {} {}", r.volume_id, r.replica_id, r.to, r.state, r.rebuilt_bytes)
         };
@@ -154,13 +154,13 @@ async fn follow(
     status: CordonStatus,
     client: &ClientOptions,
 ) -> Result<CordonStatus> {
-    let look = async || {
+    let poll = async || {
         let (pool, node) = scope.split();
         let request = GetCordonRequest { pool, node };
         let status = cluster.get_cordon(request).await.map_err(refusal)?.into_inner();
         Ok(Draining { scope, status })
     };
-    Ok(pace::follow(Draining { scope, status }, client, look).await?.status)
+    Ok(pace::follow(Draining { scope, status }, client, poll).await?.status)
 }
 
 /// Bytes to copy before the replica is elsewhere; its used bytes while the rebuild reports no
@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_counts_replicas_by_what_they_do_and_names_what_hinders() {
+    fn progress_counts_replicas_by_state_and_names_obstacles() {
         let replica = |state: &str, message: &str| DrainedReplica {
             volume_name: "db".into(),
             state: state.into(),

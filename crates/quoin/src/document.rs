@@ -158,8 +158,8 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
 fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
     let Some(fields) = value.as_mapping() else {
         bail!(
-            "no document, but a mere value: a document has the fields apiVersion, kind, metadata \
-             and spec; `quoin volume get NAME --manifest` prints one"
+            "not a document but a single value: a document has the fields apiVersion, kind, \
+             metadata and spec; `quoin volume get NAME --manifest` prints one"
         );
     };
     for (field, known) in [("apiVersion", API_VERSION), ("kind", KIND)] {
@@ -167,7 +167,7 @@ fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
             Some(found) if found.as_str() == Some(known) => {}
             Some(found) => {
                 let found = serde_json::to_string(found)?;
-                bail!("{field}: {found} is not known to this Quoin; write {field}: {known}")
+                bail!("{field}: {found} is unknown to this Quoin; write {field}: {known}")
             }
             None => bail!("{field} is missing: write {field}: {known}"),
         }
@@ -200,7 +200,10 @@ impl Document {
             }
         };
         if matches!(spec.desired_replication_factor, Some(0)) {
-            bail!("spec.desiredReplicationFactor: 0 replicas are none; leave it out to keep it");
+            bail!(
+                "spec.desiredReplicationFactor: at least 1 replica is needed; leave it out to \
+                   keep the number"
+            );
         }
         let mut declared = VolumeSpec {
             name: self.metadata.name.clone(),
@@ -268,7 +271,7 @@ impl Spec {
     /// A field that is no option, or a value that is none of its.
     fn write_options(&self, message: &mut VolumeSpec) -> Result<()> {
         for (key, value) in &self.options {
-            let key = key.as_str().context("spec: a field whose name is no text")?;
+            let key = key.as_str().context("spec: a field whose name is not text")?;
             let Some(option) = VolumeOption::find(key).filter(|option| option.key == key) else {
                 let known: Vec<_> = OPTIONS.iter().map(|option| option.key).collect();
                 bail!("spec.{key} is not known; options are {}", known.join(", "));
@@ -278,7 +281,7 @@ impl Spec {
                 Value::Number(number) => number.to_string(),
                 // An empty field leaves the option as it is.
                 Value::Null => continue,
-                _ => bail!("spec.{key}: no single value, write one of: {}", option.values),
+                _ => bail!("spec.{key}: not a single value, write one of: {}", option.values),
             };
             // A limit of 0 is none.
             if text == "0" && matches!(option.values, Values::Rate { .. }) {
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn another_kind_is_told_before_its_missing_fields_and_each_of_those_by_name_and_rule() {
+    fn a_wrong_kind_is_reported_before_missing_fields() {
         let refused = |text: &str| format!("{:#}", read(text, "db.yaml").unwrap_err());
         for (text, words) in [
             ("kind: Pod\napiVersion: v1\n", ["apiVersion: \"v1\"", "write apiVersion: quoin/v1"]),
@@ -366,16 +369,16 @@ mod tests {
             ("apiVersion: quoin/v1\nkind: 7\n", ["kind: 7", "Volume"]),
             ("apiVersion: quoin/v1\nkind: Volume\nspec: {}\n", ["metadata.name is missing", "db"]),
             (SMALL, ["spec is missing", "spec: {size: 10GiB}"]),
-            ("just words\n", ["no document", "--manifest"]),
+            ("just words\n", ["not a document", "--manifest"]),
         ] {
-            let said = refused(text);
-            assert!(words.iter().all(|word| said.contains(word)), "{text}: {said}");
-            assert!(said.starts_with("db.yaml, document 1"), "{said}");
+            let message = refused(text);
+            assert!(words.iter().all(|word| message.contains(word)), "{text}: {message}");
+            assert!(message.starts_with("db.yaml, document 1"), "{message}");
         }
     }
 
     #[test]
-    fn a_document_says_what_it_says_and_leaves_the_rest_as_it_is() {
+    fn a_document_changes_only_the_fields_that_it_has() {
         let document = one("{size: 10GiB, desiredReplicationFactor: 3, replicas: [{pool: a}]}");
         let request = document.unwrap().request(true).unwrap();
         let spec = request.spec.unwrap();
@@ -391,7 +394,7 @@ mod tests {
 
     /// Proves SCALE-CONF-06, SCALE-ID-06.
     #[test]
-    fn a_volume_printed_reads_back_and_asks_for_what_there_is() {
+    fn a_printed_volume_is_parsed_to_its_present_state() {
         let spec = VolumeSpec { name: "db".into(), block_size: 4096, ..VolumeSpec::default() };
         let replica = |id: &str, pool: &str, known, leaving| quoin_api::control::Replica {
             replica_id: id.into(),
@@ -434,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_by_its_name() {
+    fn unknown_fields_are_refused_by_name() {
         for (spec, words) in [
             ("{replicationFactor: 3}", "replicationFactor"),
             ("{replicas: [{node: a}]}", "node"),
@@ -455,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_holds_several_documents_and_json_is_one_too() {
+    fn a_file_may_hold_several_documents_and_json_is_accepted() {
         let text =
             format!("---\n{SMALL}spec: {{}}\n---\n{}", SMALL.replace("db", "log") + "spec: {}");
         let names: Vec<_> =

@@ -90,7 +90,10 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
                 return Err(refusal(status));
             }
             Ok(None) | Err(_) => {
-                eprintln!("the controller went away; waiting for it (Ctrl-C ends this)");
+                eprintln!(
+                    "the connection to the controller ended; waiting for it (Ctrl-C ends \
+                           this)"
+                );
                 events = loop {
                     tokio::time::sleep(RETRY).await;
                     let Ok(mut cluster) = client.connect().await else { continue };
@@ -102,7 +105,7 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
                 };
                 // From the first again: a killed controller may give a number twice.
                 repeated = printed;
-                eprintln!("the controller is back");
+                eprintln!("the controller is reachable again");
             }
         }
     }

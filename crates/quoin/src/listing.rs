@@ -125,14 +125,24 @@ pub async fn pools(client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     let pools = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
     let rows: Vec<_> = pools.into_iter().map(PoolView::from).collect();
-    output::print_list(format, &rows, "no pools: `quoin token create --role pool` lets one join")
+    output::print_list(
+        format,
+        &rows,
+        "no pools: `quoin token create --role pool` makes a token \
+                                       for one",
+    )
 }
 
 pub async fn nodes(client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     let nodes = cluster.list_nodes(ListNodesRequest {}).await.map_err(refusal)?.into_inner().nodes;
     let rows: Vec<_> = nodes.into_iter().map(NodeView::from).collect();
-    output::print_list(format, &rows, "no nodes: `quoin token create --role node` lets one join")
+    output::print_list(
+        format,
+        &rows,
+        "no nodes: `quoin token create --role node` makes a token \
+                                       for one",
+    )
 }
 
 pub async fn cluster(
@@ -174,7 +184,7 @@ pub async fn cluster(
         ClusterCommand::RotateAuthority { at_once } => {
             let request = RotateAuthorityRequest { at_once };
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
-            let view = ToldView { message: answer.message };
+            let view = MessageView { message: answer.message };
             output::print_one(format, &view, || view.message.clone())
         }
     }
@@ -182,7 +192,7 @@ pub async fn cluster(
 
 /// Message of the controller about work that it has begun.
 #[derive(Serialize)]
-struct ToldView {
+struct MessageView {
     message: String,
 }
 
@@ -253,7 +263,7 @@ pub async fn remove_pool(
     leaving.remove(client, ask, may_come).await?;
     let view = RemovedView { kind: "pool", name: pool, state: "removed" };
     output::print_one(format, &view, || {
-        format!("pool {pool} is removed: what lies on its disk is not touched, and not used again")
+        format!("pool {pool} is removed: the data on its disk is neither changed nor used again")
     })
 }
 

@@ -159,7 +159,7 @@ impl CheckView {
             false => format!("the pool is damaged; {checked} were read"),
         }];
         for DamagedView { replica, what } in &self.damaged {
-            lines.push(format!("replica {replica} cannot be read whole; damaged: {what}"));
+            lines.push(format!("replica {replica} cannot be read completely; damaged: {what}"));
         }
         for bad in &self.bad {
             let BadView { replica, offset_bytes, length_bytes, what } = bad;
@@ -207,7 +207,7 @@ fn shown(options: &OfflineOptions) -> String {
     options.data.display().to_string()
 }
 
-fn kept_of(replica: &ReplicaInspection) -> Kept {
+fn spec_of(replica: &ReplicaInspection) -> Kept {
     Kept::of(replica.identity.volume, &replica.identity.volume_spec)
 }
 
@@ -215,7 +215,7 @@ fn kept_of(replica: &ReplicaInspection) -> Kept {
 /// the record that its pool received has it before.
 fn size_of(replica: &ReplicaInspection) -> u64 {
     let own = replica.state.volume_blocks * BLOCK_SIZE as u64;
-    own.max(kept_of(replica).size_bytes)
+    own.max(spec_of(replica).size_bytes)
 }
 
 impl From<&ReplicaInspection> for ReplicaView {
@@ -223,7 +223,7 @@ impl From<&ReplicaInspection> for ReplicaView {
         let ReplicaInspection { identity, state, meta, .. } = replica;
         Self {
             guid: identity.guid.to_string(),
-            volume: kept_of(replica).name,
+            volume: spec_of(replica).name,
             volume_id: identity.volume.to_string(),
             id: identity.replica.to_string(),
             size_bytes: size_of(replica),
@@ -299,7 +299,7 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
                 "{} exists already: name another file with --to, or remove it",
                 options.to.display()
             ),
-            _ => anyhow!("cannot create {} ({error}): mend --to", options.to.display()),
+            _ => anyhow!("cannot create {} ({error}): correct --to", options.to.display()),
         },
     )?;
     let outcome = offline::export(open(&options.pool.data)?, guid, snapshot, |offset, bytes| {
@@ -343,7 +343,7 @@ const PREFIX_MIN: usize = 4;
 /// Replicas as a refusal names them.
 fn listed(replicas: &[ReplicaInspection]) -> String {
     let one = |replica: &ReplicaInspection| {
-        let (guid, name) = (replica.identity.guid, kept_of(replica).name);
+        let (guid, name) = (replica.identity.guid, spec_of(replica).name);
         let volume = if name.is_empty() { replica.identity.volume.to_string() } else { name };
         format!("{guid} of volume {volume}")
     };
@@ -360,7 +360,7 @@ fn find_replica<'a>(
     let begins = |id: String| lower.len() >= PREFIX_MIN && id.starts_with(&lower);
     let is_meant = |replica: &&ReplicaInspection| {
         let identity = &replica.identity;
-        kept_of(replica).name == named
+        spec_of(replica).name == named
             || begins(identity.guid.to_string())
             || begins(identity.replica.to_string())
             || begins(identity.volume.to_string())
@@ -375,7 +375,7 @@ fn find_replica<'a>(
             listed(replicas)
         ),
         _ => bail!(
-            "--replica {named} means {} replicas: give more digits of one; it holds {}",
+            "--replica {named} matches {} replicas: give more digits of one; it holds {}",
             found.len(),
             listed(replicas)
         ),
@@ -394,7 +394,7 @@ fn find_snapshot(replica: &ReplicaInspection, named: &str) -> Result<SnapshotId>
             let held = if held.is_empty() { "none".to_owned() } else { held.join(", ") };
             bail!("--snapshot {named}: the replica has no such snapshot; it has {held}")
         }
-        _ => bail!("--snapshot {named} begins several ids: give more of it"),
+        _ => bail!("--snapshot {named} matches several ids: give more digits"),
     }
 }
 
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_is_named_by_its_volume_or_by_enough_of_its_guid_or_id_and_by_nothing_less() {
+    fn a_replica_is_named_by_volume_or_by_an_unambiguous_prefix_of_guid_or_id() {
         let (a, b) = ("aabb01", "aabb02");
         let long = |text: &str| format!("{text:0<32}");
         let all = [replica(&long(a), &long("cc01"), "db"), replica(&long(b), &long("cc02"), "log")];
@@ -435,19 +435,22 @@ mod tests {
             assert_eq!(guid(named).unwrap(), long(a), "{named}");
         }
         assert_eq!(guid("cc02").unwrap(), long(b));
-        let said = guid("aabb").unwrap_err().to_string();
-        assert!(said.contains("2 replicas") && said.contains("of volume log"), "{said}");
+        let message = guid("aabb").unwrap_err().to_string();
+        assert!(message.contains("2 replicas") && message.contains("of volume log"), "{message}");
         // Too few digits, or digits of no replica.
         for named in ["1", "aab", "ddee", ""] {
-            let said = guid(named).unwrap_err().to_string();
-            assert!(said.contains("no replica in this pool") && said.contains(&long(b)), "{said}");
+            let message = guid(named).unwrap_err().to_string();
+            assert!(
+                message.contains("no replica in this pool") && message.contains(&long(b)),
+                "{message}"
+            );
         }
-        let said = find_snapshot(&all[0], "7").unwrap_err().to_string();
-        assert!(said.contains("it has none"), "{said}");
+        let message = find_snapshot(&all[0], "7").unwrap_err().to_string();
+        assert!(message.contains("it has none"), "{message}");
     }
 
     #[test]
-    fn what_a_check_found_is_told_in_sentences_and_as_fields() {
+    fn the_result_of_a_check_is_printed_as_text_and_as_fields() {
         let sound = CheckReport { checked_bytes: 5 << 20, ..CheckReport::default() };
         let text = CheckView::of(&sound).text();
         assert!(text.contains("sound") && text.contains("5.0 MiB"), "{text}");

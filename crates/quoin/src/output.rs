@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_narrow_table_leaves_out_the_wide_columns_and_trailing_blanks() {
+    fn a_narrow_table_omits_wide_columns_and_trailing_blanks() {
         let rows = [Stone("corner", 7), Stone("key", 12)];
         let narrow = table(&rows, Stone::NARROW);
         assert_eq!(narrow, "NAME    WEIGHT\ncorner  7\nkey     12");
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_that_the_message_names_already_is_not_repeated() {
+    fn a_cause_that_is_part_of_the_message_is_not_repeated() {
         let source = || std::io::Error::from_raw_os_error(98);
         let told = anyhow::Error::new(source()).context(format!("cannot listen ({})", source()));
         assert_eq!(sentence(&told).matches("Address").count(), 1, "{}", sentence(&told));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_move_a_terminal_is_written_out() {
+    fn control_characters_are_escaped() {
         assert_eq!(plain("gr\u{1b}[31mün\r\n\u{9b}"), "gr\\u{1b}[31mün\\r\\n\\u{9b}");
         let error = anyhow::anyhow!("one: \u{7}").context("two\n\u{1b}[2J");
         assert_eq!(sentence(&error), "two\n\\u{1b}[2J: one: \\u{7}");
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_align_and_leave_out_what_is_empty() {
+    fn fields_are_aligned_and_empty_ones_omitted() {
         let text =
             fields(&[("name", "db".into()), ("waits for", String::new()), ("id", "7".into())]);
         assert_eq!(text, "name       db\nid         7\n");

@@ -10,8 +10,8 @@ use crate::client::ClientOptions;
 use crate::size::show_size;
 
 /// Intervals between two polls of what is waited for, and between two lines about it.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-const SAY_EVERY: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
+const REPORT_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Window of the pace. Older progress says nothing about the present speed, since rebuilds are
 /// paced by clients; a shorter window has too few of the targets' reports.
@@ -21,14 +21,14 @@ const STANDSTILL: Duration = Duration::from_secs(6);
 
 /// Interruption of a wait by Ctrl-C.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted: {0}; it goes on by itself, and the same command waits for it again")]
+#[error("interrupted: {0}; it continues by itself, and the same command waits for it again")]
 pub struct Interrupted(String);
 
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {
     fn is_done(&self) -> bool;
     /// All that changes where it moves on, in a form to be compared.
-    fn standing(&self) -> String;
+    fn state_text(&self) -> String;
     /// Its parts, each with a name that no other has.
     fn parts(&mut self) -> Vec<Part<'_>>;
     /// Bytes that it has still to go through.
@@ -52,42 +52,43 @@ pub struct Part<'a> {
 pub async fn follow<U: UnderWay>(
     first: U,
     client: &ClientOptions,
-    mut look: impl AsyncFnMut() -> Result<U>,
+    mut poll: impl AsyncFnMut() -> Result<U>,
 ) -> Result<U> {
     let mut seen = first;
     let mut interrupts = signal(SignalKind::interrupt())?;
     let began = Instant::now();
-    let mut said = None::<Instant>;
+    let mut message = None::<Instant>;
     let (mut pace, mut rounds) = (Pace::default(), Rounds::default());
-    let (mut standing, mut moved) = (String::new(), began);
+    let (mut state_text, mut moved) = (String::new(), began);
     while !seen.is_done() {
-        let now = seen.standing();
-        if now != standing {
-            (standing, moved) = (now, Instant::now());
+        let now = seen.state_text();
+        if now != state_text {
+            (state_text, moved) = (now, Instant::now());
         }
         let mut parts = seen.parts();
         let known = parts.iter().map(Seen::of).collect();
         pace.saw(known, began.elapsed());
         rounds.join(&mut parts);
-        let words = |pace: &Pace| pace.words(seen.left_bytes());
-        if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
-            eprintln!("{}", seen.progress(&words(&pace)));
-            said = Some(Instant::now());
+        let text = |pace: &Pace| pace.text(seen.left_bytes());
+        if message.is_none_or(|message| message.elapsed() >= REPORT_INTERVAL) {
+            eprintln!("{}", seen.progress(&text(&pace)));
+            message = Some(Instant::now());
         }
         if moved.elapsed() > client.timeout() {
             bail!(
-                "{}; nothing moved for {} s, though it may go on by itself (--timeout waits longer)",
-                seen.progress(&words(&pace)),
+                "{}; nothing moved for {} s, though it may continue by itself (--timeout waits \
+                 longer)",
+                seen.progress(&text(&pace)),
                 client.timeout
             );
         }
         let next = async {
-            tokio::time::sleep(LOOK_EVERY).await;
-            look().await
+            tokio::time::sleep(POLL_INTERVAL).await;
+            poll().await
         };
         seen = tokio::select! {
             found = next => found?,
-            _ = interrupts.recv() => bail!(Interrupted(seen.progress(&words(&pace)))),
+            _ = interrupts.recv() => bail!(Interrupted(seen.progress(&text(&pace)))),
         };
     }
     Ok(seen)
@@ -156,14 +157,14 @@ impl Pace {
     /// Bytes a second, once there is a window.
     fn rate(&self) -> Option<f64> {
         let ((since, first), (until, last)) = (self.sums.front()?, self.sums.back()?);
-        let looked = self.now.saturating_sub(self.began_at);
-        (last > first && looked >= WINDOW)
+        let elapsed = self.now.saturating_sub(self.began_at);
+        (last > first && elapsed >= WINDOW)
             .then(|| (last - first) as f64 / (*until - *since).as_secs_f64())
     }
 
     /// The pace, and how long it takes at it, in words that follow others; empty where nothing can
     /// be said.
-    fn words(&self, left: u64) -> String {
+    fn text(&self, left: u64) -> String {
         let still = self.now.saturating_sub(self.moved_at.unwrap_or(self.now));
         if left == 0 {
             return String::new();
@@ -171,7 +172,7 @@ impl Pace {
         if still >= STANDSTILL {
             return format!("; nothing moved for {}", time(still));
         }
-        let Some(rate) = self.rate() else { return self.words_by_parts() };
+        let Some(rate) = self.rate() else { return self.text_by_parts() };
         let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
         // Progress since the last report is not in it yet.
         let takes = takes.saturating_sub(still);
@@ -179,12 +180,12 @@ impl Pace {
     }
 
     /// Where parts end before anything is known of their bytes, their number is the pace.
-    fn words_by_parts(&self) -> String {
-        let looked = self.now.saturating_sub(self.began_at);
-        if self.ended == 0 || looked < WINDOW {
+    fn text_by_parts(&self) -> String {
+        let elapsed = self.now.saturating_sub(self.began_at);
+        if self.ended == 0 || elapsed < WINDOW {
             return String::new();
         }
-        let takes = looked.mul_f64(self.parts.len() as f64 / self.ended as f64);
+        let takes = elapsed.mul_f64(self.parts.len() as f64 / self.ended as f64);
         format!("; about {} left", time(takes))
     }
 }
@@ -239,92 +240,92 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_end_are_progress_whether_or_not_their_bytes_were_ever_seen() {
+    fn parts_that_end_are_progress_even_without_known_bytes() {
         let mut pace = Pace::default();
         let left = |from: u64| (from..25).map(|n| part(&n.to_string(), 0)).collect();
         for n in 0..=20 {
             pace.saw(left(n), second(n));
-            let words = pace.words(MIB);
-            assert!(!words.contains("nothing moved"), "{words} after {n} s");
+            let text = pace.text(MIB);
+            assert!(!text.contains("nothing moved"), "{text} after {n} s");
         }
-        assert_eq!(pace.words(MIB), "; about 5 s left");
+        assert_eq!(pace.text(MIB), "; about 5 s left");
         // The rest of a part that ended counts as gone through.
         let mut pace = Pace::default();
         for n in 0..=10 {
             let known = |n| Seen { total: 8 * MIB, ..part(&format!("p{n}"), 0) };
             pace.saw(vec![known(n)], second(n));
         }
-        let words = pace.words(80 * MIB);
-        assert!(words.starts_with("; 8.") && words.contains("MiB/s"), "{words}");
+        let text = pace.text(80 * MIB);
+        assert!(text.starts_with("; 8.") && text.contains("MiB/s"), "{text}");
     }
 
     #[test]
-    fn rate_and_time_left_are_told_from_what_was_gone_through_lately() {
+    fn rate_and_time_left_are_computed_from_recent_progress() {
         let mut pace = Pace::default();
         // Progress before the first poll is no pace.
         pace.saw(vec![part("a", 500)], second(0));
-        assert_eq!(pace.words(MIB), "");
+        assert_eq!(pace.text(MIB), "");
         for n in 1..=9 {
             pace.saw(vec![part("a", 500 + 10 * n)], second(n));
-            assert_eq!(pace.words(MIB), "", "nothing is promised before there is a window");
+            assert_eq!(pace.text(MIB), "", "nothing is promised before there is a window");
         }
         pace.saw(vec![part("a", 600)], second(10));
-        assert_eq!(pace.words(100 * MIB), "; 10.0 MiB/s, about 10 s left");
+        assert_eq!(pace.text(100 * MIB), "; 10.0 MiB/s, about 10 s left");
         // Clients take their part: after a while only the slower pace counts.
         for n in 11..=20 {
             pace.saw(vec![part("a", 600 + n - 10)], second(n));
         }
-        assert_eq!(pace.words(600 * MIB), "; 1.0 MiB/s, about 10 min left");
-        assert_eq!(pace.words(0), "", "nothing is left to go through");
+        assert_eq!(pace.text(600 * MIB), "; 1.0 MiB/s, about 10 min left");
+        assert_eq!(pace.text(0), "", "nothing is left to go through");
     }
 
     /// Targets report every few seconds: what was gone through comes in steps.
     #[test]
     fn between_two_reports_the_rate_stays_and_the_time_left_grows_shorter() {
         let mut pace = Pace::default();
-        for look in 0..=160 {
-            let at = Duration::from_millis(250 * look);
+        for poll in 0..=160 {
+            let at = Duration::from_millis(250 * poll);
             let reported = at.as_secs() / 5 * 5;
             pace.saw(vec![part("a", 8 * reported)], at);
-            let words = pace.words(8 * (60 - reported) * MIB);
+            let text = pace.text(8 * (60 - reported) * MIB);
             if at >= WINDOW {
                 // Cut to whole seconds, on either side of one.
                 let left = second(60) - at;
                 let near =
                     [0, 5].map(|more| time(left.saturating_sub(Duration::from_millis(more))));
-                let said = near.map(|left| format!("; 8.0 MiB/s, about {left} left"));
-                assert!(said.contains(&words), "{words} at {at:?}, {said:?}");
+                let message = near.map(|left| format!("; 8.0 MiB/s, about {left} left"));
+                assert!(message.contains(&text), "{text} at {at:?}, {message:?}");
             }
         }
     }
 
     #[test]
-    fn parts_that_begin_end_or_begin_anew_neither_stop_the_pace_nor_make_it_jump() {
+    fn parts_that_begin_end_or_restart_do_not_distort_the_rate() {
         let mut pace = Pace::default();
         pace.saw(vec![part("a", 0), part("b", 0)], second(0));
         pace.saw(vec![part("a", 50), part("b", 50)], second(5));
         // Part a is done; part c was on its way already.
         pace.saw(vec![part("b", 150), part("c", 900)], second(10));
-        assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
+        assert_eq!(pace.text(200 * MIB), "; 20.0 MiB/s, about 10 s left");
         pace.saw(vec![part("b", 0), part("c", 920)], second(11));
-        assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
+        assert_eq!(pace.text(200 * MIB), "; 20.0 MiB/s, about 10 s left");
     }
 
     #[test]
-    fn where_nothing_moves_it_is_said_for_how_long_and_no_time_is_promised() {
+    fn without_progress_the_duration_is_reported_and_no_time_left() {
         let mut pace = Pace::default();
         for n in 0..=5 {
             pace.saw(vec![part("a", 7)], second(n));
-            assert_eq!(pace.words(MIB), "");
+            assert_eq!(pace.text(MIB), "");
         }
         pace.saw(vec![part("a", 7)], second(6));
-        assert_eq!(pace.words(MIB), "; nothing moved for 6 s");
+        assert_eq!(pace.text(MIB), "; nothing moved for 6 s");
         pace.saw(vec![part("a", 7)], second(600));
-        assert_eq!(pace.words(MIB), "; nothing moved for 10 min");
+        assert_eq!(pace.text(MIB), "; nothing moved for 10 min");
         pace.saw(vec![part("a", 8)], second(601));
         pace.saw(vec![part("a", 9)], second(612));
-        let words = pace.words(u64::MAX);
-        assert!(words.ends_with("about over a year left"), "{words}");
+        let text = pace.text(u64::MAX);
+        assert!(text.ends_with("about over a year left"), "{text}");
     }
 
     /// Progress of one part, and its total.
@@ -337,7 +338,7 @@ mod tests {
         fn is_done(&self) -> bool {
             self.done == self.total
         }
-        fn standing(&self) -> String {
+        fn state_text(&self) -> String {
             self.done.to_string()
         }
         fn parts(&mut self) -> Vec<Part<'_>> {
@@ -361,14 +362,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_moves_is_waited_for_and_what_does_not_only_for_as_long_as_the_user_says() {
+    async fn a_wait_lasts_while_there_is_progress_and_otherwise_until_the_timeout() {
         let client = patience(1);
         let began = Instant::now();
-        let mut looks = 0;
+        let mut polls = 0;
         // Each step is sooner than the user's patience ends, all of them are later.
         let moves = follow(steps(0), &client, async || {
-            looks += 1;
-            Ok(steps(looks))
+            polls += 1;
+            Ok(steps(polls))
         });
         assert_eq!(moves.await.unwrap().done, 8);
         assert!(began.elapsed() > client.timeout());
@@ -381,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_further_round_of_a_rebuild_goes_on_from_where_the_last_one_was() {
+    fn a_further_round_of_a_rebuild_continues_from_the_last_one() {
         let mut rounds = Rounds::default();
         let mut shown = 0;
         for (done, total) in [(0, 100), (90, 100), (100, 100), (0, 0), (0, 20), (15, 20), (3, 7)] {

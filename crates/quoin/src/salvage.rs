@@ -100,7 +100,7 @@ struct RestoredView {
 fn check_place(file: &Path) -> Result<()> {
     let shown = file.display();
     if file.exists() {
-        bail!("{shown} exists already, and a backup is never written over: name another file");
+        bail!("{shown} exists already, and a backup is never overwritten: name another file");
     }
     // The parent of a mere name is "".
     let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -171,7 +171,7 @@ pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
     let path = options.file.display();
     let size = std::fs::metadata(&options.file).with_context(|| format!("open {path}"))?.len();
     if size > BACKUP_BYTES_MAX {
-        bail!("{path} is no backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
+        bail!("{path} is not a backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
     }
     let bytes = std::fs::read(&options.file).with_context(|| format!("read {path}"))?;
     let backup = Backup::parse(&bytes).map_err(|error| match error {
@@ -332,7 +332,7 @@ struct Line<'a>(&'a VolumeFound, Option<&'a ReplicaFound>);
 impl Line<'_> {
     fn cells(&self) -> Vec<String> {
         let Line(volume, replica) = self;
-        let told = |text: fn(&ReplicaFound) -> String| replica.map(text).unwrap_or_default();
+        let column = |text: fn(&ReplicaFound) -> String| replica.map(text).unwrap_or_default();
         let version = match (volume.version_before, volume.version) {
             (0, now) => now.to_string(),
             (before, now) if before == now => now.to_string(),
@@ -340,14 +340,14 @@ impl Line<'_> {
         };
         vec![
             volume.name.clone(),
-            told(|r| r.pool.clone()),
-            told(|r| r.standing.clone()),
-            told(|r| Epoch(r.promised_epoch).to_string()),
-            told(|r| r.position.clone()),
-            told(|r| r.version.to_string()),
+            column(|r| r.pool.clone()),
+            column(|r| r.standing.clone()),
+            column(|r| Epoch(r.promised_epoch).to_string()),
+            column(|r| r.position.clone()),
+            column(|r| r.version.to_string()),
             volume.outcome.clone(),
             version,
-            told(|r| r.message.clone()),
+            column(|r| r.message.clone()),
         ]
     }
 }
@@ -476,18 +476,18 @@ mod tests {
     }
 
     #[test]
-    fn a_place_where_no_backup_can_be_is_refused_by_the_directory_and_the_rule() {
+    fn an_impossible_backup_path_is_refused_with_the_directory_and_the_rule() {
         let scratch = tempfile::tempdir().unwrap();
         let there = scratch.path().join("there");
         check_place(&there).unwrap();
         check_place(Path::new("surely-no-such-backup-here")).unwrap();
         std::fs::write(&there, "").unwrap();
-        let said = check_place(&there).unwrap_err().to_string();
-        assert!(said.contains("exists already"), "{said}");
+        let message = check_place(&there).unwrap_err().to_string();
+        assert!(message.contains("exists already"), "{message}");
         for none in [scratch.path().join("none/backup"), there.join("backup")] {
-            let said = check_place(&none).unwrap_err().to_string();
+            let message = check_place(&none).unwrap_err().to_string();
             let directory = none.parent().unwrap().display().to_string();
-            assert!(said.contains(&format!("no directory {directory}")), "{said}");
+            assert!(message.contains(&format!("no directory {directory}")), "{message}");
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::output::{self, Format, fields};
 use crate::size::show_size;
 
 /// Interval between two polls of the pool's progress.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 #[derive(Args)]
 pub struct ScrubOptions {
@@ -141,8 +141,8 @@ async fn follow(
         if heard.elapsed() > client.timeout() {
             bar.finish_and_clear();
             bail!(
-                "pool {name} has said nothing of its scrub for {} s ({}{}): it goes on by itself \
-                 when the pool does",
+                "pool {name} has not reported its scrub for {} s ({}{}): the scrub continues when \
+                 the pool does",
                 client.timeout,
                 pool.state.to_lowercase(),
                 if pool.message.is_empty() { String::new() } else { format!(": {}", pool.message) },
@@ -150,6 +150,6 @@ async fn follow(
         }
         bar.set_length(scrub.total_bytes);
         bar.set_position(if scrub.request >= wanted { scrub.read_bytes } else { 0 });
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }

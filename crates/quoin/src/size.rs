@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_in_binary_and_decimal_units_and_with_fractions() {
+    fn sizes_are_parsed_in_binary_and_decimal_units_and_with_fractions() {
         for (text, bytes) in [
             ("1GiB", 1 << 30),
             ("1Gi", 1 << 30),
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_two_to_the_63_and_what_is_no_number_are_refused_with_the_way_out() {
+    fn zero_two_to_the_63_and_text_are_refused_with_the_way_out() {
         for (text, words) in [
             ("0", "above 0"),
             ("0.0GiB", "above 0"),
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_speaks_of_the_thing_that_has_it() {
+    fn the_error_of_a_size_names_the_object_that_has_it() {
         assert!(parse_pool_size("0").unwrap_err().contains("a pool needs"));
         assert_eq!(parse_pool_size("100PiB"), Ok(100 << 50));
         assert!(parse_pool_size("9000PiB").unwrap_err().contains("file or device"));

@@ -82,7 +82,7 @@ struct ConfigView {
     now: ListView,
     /// Absent: it is as it is asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
-    asked_for: Option<AskedView>,
+    asked_for: Option<DesiredView>,
 }
 
 /// The factors and the known list of one moment.
@@ -108,7 +108,7 @@ struct EntryView {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct AskedView {
+struct DesiredView {
     replication_factor: u32,
     consistency_factor: u32,
     membership_version: u64,
@@ -154,7 +154,7 @@ impl From<TargetConfig> for ConfigView {
             needed_to_open: told.open_quorum,
             at_start,
             now,
-            asked_for: told.asked.map(|asked| AskedView {
+            asked_for: told.asked.map(|asked| DesiredView {
                 replication_factor: asked.rf,
                 consistency_factor: asked.cf,
                 membership_version: asked.membership_version,
@@ -193,7 +193,7 @@ impl ConfigView {
                     self.needed_to_open
                 ),
             ),
-            ("asked for", self.asked_for.as_ref().map(AskedView::sentence).unwrap_or_default()),
+            ("asked for", self.asked_for.as_ref().map(DesiredView::sentence).unwrap_or_default()),
         ]);
         let of = |list: &'_ ListView, entry: &EntryView| {
             list.replica_list.iter().any(|e| e.replica_guid == entry.replica_guid)
@@ -220,14 +220,14 @@ impl EntryView {
     }
 }
 
-impl AskedView {
+impl DesiredView {
     fn sentence(&self) -> String {
         let (rf, cf) = (self.replication_factor, self.consistency_factor);
         let changing = match self.changing.as_str() {
             "" => String::new(),
             changing => format!(": {changing}"),
         };
-        let told = if self.told { "" } else { "; the target has not been told yet" };
+        let told = if self.told { "" } else { "; the target does not know it yet" };
         format!("{rf} replicas, {cf} of which hold a write{changing}{told}")
     }
 }

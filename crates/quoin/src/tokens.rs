@@ -35,7 +35,7 @@ pub struct TokenOptions {
     /// Minutes until it expires.
     #[arg(long, default_value_t = 30, allow_hyphen_values = true,
           value_parser = number_within::<u32>(1..=1440,
-          "a token is good for 1 to 1440 minutes (a day): it lets a stranger in"))]
+          "a token is valid for 1 to 1440 minutes (a day): whoever has it can join"))]
     minutes: u32,
     /// The only name that may join with it [default: any].
     #[arg(long)]

@@ -38,12 +38,12 @@ fn in_state(cluster: &Cluster, name: &str, state: &str) -> Value {
 }
 
 /// A user on one of the hosts, with an own home and no controller on the host.
-struct Person {
+struct Admin {
     place: Place,
     home: String,
 }
 
-impl Person {
+impl Admin {
     fn run(&self, arguments: &[&str], more: &[(&str, &str)]) -> Output {
         let mut command = self.place.command(env!("CARGO_BIN_EXE_quoin"));
         command.args(arguments).stdin(Stdio::null());
@@ -61,8 +61,8 @@ impl Person {
 
     fn ok(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments, &[]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{arguments:?}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {printed}");
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
@@ -77,18 +77,18 @@ impl Person {
     }
 }
 
-fn joined(cluster: &Cluster, place: &Place) -> Person {
-    let person = Person { place: place.clone(), home: cluster.path("home") };
+fn joined(cluster: &Cluster, place: &Place) -> Admin {
+    let person = Admin { place: place.clone(), home: cluster.path("home") };
     let token = cluster.token("admin");
     let join = ["cluster", "join", "--role", "admin", "--controller", &cluster.controller];
-    let said =
+    let printed =
         person.ok(&[&join[..], &["--token", &token, "--name", "ops", "--context", "far"]].concat());
-    assert!(said.contains("context far") && said.contains("current"), "{said}");
+    assert!(printed.contains("context far") && printed.contains("current"), "{printed}");
     person
 }
 
 #[test]
-fn pools_tell_addresses_that_others_reach_and_one_that_is_out_of_reach_says_so_everywhere() {
+fn pools_report_reachable_addresses_and_an_unreachable_pool_is_reported() {
     let Some(network) = Network::new(&["c", "p1", "p2", "p3"]) else { return };
     let mut cluster = Cluster::start("addresses", &network.place(0), &[]);
     for (index, name) in [(1, "p1"), (2, "p2")] {
@@ -161,7 +161,7 @@ fn commands_run_on_any_host_by_a_context_until_its_admin_is_removed() {
     let mut cluster = Cluster::start("contexts", &network.place(0), &[]);
     pool(&mut cluster, &network.place(1), "p1", &[]);
     in_state(&cluster, "p1", "Online");
-    let stranger = Person { place: network.place(2), home: cluster.path("strangers-home") };
+    let stranger = Admin { place: network.place(2), home: cluster.path("strangers-home") };
     let refused = stranger.refused(&["--socket", &cluster.controller, "volume", "list"]);
     assert!(refused.contains("quoin cluster join") && refused.contains(&cluster.controller));
     let refused = stranger.refused(&["--context", "far", "volume", "list"]);
@@ -215,7 +215,7 @@ fn commands_run_on_any_host_by_a_context_until_its_admin_is_removed() {
 }
 
 #[test]
-fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
+fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
     if !can_attach() {
         return;
     }
@@ -268,7 +268,7 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
     drop(file);
 
     // The command on the host itself calls its own attach process, with no node named.
-    let there = Person { place: network.place(2), home: person.home.clone() };
+    let there = Admin { place: network.place(2), home: person.home.clone() };
     assert_eq!(there.ok(&["volume", "attach", "db", "--run", &run]), device);
 
     // The device is removed with the attachment, and the data is there on the next one.

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use support::{BUDGET, Dev, Scratch, signal, skipped};
 
 /// Arguments of a pool beside `quoin dev`.
-struct Beside<'a> {
+struct SparePool<'a> {
     dev: &'a Dev,
     state: PathBuf,
 }
 
-impl<'a> Beside<'a> {
+impl<'a> SparePool<'a> {
     fn new(dev: &'a Dev, scratch: &Scratch, name: &str) -> Self {
-        Beside { dev, state: scratch.0.join(name) }
+        SparePool { dev, state: scratch.0.join(name) }
     }
 
     fn command(&self, data: &Path, flags: &[&str]) -> Command {
@@ -52,9 +52,9 @@ impl<'a> Beside<'a> {
     fn refused(&self, data: &Path, flags: &[&str]) -> String {
         let child = self.command(data, flags).stderr(Stdio::piped()).spawn().unwrap();
         let output = within_budget(child);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        said
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{printed}");
+        printed
     }
 
     fn is_online(&self) -> Option<()> {
@@ -101,23 +101,23 @@ fn is_root() -> bool {
 
 fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{program} {arguments:?}: {printed}");
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 /// Proves: a pool directory that is missing, foreign, locked by another process, full, read-only,
 /// from a newer format, and ports in use: a message that names the thing and the way out.
 #[test]
-fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made() {
+fn each_unusable_pool_is_refused_by_name_and_leaves_nothing_incomplete() {
     let scratch = Scratch::new("days");
     let dev =
         Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB", "--pools", "1"]);
-    let pool = Beside::new(&dev, &scratch, "spare");
+    let pool = SparePool::new(&dev, &scratch, "spare");
     let whole = scratch.0.join("whole");
-    let says = |said: &str, data: &Path, words: &[&str]| {
-        let named = said.contains(data.to_str().unwrap());
-        assert!(named && words.iter().all(|word| said.contains(word)), "{words:?}: {said}");
+    let assert_names = |printed: &str, data: &Path, words: &[&str]| {
+        let named = printed.contains(data.to_str().unwrap());
+        assert!(named && words.iter().all(|word| printed.contains(word)), "{words:?}: {printed}");
     };
     let nothing_made = || {
         let pools = dev.json(&["pool", "list"]);
@@ -126,22 +126,26 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
     };
 
     let missing = scratch.0.join("nowhere/at/all");
-    says(&pool.refused(&missing, &["--capacity", "256MiB"]), &missing, &["mend the path"]);
+    assert_names(&pool.refused(&missing, &["--capacity", "256MiB"]), &missing, &["mend the path"]);
     assert!(!scratch.0.join("nowhere").exists());
-    says(&pool.refused(&missing, &[]), &missing, &["mend the path"]);
+    assert_names(&pool.refused(&missing, &[]), &missing, &["mend the path"]);
 
     let foreign = scratch.0.join("letters");
     std::fs::write(&foreign, "dear all, ".repeat(40_000)).unwrap();
-    says(&pool.refused(&foreign, &["--capacity", "256MiB"]), &foreign, &["not a Quoin pool"]);
-    says(&pool.refused(&foreign, &["--format"]), &foreign, &["not a Quoin pool"]);
+    assert_names(
+        &pool.refused(&foreign, &["--capacity", "256MiB"]),
+        &foreign,
+        &["not a Quoin pool"],
+    );
+    assert_names(&pool.refused(&foreign, &["--format"]), &foreign, &["not a Quoin pool"]);
     assert!(std::fs::read_to_string(&foreign).unwrap().starts_with("dear all"));
 
     let huge = scratch.0.join("huge");
-    let said = pool.refused(&huge, &["--capacity", "4PiB", "--preallocate"]);
-    says(&said, &huge, &["room"]);
+    let printed = pool.refused(&huge, &["--capacity", "4PiB", "--preallocate"]);
+    assert_names(&printed, &huge, &["room"]);
     assert!(!huge.exists(), "a file was half made");
     let tiny = scratch.0.join("tiny");
-    says(&pool.refused(&tiny, &["--capacity", "1MiB"]), &tiny, &["at least"]);
+    assert_names(&pool.refused(&tiny, &["--capacity", "1MiB"]), &tiny, &["at least"]);
     assert!(!tiny.exists());
     nothing_made();
 
@@ -149,11 +153,11 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
     std::fs::create_dir(&whole).unwrap();
     let running = pool.start(&whole, &["--capacity", "256MiB"]);
     dev.eventually("the spare pool is online", || pool.is_online());
-    says(&pool.refused(&whole, &[]), &whole, &["another process"]);
+    assert_names(&pool.refused(&whole, &[]), &whole, &["another process"]);
     let taken = dev.json(&["pool", "list"])[0]["address"].as_str().unwrap().to_owned();
     running.terminate();
-    let said = pool.refused(&whole, &["--listen", &taken]);
-    assert!(said.contains(&taken) && said.contains("--listen"), "{said}");
+    let printed = pool.refused(&whole, &["--listen", &taken]);
+    assert!(printed.contains(&taken) && printed.contains("--listen"), "{printed}");
 
     // A newer format, with a checksum that fits.
     let file = whole.join("pool.quoin");
@@ -165,9 +169,9 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
         newer[at + 92..at + 96].copy_from_slice(&crc.to_le_bytes());
     }
     std::fs::write(&file, &newer).unwrap();
-    says(&pool.refused(&whole, &[]), &file, &["newer", "start that one"]);
+    assert_names(&pool.refused(&whole, &[]), &file, &["newer", "start that one"]);
     std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
-    says(&pool.refused(&whole, &[]), &file, &["restore the whole"]);
+    assert_names(&pool.refused(&whole, &[]), &file, &["restore the whole"]);
     std::fs::write(&file, &bytes).unwrap();
 
     if is_root() {
@@ -175,13 +179,13 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
         let path = whole.to_str().unwrap();
         run("mount", &["--bind", path, path]);
         run("mount", &["-o", "remount,bind,ro", path]);
-        let said = pool.refused(&whole, &[]);
+        let printed = pool.refused(&whole, &[]);
         run("umount", &[path]);
-        says(&said, &file, &["read-write"]);
+        assert_names(&printed, &file, &["read-write"]);
     } else {
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o400)).unwrap();
-        says(&pool.refused(&whole, &[]), &file, &["read-write"]);
+        assert_names(&pool.refused(&whole, &[]), &file, &["read-write"]);
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
     }
 
@@ -194,7 +198,7 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
 
 /// Proves: a socket path left by a dead process is taken over, and that of a live one is not.
 #[test]
-fn a_socket_that_a_dead_process_left_is_taken_over() {
+fn a_socket_of_a_dead_process_is_replaced() {
     let scratch = Scratch::new("socket");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
@@ -219,7 +223,7 @@ fn a_socket_that_a_dead_process_left_is_taken_over() {
 
 /// Proves: raw-device pools.
 #[test]
-fn a_raw_device_is_a_pool_only_when_asked_for_and_serves_like_a_file() {
+fn a_raw_device_is_a_pool_only_on_request_and_serves_like_a_file() {
     if !is_root() {
         return skipped("a block device can only be made by root");
     }
@@ -230,9 +234,9 @@ fn a_raw_device_is_a_pool_only_when_asked_for_and_serves_like_a_file() {
     let path = PathBuf::from(&device.0);
     let flags = ["--no-attach", "--pool-size", "512MiB", "--pools", "2"];
     let dev = Dev::start(&scratch.cluster(), &flags);
-    let pool = Beside::new(&dev, &scratch, "raw");
-    let said = pool.refused(&path, &[]);
-    assert!(said.contains(&device.0) && said.contains("not a Quoin pool"), "{said}");
+    let pool = SparePool::new(&dev, &scratch, "raw");
+    let printed = pool.refused(&path, &[]);
+    assert!(printed.contains(&device.0) && printed.contains("not a Quoin pool"), "{printed}");
 
     let mut running = pool.start(&path, &["--format"]);
     dev.eventually("the raw pool is online", || pool.is_online());

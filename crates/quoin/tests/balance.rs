@@ -38,13 +38,13 @@ fn pools(dev: &Dev) -> Vec<Value> {
 }
 
 /// Returns the pool of each replica of a volume.
-fn places(dev: &Dev, volume: &str) -> Vec<String> {
+fn replica_pools(dev: &Dev, volume: &str) -> Vec<String> {
     let replicas = dev.json(&["replica", "list", volume]);
     let replicas = replicas.as_array().unwrap().iter();
     replicas.map(|r| r["pool"].as_str().unwrap().to_owned()).collect()
 }
 
-fn told(dev: &Dev, reason: &str) -> usize {
+fn reported(dev: &Dev, reason: &str) -> usize {
     dev.ok(&["events"]).lines().filter(|line| line.contains(reason)).count()
 }
 
@@ -58,7 +58,7 @@ fn shares(dev: &Dev) -> Vec<u64> {
 }
 
 #[test]
-fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_there() {
+fn replicas_move_from_a_full_pool_until_pools_are_balanced() {
     let scratch = Scratch::new("balance");
     let flags = ["--no-attach", "--pool-size", "256MiB", "--pools", "4", "--rebalance-at", "25%"];
     let dev = Dev::start(&scratch.cluster(), &flags);
@@ -68,7 +68,7 @@ fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_
     }
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
     let load = Load::start(dev.client("db"), 11);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let mut quiet = Vec::new();
     for (version, name) in (1..).zip(QUIET) {
         dev.ok(&["volume", "create", name, "--size", "24MiB", "--replicas", "1"]);
@@ -76,28 +76,29 @@ fn replicas_move_from_a_pool_that_fills_up_until_pools_are_even_and_all_data_is_
         fill(&client, version);
         quiet.push(client);
     }
-    assert!(QUIET.iter().all(|name| places(&dev, name) == ["pool-a"]));
+    assert!(QUIET.iter().all(|name| replica_pools(&dev, name) == ["pool-a"]));
     // One pool stays closed: it is the emptiest, and takes nothing.
     for pool in ["pool-b", "pool-c"] {
         dev.ok(&["pool", "uncordon", pool]);
     }
     dev.eventually("a replica moves by itself", || {
-        (told(&dev, "ReplicaRebalances") > 0).then_some(())
+        (reported(&dev, "ReplicaRebalances") > 0).then_some(())
     });
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.eventually("the pools are even", || {
         let shares = shares(&dev);
         let (most, least) = (shares.iter().max().unwrap(), shares.iter().min().unwrap());
         let still = |name| dev.json(&["volume", "get", name])["changing"] == "";
         (most - least <= 25 && QUIET.into_iter().chain(["db"]).all(still)).then_some(())
     });
-    let moved = told(&dev, "ReplicaRebalances");
+    let moved = reported(&dev, "ReplicaRebalances");
     assert!((1..=4).contains(&moved), "each replica once at most: {moved}");
-    let all: Vec<String> = QUIET.iter().chain(&["db"]).flat_map(|v| places(&dev, v)).collect();
+    let all: Vec<String> =
+        QUIET.iter().chain(&["db"]).flat_map(|v| replica_pools(&dev, v)).collect();
     assert!(all.len() == 4 && all.iter().any(|pool| pool != "pool-a"), "{all:?}");
     assert!(!all.contains(&"pool-d".to_owned()), "it is cordoned: {all:?}");
     // Clients noticed nothing, and read what they wrote.
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     load.verify();
     for (version, client) in (1..).zip(quiet) {
         check(&client, version);

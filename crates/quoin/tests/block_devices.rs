@@ -14,7 +14,9 @@ use quoin_api::csi::{
     ControllerPublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
     VolumeCapability,
 };
-use running::{Dev, Scratch, apart, can_attach, eventually, have, is_online, run, signal};
+use running::{
+    Dev, Scratch, can_attach, eventually, have, is_online, isolated_command, run, signal,
+};
 use tonic::Code;
 
 /// A process of the test in a mount table of its own; killed with the test.
@@ -24,12 +26,12 @@ impl Apart {
     /// Starts `quoin attach` in a namespace where /dev may be changed.
     fn attach(run: &Path, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
-        let mut command = apart(run);
+        let mut command = isolated_command(run);
         command.args([env!("CARGO_BIN_EXE_quoin"), "attach", "--run"]).arg(run);
         Self(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap())
     }
 
-    fn sees(&self, command: &[&str]) {
+    fn run_inside(&self, command: &[&str]) {
         let pid = self.0.id().to_string();
         run("nsenter", &[&["--mount", "--target", &pid], command].concat());
     }
@@ -51,13 +53,13 @@ impl Drop for Apart {
 /// Runs `quoin attach` after a shell has changed /dev.
 fn attach_after(change: &str, run: &Path) -> Output {
     let script = format!("set -e; {change}; exec \"$0\" attach --run \"$1\"");
-    let mut command = apart(run);
+    let mut command = isolated_command(run);
     command.args(["sh", "-c", &script, env!("CARGO_BIN_EXE_quoin")]).arg(run);
     command.stdin(Stdio::null()).output().unwrap()
 }
 
 #[test]
-fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is_half_made() {
+fn without_dev_fuse_an_attach_is_refused_with_the_way_out_and_leaves_nothing() {
     if !can_attach() || !have("unshare") || !have("nsenter") {
         return;
     }
@@ -68,10 +70,10 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
         ("mount -t tmpfs none /dev; mknod /dev/loop-control c 10 237", "modprobe fuse"),
     ] {
         let refused = attach_after(change, &elsewhere);
-        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert_eq!(refused.status.code(), Some(1), "{said}");
-        assert!(said.contains("/dev/fuse") && said.contains(way_out), "{said}");
-        assert!(said.contains("NBD"), "{said}");
+        let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{printed}");
+        assert!(printed.contains("/dev/fuse") && printed.contains(way_out), "{printed}");
+        assert!(printed.contains("NBD"), "{printed}");
         assert!(!elsewhere.exists(), "sockets are left of what never ran");
     }
 
@@ -84,12 +86,12 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
         std::os::unix::net::UnixStream::connect(&socket).is_ok().then_some(())
     });
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
-    attach.sees(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
+    attach.run_inside(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
     let before = entries(&run_directory.join("attach"));
     let refused = dev.quoin(&["volume", "attach", "db"]);
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(said.contains("mknod /dev/fuse c 10 229") && said.contains("--nbd"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("mknod /dev/fuse c 10 229") && printed.contains("--nbd"), "{printed}");
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["nodes"], serde_json::json!([]), "{shown}");
     assert_eq!(entries(&run_directory.join("attach")), before, "something is half-made");
@@ -100,7 +102,7 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
     assert_ne!(dev.json(&["volume", "get", "db"])["nodes"], serde_json::json!([]));
 
     // Everything else works again with the device back.
-    attach.sees(&["umount", "/dev/fuse"]);
+    attach.run_inside(&["umount", "/dev/fuse"]);
     let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
     dev.ok(&["volume", "detach", "db"]);
@@ -118,15 +120,15 @@ fn capability() -> VolumeCapability {
 
 /// The device is removed under a running cluster, and restored.
 #[test]
-fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
+fn a_volume_is_staged_only_while_dev_fuse_exists() {
     if !can_attach() || !have("unshare") || !have("nsenter") || !have("mkfs.ext4") {
         return;
     }
     let scratch = Scratch::new("stage");
-    let mut command = apart(&scratch.0);
+    let mut command = isolated_command(&scratch.0);
     command.arg(env!("CARGO_BIN_EXE_quoin"));
     let dev = Dev::start_by(command, &scratch.cluster(), &[]);
-    let sees = |command: &[&str]| {
+    let run_inside = |command: &[&str]| {
         let pid = dev.child.id().to_string();
         run("nsenter", &[&["--mount", "--target", &pid], command].concat());
     };
@@ -161,7 +163,7 @@ fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
     let unstage =
         NodeUnstageVolumeRequest { volume_id: id, staging_target_path: staging_path.clone() };
 
-    sees(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
+    run_inside(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
     let attached = dev.directory.join("run/attach");
     let before = entries(&attached);
     let refused = runtime.block_on(node.node_stage_volume(stage.clone())).unwrap_err();
@@ -172,9 +174,9 @@ fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
     // Orchestrators undo their request, also where it was never carried out.
     runtime.block_on(node.node_unstage_volume(unstage.clone())).unwrap();
 
-    sees(&["umount", "/dev/fuse"]);
+    run_inside(&["umount", "/dev/fuse"]);
     runtime.block_on(node.node_stage_volume(stage)).unwrap();
-    sees(&["mountpoint", "-q", &staging_path]);
+    run_inside(&["mountpoint", "-q", &staging_path]);
     runtime.block_on(node.node_unstage_volume(unstage)).unwrap();
     dev.stop();
 }
@@ -194,7 +196,7 @@ fn used(dev: &Dev) -> Vec<u64> {
 }
 
 #[test]
-fn what_a_file_system_deletes_and_trims_is_free_again_in_every_pool() {
+fn trimmed_blocks_of_a_file_system_are_freed_in_every_pool() {
     const FILE: u64 = 96 << 20;
     /// A sixty-fourth of the pool: trims of so much may wait for more of them.
     const WAITING: u64 = 16 << 20;

@@ -30,11 +30,11 @@ fn client(cluster: &Cluster) -> Client {
     })
 }
 
-fn goes_on(cluster: &Cluster, load: &Load) {
-    load.goes_on_or(100, || cluster.show_logs());
+fn assert_progress(cluster: &Cluster, load: &Load) {
+    load.assert_progress_or(100, || cluster.show_logs());
 }
 
-fn whole(cluster: &Cluster) {
+fn all_in_sync(cluster: &Cluster) {
     cluster.wait_for_volume("db", "whole", |volume| {
         let replicas = volume["replicas"].as_array().unwrap();
         volume["changing"] == "" && replicas.iter().all(|r| r["phase"] == "InSync")
@@ -96,7 +96,7 @@ fn all_shown(cluster: &Cluster, nbd_address: &str) -> Vec<(&'static str, SystemT
 /// Pools, targets, CSI nodes and the controller renew their certificates
 /// themselves before they run out, while IO flows, and new connections are made with new ones.
 #[test]
-fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_it() {
+fn every_member_renews_its_certificate_and_io_continues_beyond_two_lifetimes() {
     const LIFE_S: u64 = 24;
     let life = Duration::from_secs(LIFE_S);
     let flag = ["--certificate-lifetime-s", &LIFE_S.to_string()];
@@ -128,8 +128,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     cluster.eventually("the nodes are online", || (online(&cluster, "node") == 2).then_some(()));
     cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(client(&cluster), 5);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
 
     let first = all_shown(&cluster, &nbd_address);
     // Every certificate renewed from now on is of a new authority, and the former one's time is
@@ -137,7 +137,7 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     cluster.ok(&["cluster", "rotate-authority"]);
     let began = Instant::now();
     while began.elapsed() < life * 2 + Duration::from_secs(2) {
-        goes_on(&cluster, &load);
+        assert_progress(&cluster, &load);
         for (who, until) in all_shown(&cluster, &nbd_address) {
             assert!(until > SystemTime::now(), "the certificate of {who} has run out");
         }
@@ -155,8 +155,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
         drop(cluster.processes.remove(at));
         let arguments = restarted(&cluster, name, &nbd_address);
         cluster.run(&here, name, arguments);
-        goes_on(&cluster, &load);
-        whole(&cluster);
+        assert_progress(&cluster, &load);
+        all_in_sync(&cluster);
     }
     load.verify();
 }
@@ -164,7 +164,7 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
 /// A cluster that was off for longer than its certificates' lifetime comes back with new tokens,
 /// and until then each member names the one that it needs.
 #[test]
-fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_holds() {
+fn a_member_with_an_expired_certificate_reports_it_and_joins_again() {
     const LIFE_S: &str = "10";
     let (here, flag) = (Place::here(), ["--certificate-lifetime-s", LIFE_S]);
     let mut cluster = Cluster::made_with("slept", &here, &flag, &flag);
@@ -199,9 +199,9 @@ fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_
     });
     let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
     cluster.processes.remove(at).stop();
-    let said = cluster.quoin(&[&admin[..], &["--name", "ops"]].concat());
-    let said = String::from_utf8_lossy(&said.stderr).into_owned();
-    assert!(said.contains("quoin token create --role admin"), "{said}");
+    let printed = cluster.quoin(&[&admin[..], &["--name", "ops"]].concat());
+    let printed = String::from_utf8_lossy(&printed.stderr).into_owned();
+    assert!(printed.contains("quoin token create --role admin"), "{printed}");
 
     // Its name is unchanged.
     for (name, role) in [("p1", "pool"), ("target", "node")] {
@@ -212,7 +212,7 @@ fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_
     }
     let token = cluster.token("admin");
     cluster.ok(&[&admin[..], &["--join", &token]].concat());
-    whole(&cluster);
+    all_in_sync(&cluster);
     let after = client(&cluster);
     assert_eq!(after.read(3 * 4096, 4096).unwrap(), written);
     after.stop();
@@ -225,7 +225,7 @@ fn count(cluster: &Cluster, file: &str) -> usize {
 }
 
 #[test]
-fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former_one() {
+fn replicas_move_under_load_from_pools_of_a_former_authority() {
     let here = Place::here();
     let mut cluster = Cluster::start("rotate", &here, &["--replace-after", "off"]);
     for pool in ["p1", "p2", "p3"] {
@@ -235,20 +235,20 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
     cluster.wait_for_pools(3);
     cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(client(&cluster), 7);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
 
     // The former authority's fingerprint is in this token.
     let earlier = cluster.token("pool");
     cluster.ok(&["cluster", "rotate-authority"]);
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
     cluster.pool_by(&here, "p4", &earlier, &["--network-only"]);
     cluster.pool(&here, "p5", &["--network-only"]);
     cluster.wait_for_pools(5);
     for (from, to) in [("p1", "p4"), ("p2", "p5")] {
         cluster.ok(&["replica", "move", "db", from, "--to", to, "--wait", "--timeout", "170"]);
-        goes_on(&cluster, &load);
-        whole(&cluster);
+        assert_progress(&cluster, &load);
+        all_in_sync(&cluster);
     }
     // No member renewed meanwhile: certificates of two authorities did meet.
     for member in ["p1", "p3", "node"] {
@@ -266,22 +266,22 @@ fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former
     drop(cluster.processes.remove(at));
     let arguments = restarted(&cluster, "target", "");
     cluster.run(&here, "target", arguments);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
     assert_eq!(count(&cluster, "node/ca.pem"), 1);
     let at = cluster.processes.iter().position(|process| process.name == "p3").unwrap();
     drop(cluster.processes.remove(at));
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
     load.verify();
 }
 
 /// All bytes between a pool and its peers, as the network sees them.
-struct Wire {
+struct RecordingRelay {
     address: String,
     seen: Arc<Mutex<Vec<u8>>>,
 }
 
-impl Wire {
+impl RecordingRelay {
     fn to(pool: String) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -319,9 +319,9 @@ fn pass(mut from: TcpStream, mut to: TcpStream, seen: &Mutex<Vec<u8>>) {
 
 /// Shows no certificate.
 #[derive(Debug)]
-struct Nobody;
+struct NoCertificate;
 
-impl ResolvesClientCert for Nobody {
+impl ResolvesClientCert for NoCertificate {
     fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
         None
     }
@@ -353,11 +353,11 @@ fn is_seen_on_the_network(security: &str) -> bool {
     let here = Place::here();
     let mut cluster = Cluster::start(security, &here, &["--data-security", security]);
     let listen = format!("127.0.0.1:{}", free_port());
-    let wire = Wire::to(listen.clone());
+    let relay = RecordingRelay::to(listen.clone());
     cluster.pool(
         &here,
         "p1",
-        &["--network-only", "--listen", &listen, "--advertise", &wire.address],
+        &["--network-only", "--listen", &listen, "--advertise", &relay.address],
     );
     cluster.node(&here, "n1", &[], &[]);
     cluster.wait_for_pools(1);
@@ -367,7 +367,7 @@ fn is_seen_on_the_network(security: &str) -> bool {
         (0u32..1024).flat_map(|n| n.wrapping_mul(0x9e37_79b9).to_be_bytes()).collect();
     client.write(0, secret.clone().into(), true).unwrap();
     assert_eq!(client.read(0, 4096).unwrap(), secret);
-    assert!(wire.seen.lock().unwrap().len() > 2 * secret.len(), "another way was taken");
+    assert!(relay.seen.lock().unwrap().len() > 2 * secret.len(), "another way was taken");
 
     let node = Identity::load(Path::new(&cluster.path("node"))).unwrap();
     let known = node.client_config(Expected::Named(Role::Pool, "p1".into())).unwrap();
@@ -375,23 +375,23 @@ fn is_seen_on_the_network(security: &str) -> bool {
     let reading = turned_away(&listen, &known, b"quoin-data/1+authenticate");
     assert_eq!(reading.is_some(), security == "encrypt", "{reading:?}");
     let mut unknown = ClientConfig::clone(&known);
-    unknown.client_auth_cert_resolver = Arc::new(Nobody);
-    let said = turned_away(&listen, &unknown, DATA).expect("it came in without a certificate");
-    assert!(said.contains("CertificateRequired"), "{said}");
+    unknown.client_auth_cert_resolver = Arc::new(NoCertificate);
+    let printed = turned_away(&listen, &unknown, DATA).expect("it came in without a certificate");
+    assert!(printed.contains("CertificateRequired"), "{printed}");
     let stranger = tempfile::tempdir().unwrap();
     let authority = Authority::create(&stranger.path().join("ca"), Lifetimes::default()).unwrap();
     let other = authority.issue_identity(&stranger.path().join("n1"), Role::Node, "n1").unwrap();
     let other = other.client_config(Expected::Role(Role::Pool)).unwrap();
     unknown.client_auth_cert_resolver = other.client_auth_cert_resolver.clone();
-    let said = turned_away(&listen, &unknown, DATA).expect("another cluster's node came in");
-    assert!(said.contains("UnknownCA") || said.contains("DecryptError"), "{said}");
+    let printed = turned_away(&listen, &unknown, DATA).expect("another cluster's node came in");
+    assert!(printed.contains("UnknownCA") || printed.contains("DecryptError"), "{printed}");
     assert_eq!(client.read(0, 4096).unwrap(), secret);
     client.stop();
-    wire.shows(&secret[..64])
+    relay.shows(&secret[..64])
 }
 
 #[test]
-fn data_connections_are_readable_on_the_network_only_where_they_are_to_be_and_prove_who_comes() {
+fn data_connections_are_authenticated_and_readable_only_where_configured() {
     assert!(is_seen_on_the_network("authenticate"));
     assert!(!is_seen_on_the_network("encrypt"));
 }

@@ -17,10 +17,10 @@ fn quoin(arguments: &[&str]) -> Output {
 /// Runs a command that must fail with `code`, and returns its message.
 fn refused(code: i32, arguments: &[&str]) -> String {
     let output = quoin(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {printed}");
     assert!(output.stdout.is_empty(), "{arguments:?} printed to stdout");
-    said
+    printed
 }
 
 fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -94,7 +94,7 @@ impl Controller {
 }
 
 #[test]
-fn unknown_flags_and_commands_are_usage_errors_that_name_them() {
+fn unknown_flags_and_commands_are_named_in_usage_errors() {
     assert!(refused(2, &["volume", "create", "db", "--sise", "1GiB"]).contains("--size"));
     assert!(refused(2, &["volume", "creat", "db"]).contains("create"));
     assert!(refused(2, &["volumes"]).contains("volume"));
@@ -102,23 +102,23 @@ fn unknown_flags_and_commands_are_usage_errors_that_name_them() {
 }
 
 #[test]
-fn sizes_of_zero_and_two_to_the_63_are_refused_before_any_controller_is_asked() {
+fn sizes_of_zero_and_two_to_the_63_are_refused_without_a_controller() {
     for (size, words) in [
         ("0", "above 0"),
         ("9223372036854775808", "largest volume"),
         ("ten", "unit"),
         ("-5", "unit"),
     ] {
-        let said = refused(2, &["volume", "create", "db", &format!("--size={size}")]);
-        assert!(said.contains(words), "{size}: {said}");
-        let said = refused(2, &["volume", "resize", "db", &format!("--size={size}")]);
-        assert!(said.contains(words), "{size}: {said}");
+        let printed = refused(2, &["volume", "create", "db", &format!("--size={size}")]);
+        assert!(printed.contains(words), "{size}: {printed}");
+        let printed = refused(2, &["volume", "resize", "db", &format!("--size={size}")]);
+        assert!(printed.contains(words), "{size}: {printed}");
     }
 }
 
 /// The log is on a disk that may be full: only its lines are lost.
 #[test]
-fn a_controller_whose_log_cannot_be_written_goes_on() {
+fn a_controller_whose_log_cannot_be_written_continues() {
     let mut controller = Controller::new();
     let full = || std::fs::File::options().write(true).open("/dev/full").unwrap().into();
     controller.start(full);
@@ -160,12 +160,16 @@ fn events_are_watched_on_after_the_controller_was_killed_and_started_again() {
     assert_eq!(old, before);
     assert!(!new.contains("for a pool,"), "told twice: {new}");
     assert_eq!(watch.0.try_wait().unwrap(), None);
-    let said = std::fs::read_to_string(controller.path("said")).unwrap();
-    assert!(said.contains("went away") && said.contains("is back"), "{said}");
+    let printed = std::fs::read_to_string(controller.path("said")).unwrap();
+    assert!(
+        printed.contains("connection to the controller ended")
+            && printed.contains("reachable again"),
+        "{printed}"
+    );
 }
 
 #[test]
-fn what_is_in_use_already_is_named_with_who_has_it_and_the_way_out() {
+fn an_object_in_use_is_named_with_its_user_and_the_way_out() {
     let mut controller = Controller::new();
     controller.start(Stdio::null);
     let other = Controller::new();
@@ -173,20 +177,23 @@ fn what_is_in_use_already_is_named_with_who_has_it_and_the_way_out() {
     let run = |flags: &[&str]| {
         refused(1, &[&["controller", "run", "--state", &state][..], flags].concat())
     };
-    let said = run(&["--admin-socket", &controller.socket()]);
+    let printed = run(&["--admin-socket", &controller.socket()]);
     assert!(
-        said.contains("another controller serves") && said.contains("--admin-socket"),
-        "{said}"
+        printed.contains("another controller serves") && printed.contains("--admin-socket"),
+        "{printed}"
     );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let said = run(&["--admin-socket", &other.socket(), "--listen", &address]);
+    let printed = run(&["--admin-socket", &other.socket(), "--listen", &address]);
     let pid = format!("(process {})", std::process::id());
-    assert!(said.contains(&address) && said.contains(&pid) && said.contains("--listen"), "{said}");
+    assert!(
+        printed.contains(&address) && printed.contains(&pid) && printed.contains("--listen"),
+        "{printed}"
+    );
 }
 
 #[test]
-fn a_join_that_cannot_be_says_what_is_wrong_with_the_token_or_the_controller() {
+fn a_failed_join_reports_the_problem_of_the_token_or_the_controller() {
     let scratch = tempfile::tempdir().unwrap();
     let path = |name: &str| scratch.path().join(name).display().to_string();
     let (to, state) = (path("to"), path("state"));
@@ -194,14 +201,17 @@ fn a_join_that_cannot_be_says_what_is_wrong_with_the_token_or_the_controller() {
         let flags = ["--to", &to, "--controller", "127.0.0.1:1", "--join", token];
         refused(1, &[&["cluster", "join"][..], &flags].concat())
     };
-    let said = join("xyz");
-    assert!(said.contains("begins with quoin-join-1.") && said.contains("token create"), "{said}");
+    let printed = join("xyz");
+    assert!(
+        printed.contains("begins with quoin-join-1.") && printed.contains("token create"),
+        "{printed}"
+    );
     let made = quoin(&["controller", "init", "--state", &state]);
     let text = String::from_utf8_lossy(&made.stdout).into_owned();
     let token = text.split_whitespace().find(|word| word.starts_with("quoin-join-1.")).unwrap();
-    let said = join(token);
-    assert!(said.contains("127.0.0.1:1") && said.contains("refused"), "{said}");
-    assert!(!said.contains("transport error"), "{said}");
+    let printed = join(token);
+    assert!(printed.contains("127.0.0.1:1") && printed.contains("refused"), "{printed}");
+    assert!(!printed.contains("transport error"), "{printed}");
 }
 
 #[test]
@@ -209,13 +219,13 @@ fn names_with_control_characters_or_of_no_or_too_many_letters_are_refused() {
     for (name, words) in
         [("a\u{1}b", "U+0001"), ("", "needs a name"), (&*"n".repeat(129), "at most 128")]
     {
-        let said = refused(2, &["volume", "create", name, "--size", "1GiB"]);
-        assert!(said.contains(words), "{name:?}: {said}");
+        let printed = refused(2, &["volume", "create", name, "--size", "1GiB"]);
+        assert!(printed.contains(words), "{name:?}: {printed}");
     }
 }
 
 #[test]
-fn a_missing_controller_is_named_with_the_way_out() {
+fn a_missing_controller_is_reported_with_the_way_out() {
     for arguments in [
         &["volume", "list"][..],
         &["volume", "create", "db", "--size", "1GiB"],
@@ -226,13 +236,16 @@ fn a_missing_controller_is_named_with_the_way_out() {
         &["cluster", "info"],
         &["token", "create", "--role", "pool"],
     ] {
-        let said = refused(1, arguments);
-        assert!(said.contains("/nonexistent/admin.sock") && said.contains("quoin dev"), "{said}");
+        let printed = refused(1, arguments);
+        assert!(
+            printed.contains("/nonexistent/admin.sock") && printed.contains("quoin dev"),
+            "{printed}"
+        );
     }
 }
 
 #[test]
-fn what_does_not_exist_is_named_with_the_list_that_shows_what_does() {
+fn an_unknown_object_is_refused_with_the_command_that_lists_existing_ones() {
     let mut controller = Controller::new();
     controller.start(Stdio::null);
     let socket = controller.socket();
@@ -250,12 +263,12 @@ fn what_does_not_exist_is_named_with_the_list_that_shows_what_does() {
         (&["node", "remove", "host"], "quoin node list"),
         (&["token", "revoke", "0123"], "quoin token list"),
     ] {
-        let said = refused(1, &[arguments, &["--socket", &socket]].concat());
-        assert!(said.contains(list), "{arguments:?}: {said}");
-        assert!(!said.contains("--yes"), "{said}");
+        let printed = refused(1, &[arguments, &["--socket", &socket]].concat());
+        assert!(printed.contains(list), "{arguments:?}: {printed}");
+        assert!(!printed.contains("--yes"), "{printed}");
     }
-    let said = refused(1, &["volume", "get", "\u{1b}[31mred", "--socket", &socket]);
-    assert!(said.contains("\\u{1b}[31mred") && !said.contains('\u{1b}'), "{said:?}");
+    let printed = refused(1, &["volume", "get", "\u{1b}[31mred", "--socket", &socket]);
+    assert!(printed.contains("\\u{1b}[31mred") && !printed.contains('\u{1b}'), "{printed:?}");
 }
 
 #[test]
@@ -309,43 +322,44 @@ fn a_shell_completes_commands_flags_and_names_of_contexts() {
 }
 
 #[test]
-fn no_command_and_a_group_without_one_show_their_help_whatever_the_environment_holds() {
-    let said = refused(2, &[]);
-    assert!(said.contains("Usage: quoin") && said.contains("demo"), "{said}");
-    assert!(!said.contains("bench-part"), "{said}");
-    let said = refused(2, &["volume"]);
-    assert!(said.contains("attach") && said.contains("quoin volume"), "{said}");
+fn a_missing_command_shows_the_help_in_any_environment() {
+    let printed = refused(2, &[]);
+    assert!(printed.contains("Usage: quoin") && printed.contains("demo"), "{printed}");
+    assert!(!printed.contains("bench-part"), "{printed}");
+    let printed = refused(2, &["volume"]);
+    assert!(printed.contains("attach") && printed.contains("quoin volume"), "{printed}");
 }
 
 #[test]
-fn a_reader_that_went_away_ends_a_command_quietly() {
+fn a_command_ends_without_an_error_when_its_reader_is_gone() {
     let command = format!("{} completion bash | head -1", env!("CARGO_BIN_EXE_quoin"));
     let output = Command::new("sh").args(["-c", &command]).output().unwrap();
     assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
-fn a_negative_size_is_no_unknown_flag_and_a_demo_too_small_is_refused_at_once() {
-    let said = refused(2, &["volume", "create", "db", "--size", "-1"]);
-    assert!(said.contains("above 0"), "{said}");
-    let said = refused(2, &["demo", "--size", "1KiB"]);
-    assert!(said.contains("256.0 MiB"), "{said}");
+fn a_negative_size_is_not_parsed_as_a_flag_and_a_small_demo_is_refused() {
+    let printed = refused(2, &["volume", "create", "db", "--size", "-1"]);
+    assert!(printed.contains("above 0"), "{printed}");
+    let printed = refused(2, &["demo", "--size", "1KiB"]);
+    assert!(printed.contains("256.0 MiB"), "{printed}");
 }
 
 #[test]
-fn a_socket_that_is_none_and_places_that_do_not_exist_are_named() {
+fn wrong_sockets_and_missing_directories_are_named() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("letter");
     std::fs::write(&file, "dear").unwrap();
     let path = file.to_str().unwrap();
-    assert!(refused(1, &["volume", "list", "--socket", path]).contains("no socket"));
-    let said = refused(1, &["pool", "inspect", directory.path().to_str().unwrap()]);
-    assert!(said.contains("no pool in"), "{said}");
-    let said = refused(1, &["controller", "init", "--state", directory.path().to_str().unwrap()]);
-    assert!(said.contains("letter") && said.contains("empty"), "{said}");
+    assert!(refused(1, &["volume", "list", "--socket", path]).contains("not a socket"));
+    let printed = refused(1, &["pool", "inspect", directory.path().to_str().unwrap()]);
+    assert!(printed.contains("no pool in"), "{printed}");
+    let printed =
+        refused(1, &["controller", "init", "--state", directory.path().to_str().unwrap()]);
+    assert!(printed.contains("letter") && printed.contains("empty"), "{printed}");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "something was made");
     let nowhere = directory.path().join("none/run");
-    let said = refused(
+    let printed = refused(
         1,
         &[
             "target",
@@ -357,12 +371,12 @@ fn a_socket_that_is_none_and_places_that_do_not_exist_are_named() {
             "127.0.0.1:1",
         ],
     );
-    assert!(said.contains("--run"), "{said}");
+    assert!(printed.contains("--run"), "{printed}");
     assert!(!directory.path().join("none").exists());
 }
 
 #[test]
-fn numbers_that_cannot_be_are_refused_in_a_sentence_that_says_what_can() {
+fn invalid_numbers_are_refused_with_the_valid_range() {
     for (arguments, words) in [
         (&["volume", "scale", "db", "--replicas", "0"][..], "at least"),
         (&["volume", "create", "db", "--size", "1GiB", "--iops-limit", "0"], "no limit"),
@@ -373,14 +387,14 @@ fn numbers_that_cannot_be_are_refused_in_a_sentence_that_says_what_can() {
         (&["dev", "--pool-size", "0"], "a pool needs a size"),
         (&["volume", "create", "db", "--size", "65PiB"], "64.0 PiB"),
     ] {
-        let said = refused(2, arguments);
-        assert!(said.contains(words), "{arguments:?}: {said}");
-        assert!(!said.contains("is not in"), "{said}");
+        let printed = refused(2, arguments);
+        assert!(printed.contains(words), "{arguments:?}: {printed}");
+        assert!(!printed.contains("is not in"), "{printed}");
     }
 }
 
 #[test]
-fn every_command_prints_for_programs_where_it_is_asked_to() {
+fn every_command_prints_machine_readable_output_on_request() {
     let read = |output: Output| -> serde_json::Value {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
@@ -402,24 +416,25 @@ fn every_command_prints_for_programs_where_it_is_asked_to() {
 }
 
 #[test]
-fn a_backup_where_none_can_be_and_a_restore_of_what_is_none_say_why() {
+fn impossible_backups_and_restores_are_refused_with_the_reason() {
     let scratch = tempfile::tempdir().unwrap();
     let nowhere = scratch.path().join("none/backup").display().to_string();
-    let said = refused(1, &["controller", "backup", &nowhere]);
-    assert!(said.contains("there is no directory") && said.contains("/none"), "{said}");
+    let printed = refused(1, &["controller", "backup", &nowhere]);
+    assert!(printed.contains("there is no directory") && printed.contains("/none"), "{printed}");
     let letter = scratch.path().join("env.sh");
     std::fs::write(&letter, "export A=1\n").unwrap();
     let (letter, state) = (letter.to_str().unwrap(), scratch.path().join("state"));
-    let said = refused(1, &["controller", "restore", letter, "--state", state.to_str().unwrap()]);
+    let printed =
+        refused(1, &["controller", "restore", letter, "--state", state.to_str().unwrap()]);
     let words = format!("{letter} cannot be restored: this is no backup");
-    assert!(said.contains(&words) && said.contains("quoin controller backup"), "{said}");
+    assert!(printed.contains(&words) && printed.contains("quoin controller backup"), "{printed}");
     assert!(!state.exists());
 }
 
 /// clap shows given arguments as if they were required, and the environment gives values invisibly.
 #[test]
-fn what_the_environment_holds_is_no_part_of_a_usage_line() {
-    let said = refused(2, &["volume", "attach"]);
-    let usage = said.lines().find(|line| line.starts_with("Usage:")).unwrap();
+fn a_usage_line_has_no_values_of_the_environment() {
+    let printed = refused(2, &["volume", "attach"]);
+    let usage = printed.lines().find(|line| line.starts_with("Usage:")).unwrap();
     assert_eq!(usage, "Usage: quoin volume attach [OPTIONS] <VOLUME>");
 }

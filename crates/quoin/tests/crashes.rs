@@ -13,7 +13,9 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use rustix::process::{Pid, Signal, kill_process};
 use support::load::Load;
 use support::stories::{ask, events};
-use support::{Dev, Scratch, apart, block, eventually, is_online, is_root, signal, skipped};
+use support::{
+    Dev, Scratch, block, eventually, is_online, is_root, isolated_command, signal, skipped,
+};
 
 const BLOCK: u64 = 4096;
 
@@ -24,7 +26,7 @@ fn all_in_sync(volume: &serde_json::Value) -> bool {
 /// Proves: acknowledged writes survive `kill -9` of every process at any instant, and a client
 /// sees no error while a majority comes back.
 #[test]
-fn no_write_is_lost_and_no_error_is_seen_while_pools_and_the_target_are_killed() {
+fn kills_of_pools_and_target_cause_no_lost_write_and_no_error() {
     let seed = rand::random();
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
@@ -32,7 +34,7 @@ fn no_write_is_lost_and_no_error_is_seen_while_pools_and_the_target_are_killed()
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), seed);
-    load.goes_on(&dev, 20);
+    load.assert_progress(&dev, 20);
     let pools = ["pool-a", "pool-b", "pool-c"];
     for round in 0..10 {
         std::thread::sleep(Duration::from_millis(random.random_range(0..700)));
@@ -50,7 +52,7 @@ fn no_write_is_lost_and_no_error_is_seen_while_pools_and_the_target_are_killed()
                 dev.pid(name).filter(|pid| Some(*pid) != old)
             });
         }
-        load.goes_on(&dev, 20);
+        load.assert_progress(&dev, 20);
     }
     dev.wait_for_volume("db", "whole again", all_in_sync);
     load.verify();
@@ -60,7 +62,7 @@ fn no_write_is_lost_and_no_error_is_seen_while_pools_and_the_target_are_killed()
 
 /// Proves: a slow replica never slows the volume while CF others answer.
 #[test]
-fn a_pool_that_hangs_holds_up_nobody_and_catches_up_when_it_goes_on() {
+fn a_hanging_pool_does_not_delay_io_and_catches_up_when_it_continues() {
     let scratch = Scratch::new("stops");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
@@ -70,9 +72,9 @@ fn a_pool_that_hangs_holds_up_nobody_and_catches_up_when_it_goes_on() {
         let pid = dev.pid(pool).unwrap();
         signal(pid, "STOP");
         // All of this happens while the pool hangs: nothing waits for it.
-        load.goes_on(&dev, 200);
+        load.assert_progress(&dev, 200);
         dev.wait_for_volume("db", "told as degraded", |volume| volume["health"] == "Degraded");
-        load.goes_on(&dev, 200);
+        load.assert_progress(&dev, 200);
         signal(pid, "CONT");
         dev.wait_for_volume("db", "whole again", all_in_sync);
     }
@@ -105,7 +107,7 @@ fn rate_beside_a_slow_one(load: &Load, pool: i64) -> f64 {
 
 /// Proves: a slow replica never slows the volume while CF others answer.
 #[test]
-fn a_pool_that_is_merely_slow_takes_no_rate_unless_all_replicas_are_waited_for() {
+fn a_slow_pool_does_not_lower_the_rate_unless_writes_wait_for_all_replicas() {
     let scratch = Scratch::new("merely-slow");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
@@ -127,12 +129,12 @@ fn a_pool_that_is_merely_slow_takes_no_rate_unless_all_replicas_are_waited_for()
 
 /// Proves: SIGTERM drains IO, and the next start is continuous.
 #[test]
-fn a_clean_stop_under_load_drains_and_the_next_start_finds_nothing_missing() {
+fn a_clean_stop_under_load_drains_and_loses_no_write() {
     let scratch = Scratch::new("drain");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 11);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     for _ in 0..3 {
         for name in ["target", "pool-a", "pool-b", "pool-c"] {
             let old = dev.pid(name);
@@ -140,7 +142,7 @@ fn a_clean_stop_under_load_drains_and_the_next_start_finds_nothing_missing() {
             dev.eventually(&format!("{name} is started again"), || {
                 dev.pid(name).filter(|pid| Some(*pid) != old)
             });
-            load.goes_on(&dev, 20);
+            load.assert_progress(&dev, 20);
         }
     }
     dev.wait_for_volume("db", "whole again", all_in_sync);
@@ -152,7 +154,7 @@ fn a_clean_stop_under_load_drains_and_the_next_start_finds_nothing_missing() {
 /// Returns `quoin` in a mount table of its own, where the kernel's boot has the name in `file`: a
 /// process that starts after it changed considers unsynced data lost with the power.
 fn under_a_boot_of(file: &Path) -> Command {
-    let mut command = apart(file.parent().unwrap());
+    let mut command = isolated_command(file.parent().unwrap());
     let script = r#"mount --bind "$1" /proc/sys/kernel/random/boot_id && shift && exec "$@""#;
     command.args(["sh", "-c", script, "sh"]).arg(file).arg(env!("CARGO_BIN_EXE_quoin"));
     command
@@ -184,7 +186,7 @@ fn write_unflushed(client: &Client, version: u64) {
 
 /// Proves: SIGTERM drains IO, and the next start is continuous.
 #[test]
-fn a_clean_stop_of_everything_at_once_keeps_what_nobody_flushed_even_where_the_power_fails_next() {
+fn a_clean_stop_makes_unflushed_writes_durable_before_a_power_failure() {
     if !is_root() {
         return skipped("a table of mounts of its own needs root");
     }
@@ -231,7 +233,7 @@ fn syncs(dev: &Dev) -> u64 {
 }
 
 #[test]
-fn a_volume_fails_without_a_quorum_and_is_on_media_with_every_write_where_it_asks_for_that() {
+fn the_options_for_quorum_loss_and_durability_are_obeyed() {
     const WRITES: u64 = 50;
     let scratch = Scratch::new("options");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);

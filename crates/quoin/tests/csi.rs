@@ -31,7 +31,7 @@ fn python() -> Option<String> {
 /// Proves CSI-CTRLPUBLISH-13: with real pools, target and devices; without root the controller's
 /// part.
 #[test]
-fn a_python_client_drives_volumes_through_their_whole_life_on_real_processes() {
+fn a_python_client_passes_all_csi_steps_on_real_processes() {
     let Some(python) = python() else { return };
     let scratch = Scratch::new("csi");
     let flags: &[&str] = if can_attach() { &[] } else { &["--no-attach"] };

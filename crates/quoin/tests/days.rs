@@ -33,7 +33,7 @@ fn block(number: u64) -> Bytes {
 }
 
 /// Flips a byte of every copy of `block` that a pool's file holds; returns their number.
-fn rot(file: &Path, block: &[u8]) -> usize {
+fn damage(file: &Path, block: &[u8]) -> usize {
     let file = File::options().read(true).write(true).open(file).unwrap();
     let mut found = 0;
     let mut from = 0;
@@ -53,7 +53,7 @@ fn rot(file: &Path, block: &[u8]) -> usize {
 }
 
 /// Returns whether a pool's file holds a copy of `block` with every byte of it.
-fn holds(file: &Path, block: &[u8]) -> bool {
+fn contains_block(file: &Path, block: &[u8]) -> bool {
     let file = File::open(file).unwrap();
     let mut from = 0;
     while let Ok(data) = seek(&file, SeekFrom::Data(from)) {
@@ -72,7 +72,7 @@ fn pool_file(dev: &Dev, pool: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_only_with_the_last() {
+fn a_damaged_block_is_read_from_another_replica_repaired_and_reported() {
     let scratch = Scratch::new("day-of-rot");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
@@ -84,26 +84,26 @@ fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_on
     client.flush().unwrap();
 
     for pool in ["pool-a", "pool-b"] {
-        assert!(rot(&pool_file(&dev, pool), &block(7)) > 0, "{pool} does not hold the block");
+        assert!(damage(&pool_file(&dev, pool), &block(7)) > 0, "{pool} does not hold the block");
     }
     eventually("the rot is found, repaired and told", || {
         assert_eq!(client.read(7 * BLOCK, BLOCK as u32).unwrap(), block(7), "wrong bytes");
         let events = dev.ok(&["events", "--volume", "db"]);
-        let told = |line: &str| {
+        let reported = |line: &str| {
             line.contains("BadBlock") && line.contains("block 7 ") && line.contains("repaired from")
         };
-        events.lines().any(told).then_some(())
+        events.lines().any(reported).then_some(())
     });
     // A copy that no read reached is found by a scrub.
     for pool in ["pool-a", "pool-b"] {
         dev.ok(&["pool", "scrub", pool, "--wait"]);
         eventually("a whole copy is in the file again", || {
-            holds(&pool_file(&dev, pool), &block(7)).then_some(())
+            contains_block(&pool_file(&dev, pool), &block(7)).then_some(())
         });
     }
 
     for pool in ["pool-a", "pool-b", "pool-c"] {
-        assert!(rot(&pool_file(&dev, pool), &block(9)) > 0, "{pool} does not hold the block");
+        assert!(damage(&pool_file(&dev, pool), &block(9)) > 0, "{pool} does not hold the block");
     }
     let error = client.read(9 * BLOCK, BLOCK as u32).unwrap_err();
     assert_eq!(error, RequestError::Refused(5), "an IO error is the one right answer");
@@ -119,7 +119,7 @@ fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_on
 }
 
 #[test]
-fn a_stop_in_the_middle_of_writes_keeps_all_that_was_flushed_and_the_next_start_goes_on() {
+fn a_stop_during_writes_keeps_all_flushed_data() {
     let scratch = Scratch::new("stop");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
@@ -194,7 +194,7 @@ fn memory_mib(pid: i64) -> u64 {
 }
 
 #[test]
-fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io_no_error() {
+fn io_has_no_error_through_a_rotation_port_noise_and_restarts_of_all_parts() {
     let scratch = Scratch::new("load");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
@@ -218,7 +218,7 @@ fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io
     let flows = |what: &str| {
         let before = written.load(Ordering::SeqCst);
         eventually(what, || {
-            assert!(!load.is_finished(), "the application saw an error");
+            assert!(!load.is_finished(), "the application got an error");
             (written.load(Ordering::SeqCst) > before + 20).then_some(())
         });
     };
@@ -227,7 +227,7 @@ fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io
     assert!(dev.ok(&["cluster", "rotate-authority"]).contains("authority"));
     flows("IO goes on under a new authority");
     let again = dev.quoin(&["cluster", "rotate-authority"]);
-    assert!(String::from_utf8_lossy(&again.stderr).contains("being rotated already"));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("already being rotated"));
 
     for port in ports(&dev) {
         let mut noise = TcpStream::connect(&port).unwrap();

@@ -67,7 +67,7 @@ fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Durati
     assert!(reached, "it never came to {words:?}: {before:?}");
     std::thread::sleep(after);
     let group = Pid::from_child(&child);
-    let mut said = Vec::new();
+    let mut printed = Vec::new();
     match end {
         End::Once => kill_process_group(group, Signal::INT).unwrap(),
         End::Terminate => kill_process(group, Signal::TERM).unwrap(),
@@ -76,26 +76,30 @@ fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Durati
             kill_process_group(group, Signal::INT).unwrap();
             for answer in ["interrupted: ", "still taking"] {
                 let answered = lines.by_ref().any(|line| {
-                    said.push(line);
-                    said.last().is_some_and(|line| line.starts_with(answer))
+                    printed.push(line);
+                    printed.last().is_some_and(|line| line.starts_with(answer))
                 });
                 // The demo may be gone before the second at its very end.
-                assert!(answered || said.last().is_some_and(|line| is_over(line)), "{said:?}");
+                assert!(
+                    answered || printed.last().is_some_and(|line| is_over(line)),
+                    "{printed:?}"
+                );
                 let _ = kill_process_group(group, Signal::INT);
             }
         }
     }
     match end {
         End::Closed => drop(lines),
-        _ => said.extend(lines),
+        _ => printed.extend(lines),
     }
     let status = eventually("it ends", || child.try_wait().unwrap());
-    let told = |words| said.iter().any(|line: &String| line.contains(words));
+    let reported = |words| printed.iter().any(|line: &String| line.contains(words));
     // A signal near its end may find all of it done.
-    let came_too_late = status.success() && (told("nothing is left behind") || end == End::Closed);
+    let came_too_late =
+        status.success() && (reported("nothing is left behind") || end == End::Closed);
     if !came_too_late {
-        assert_eq!(status.code(), Some(130), "at {words:?}: {said:?}");
-        assert!(told("cleaned up") || end == End::Closed, "at {words:?}: {said:?}");
+        assert_eq!(status.code(), Some(130), "at {words:?}: {printed:?}");
+        assert!(reported("cleaned up") || end == End::Closed, "at {words:?}: {printed:?}");
     }
     assert_clean(under);
 }
@@ -129,18 +133,18 @@ fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
 }
 
 /// Returns the lines by which it announces its steps.
-fn steps(said: &str) -> Vec<String> {
+fn steps(printed: &str) -> Vec<String> {
     let step = |line: &str| Some(line.strip_prefix('[')?.split_once(" s] ")?.1.to_owned());
-    said.lines().filter_map(step).collect()
+    printed.lines().filter_map(step).collect()
 }
 
 /// Runs it to its end; returns its output.
 fn run_whole(under: &Path, how: &[&str]) -> String {
     let output = demo(under, how).wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{printed}");
     assert_clean(under);
-    said
+    printed
 }
 
 /// Asserts that there is no directory, mount or loop device, and no process whose command line
@@ -163,7 +167,7 @@ fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
         return;
     }
     let scratch = Scratch::new("demo-mnt");
-    let said = run_whole(&scratch.0, MOUNTED);
+    let printed = run_whole(&scratch.0, MOUNTED);
     for words in [
         "published, staged (ext4) and mounted",
         "kill -9 of a pool",
@@ -171,27 +175,27 @@ fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
         "kill -9 of the target",
         "kill -9 of the controller",
         "a replica is added",
-        "one is taken away",
-        "one goes to another pool",
+        "a replica is removed",
+        "a replica moves to another pool",
         "while its pool is down",
         "kill -9 of all of them at once",
         "with the mount in place, then a cold start",
         "errors seen by the application: none",
         "nothing is left behind",
     ] {
-        assert!(said.contains(words), "it does not say {words:?}: {said}");
+        assert!(printed.contains(words), "it does not say {words:?}: {printed}");
     }
-    assert!(!said.contains("over NBD"), "it did not mount: {said}");
-    let steps = steps(&said);
+    assert!(!printed.contains("over NBD"), "it did not mount: {printed}");
+    let steps = steps(&printed);
     assert!(steps.len() >= 15, "{steps:?}");
     interrupt_at_each(&steps, &scratch.0, MOUNTED);
-    let said = run_whole(&scratch.0, &["--only", "the target"]);
-    assert!(said.contains("higher epoch"), "{said}");
+    let printed = run_whole(&scratch.0, &["--only", "the target"]);
+    assert!(printed.contains("higher epoch"), "{printed}");
 }
 
 /// Ends it in slow starts and within steps, which have no line of their own.
 #[test]
-fn a_demo_over_nbd_that_is_ended_while_it_starts_or_works_leaves_nothing_behind() {
+fn an_interrupted_demo_over_nbd_leaves_nothing_behind() {
     let scratch = Scratch::new("demo-int");
     for (end, after_ms) in [(End::Once, 20), (End::Impatient, 700), (End::Closed, 1500)] {
         let after = Duration::from_millis(after_ms);
@@ -203,14 +207,14 @@ fn a_demo_over_nbd_that_is_ended_while_it_starts_or_works_leaves_nothing_behind(
 }
 
 #[test]
-fn a_place_whose_name_is_too_long_for_sockets_is_refused_with_the_way_out() {
+fn a_directory_name_too_long_for_sockets_is_refused_with_the_way_out() {
     let scratch = Scratch::new("demo-long");
     let long = scratch.0.join("x".repeat(60));
     std::fs::create_dir(&long).unwrap();
     let mut demo = Command::new(env!("CARGO_BIN_EXE_quoin"));
     let output = demo.args(["demo", "--under"]).arg(&long).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("too long") && said.contains("--under"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("too long") && printed.contains("--under"), "{printed}");
     assert_clean(&long);
 }

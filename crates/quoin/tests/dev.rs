@@ -12,7 +12,7 @@ use running::{BUDGET, Dev, Scratch, assert_nothing_is_left, can_attach, eventual
 use running::{run, signal};
 
 #[test]
-fn a_cluster_without_root_serves_volumes_heals_what_dies_and_goes_on_at_its_second_start() {
+fn a_cluster_without_root_serves_volumes_recovers_from_kills_and_restarts() {
     let scratch = Scratch::new("nbd");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
 
@@ -66,7 +66,7 @@ fn a_cluster_without_root_serves_volumes_heals_what_dies_and_goes_on_at_its_seco
 }
 
 #[test]
-fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_files_are_deleted() {
+fn a_removed_pool_is_not_restarted_until_its_files_are_deleted() {
     let scratch = Scratch::new("removed");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     let hold = scratch.cluster().join("run/hold-pool-c");
@@ -93,7 +93,7 @@ fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_fi
 }
 
 #[test]
-fn a_pool_whose_file_was_cut_short_keeps_no_other_from_coming_up_and_the_volume_is_served() {
+fn a_pool_with_a_truncated_file_does_not_block_the_others() {
     let scratch = Scratch::new("short");
     let flags = ["--no-attach", "--pool-size", "256MiB"];
     let dev = Dev::start(&scratch.cluster(), &flags);
@@ -166,7 +166,7 @@ fn mounted(dev: &Dev, scratch: &Scratch) -> (String, std::path::PathBuf) {
 }
 
 #[test]
-fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_was_written() {
+fn a_stop_waits_for_the_users_of_a_mount_and_a_second_signal_keeps_the_data() {
     if !can_attach() {
         return;
     }
@@ -178,8 +178,11 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(refused.status.code() == Some(1) && text.contains("--run"), "{text}");
     let refused = dev.quoin(&["volume", "detach", "db"]);
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("volume db") && said.contains(mount.to_str().unwrap()), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        printed.contains("volume db") && printed.contains(mount.to_str().unwrap()),
+        "{printed}"
+    );
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["device"], device.as_str());
     let grown = dev.ok(&["volume", "resize", "db", "--size", "96MiB"]);
@@ -216,7 +219,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
 
 /// A container that began after the mount, as any service with a mount table of its own.
 #[test]
-fn a_mount_that_another_namespace_has_a_copy_of_is_written_back_and_waited_for_by_name() {
+fn a_mount_copied_to_another_namespace_is_written_back_and_named_while_waiting() {
     if !can_attach() {
         return;
     }
@@ -262,7 +265,7 @@ fn pools_that_were_suspended_end_with_the_cluster() {
 }
 
 #[test]
-fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_an_error() {
+fn a_device_without_progress_is_detached_by_force_at_shutdown() {
     if !can_attach() {
         return;
     }
@@ -283,7 +286,7 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(&device) && line.contains("waits for quorum"), "{line}");
     assert!(line.contains("20 s") && line.contains("Ctrl-C again"), "{line}");
-    let line = dev.wait_for_line("standstill");
+    let line = dev.wait_for_line("makes no progress and is detached by force");
     assert!(line.contains(&device), "{line}");
     assert!(!writer.wait().unwrap().success(), "it is told that its writes failed");
     pools.iter().for_each(|pid| signal(pid, "CONT"));
@@ -294,7 +297,7 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
 }
 
 #[test]
-fn a_device_that_a_program_keeps_open_is_named_at_the_end() {
+fn a_device_that_a_program_keeps_open_is_named_at_shutdown() {
     if !can_attach() {
         return;
     }
@@ -315,7 +318,7 @@ fn a_device_that_a_program_keeps_open_is_named_at_the_end() {
 }
 
 #[test]
-fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_stays() {
+fn a_mounted_volume_survives_a_killed_dev_and_a_dead_mount_is_reported() {
     if !can_attach() {
         return;
     }
@@ -368,15 +371,15 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
 }
 
 #[test]
-fn a_pool_looked_into_offline_knows_its_volumes_by_name_and_the_size_they_grew_to_detached() {
+fn an_offline_pool_shows_its_volumes_with_name_and_present_size() {
     let scratch = Scratch::new("inside");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pools", "1"]);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
     dev.ok(&["volume", "create", "log", "--size", "4MiB", "--replicas", "1"]);
     dev.ok(&["volume", "resize", "db", "--size", "12MiB"]);
     let refused = dev.quoin(&["volume", "create", "db", "--size", "4MiB", "--replicas", "1"]);
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("it has 12 MiB, at most 4 MiB are asked for"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(printed.contains("it has 12 MiB, at most 4 MiB are asked for"), "{printed}");
     assert_eq!(refused.status.code(), Some(1));
     dev.stop();
 
@@ -398,9 +401,9 @@ fn a_pool_looked_into_offline_knows_its_volumes_by_name_and_the_size_they_grew_t
     let export = |replica: &str| quoin(&[&["pool", "export"], &to[..], &[replica]].concat());
     for wrong in ["1", "cache"] {
         let refused = export(wrong);
-        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert_eq!(refused.status.code(), Some(1));
-        assert!(said.contains("it holds") && said.contains("of volume log"), "{said}");
+        assert!(printed.contains("it holds") && printed.contains("of volume log"), "{printed}");
         assert!(!image.exists(), "something was made");
     }
     let exported = export(prefix);
@@ -412,7 +415,7 @@ fn a_pool_looked_into_offline_knows_its_volumes_by_name_and_the_size_they_grew_t
 
 /// A supervisor that starts after a stuck attach process does not pretend that all is well.
 #[test]
-fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
+fn a_stuck_attach_process_is_named_with_its_volume_until_it_continues() {
     if !can_attach() {
         return;
     }
@@ -429,7 +432,8 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     drop(dev);
     let dev = Dev::start(&scratch.cluster(), &[]);
     let in_the_way = format!("process {attach} (`quoin attach`) was stopped by a signal");
-    for words in [&*in_the_way, "no block device", "volume db", &device, "kill -CONT"] {
+    for words in [&*in_the_way, "block devices cannot be made", "volume db", &device, "kill -CONT"]
+    {
         assert!(dev.greeting.contains(words), "{words}: {}", dev.greeting);
     }
     let shown = dev.json(&["volume", "get", "db"])["here"].clone();
@@ -440,8 +444,8 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     assert!(event.contains("volume/db") && event.contains(&in_the_way), "{event}");
     let refused = dev.quoin(&["volume", "attach", "db"]);
     assert_eq!(refused.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains(&in_the_way) && said.contains("--nbd"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(printed.contains(&in_the_way) && printed.contains("--nbd"), "{printed}");
     signal(attach, "CONT");
     dev.wait_for_line("block devices can be made again");
     assert_eq!(dev.device("db"), device);
@@ -452,7 +456,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
 
 /// A laptop that is closed on Friday and opened a month later finds all parts at work.
 #[test]
-fn a_cluster_that_slept_past_its_certificates_awake_or_off_helps_itself_and_has_what_was_written() {
+fn a_cluster_recovers_by_itself_after_its_certificates_expired() {
     const LIFE: Duration = Duration::from_secs(10);
     let scratch = Scratch::new("lid");
     let flags = ["--no-attach", "--network-only", "--certificate-lifetime-s", "10"];
@@ -500,8 +504,11 @@ fn a_directory_that_is_foreign_or_cannot_be_made_is_refused_by_name() {
             .output()
             .unwrap();
         assert_eq!(output.status.code(), Some(1));
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(said.contains(directory.to_str().unwrap()) && said.contains("--dir"), "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            printed.contains(directory.to_str().unwrap()) && printed.contains("--dir"),
+            "{printed}"
+        );
     }
     assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 1, "something was half made");
 }

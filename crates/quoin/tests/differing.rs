@@ -12,7 +12,7 @@ use quoin_store::{FileDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::message::{Content, ReadView};
 use quoin_types::{Lsn, crc32c};
 use serde_json::Value;
-use support::stories::whole;
+use support::stories::all_in_sync;
 use support::{Dev, Scratch, block};
 
 const BLOCK: u64 = 4096;
@@ -22,11 +22,11 @@ const DIFFERS: u64 = 10;
 
 /// Gives the only replica in a pool's file another content of a block, under the version and with
 /// the checksum that make it a good copy: all its data is copied into a rebuild of itself.
-fn forge(file: &Path, lba: u64, content: &Bytes) {
+fn overwrite_block(file: &Path, lba: u64, content: &Bytes) {
     let disk = FileDisk::open(file).unwrap();
     let mut sync = quoin_store::Disk::syncer(&disk);
     let mut pool = Pool::open(disk, PoolOptions::default()).unwrap();
-    let mut settle = |pool: &mut Pool<FileDisk>| {
+    let mut prepare = |pool: &mut Pool<FileDisk>| {
         pool.request_sync();
         let ticket = pool.sync_wanted().unwrap();
         pool.sync_finished(ticket, sync()).expect("a sync");
@@ -53,24 +53,24 @@ fn forge(file: &Path, lba: u64, content: &Bytes) {
     };
     assert_eq!(forged, 1, "the replica does not hold the block");
     replica.increment_prepare(7, &end).unwrap();
-    settle(&mut pool);
+    prepare(&mut pool);
     pool.replica(guid).unwrap().increment_flip(7).unwrap();
-    settle(&mut pool);
+    prepare(&mut pool);
 }
 
 fn compare(dev: &Dev, arguments: &[&str]) -> (Option<i32>, Value) {
     let all: Vec<&str> = ["volume"].into_iter().chain(arguments.iter().copied()).collect();
     let output = dev.quoin(&[&all[..], &["-o", "json"]].concat());
     let text = String::from_utf8_lossy(&output.stdout);
-    let said = serde_json::from_str(&text).unwrap_or_else(|error| {
+    let printed = serde_json::from_str(&text).unwrap_or_else(|error| {
         dev.show_logs();
         panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr))
     });
-    (output.status.code(), said)
+    (output.status.code(), printed)
 }
 
-fn counts(said: &Value) -> [u64; 3] {
-    ["bad", "differing", "repaired"].map(|key| said[key].as_u64().unwrap())
+fn counts(printed: &Value) -> [u64; 3] {
+    ["bad", "differing", "repaired"].map(|key| printed[key].as_u64().unwrap())
 }
 
 fn check(client: &Client, but: u64) {
@@ -80,7 +80,7 @@ fn check(client: &Client, but: u64) {
 }
 
 #[test]
-fn good_copies_that_differ_are_told_and_a_repair_takes_that_of_the_replica_that_a_person_names() {
+fn differing_good_copies_are_reported_and_repaired_from_a_named_replica() {
     let scratch = Scratch::new("differing");
     let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
     let dev = Dev::start(&scratch.cluster(), &flags);
@@ -91,27 +91,27 @@ fn good_copies_that_differ_are_told_and_a_repair_takes_that_of_the_replica_that_
         client.write(first * BLOCK, Bytes::from(data), false).unwrap();
     }
     client.flush().unwrap();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     client.stop();
     let file = dev.pool_file("pool-b");
     dev.stop();
     let other = Bytes::from(block(DIFFERS, 2));
-    forge(&file, DIFFERS, &other);
+    overwrite_block(&file, DIFFERS, &other);
 
     let dev = Dev::start(&scratch.cluster(), &flags);
     let client = dev.client("db");
-    dev.wait_for_volume("db", "whole", whole);
-    let (code, said) = compare(&dev, &["verify", "db"]);
-    assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
-    let finding = &said["findings"][0];
+    dev.wait_for_volume("db", "whole", all_in_sync);
+    let (code, printed) = compare(&dev, &["verify", "db"]);
+    assert_eq!((code, counts(&printed)), (Some(3), [0, 1, 0]), "{printed}");
+    let finding = &printed["findings"][0];
     assert_eq!((&finding["what"], &finding["offset"]), (&"differs".into(), &40_960.into()));
     // No copy is chosen without the user's choice.
-    let (code, said) = compare(&dev, &["repair", "db"]);
-    assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
-    let (code, said) = compare(&dev, &["repair", "db", "--from", "pool-b"]);
-    assert_eq!((code, counts(&said)), (Some(0), [0, 1, 1]), "{said}");
-    let (code, said) = compare(&dev, &["verify", "db"]);
-    assert_eq!((code, counts(&said)), (Some(0), [0, 0, 0]), "{said}");
+    let (code, printed) = compare(&dev, &["repair", "db"]);
+    assert_eq!((code, counts(&printed)), (Some(3), [0, 1, 0]), "{printed}");
+    let (code, printed) = compare(&dev, &["repair", "db", "--from", "pool-b"]);
+    assert_eq!((code, counts(&printed)), (Some(0), [0, 1, 1]), "{printed}");
+    let (code, printed) = compare(&dev, &["verify", "db"]);
+    assert_eq!((code, counts(&printed)), (Some(0), [0, 0, 0]), "{printed}");
     // Any replica may answer.
     for _ in 0..12 {
         assert_eq!(client.read(DIFFERS * BLOCK, BLOCK as u32).unwrap(), other);

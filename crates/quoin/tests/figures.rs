@@ -45,7 +45,7 @@ fn assert_complete(name: &str, figures: &serde_json::Value) {
 }
 
 #[test]
-fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
+fn a_quick_run_writes_eight_cases_with_five_figures_each() {
     let (cases, table) = cases(&["--quick"]);
     let mut names: Vec<_> = cases.keys().map(String::as_str).collect();
     let mut expected = IO_CASES;
@@ -57,7 +57,7 @@ fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
 }
 
 #[test]
-fn what_the_network_costs_is_measured_with_both_kinds_of_protection_beside_the_same_floor() {
+fn the_cost_of_the_network_is_measured_with_both_kinds_of_protection() {
     let (cases, _) = cases(&["--only", "ted"]);
     assert_eq!(cases.len(), 2, "{cases:?}");
     for case in ["write-128k-qd8-authenticated", "write-128k-qd8-encrypted"] {
@@ -66,7 +66,7 @@ fn what_the_network_costs_is_measured_with_both_kinds_of_protection_beside_the_s
 }
 
 #[test]
-fn what_a_membership_change_does_to_io_is_measured() {
+fn the_effect_of_a_membership_change_on_io_is_measured() {
     let (cases, table) = cases(&["--only", "membership"]);
     assert_eq!(cases.len(), 4, "{cases:?}");
     for change in ["add", "remove", "move", "cf"] {
@@ -77,7 +77,7 @@ fn what_a_membership_change_does_to_io_is_measured() {
 }
 
 #[test]
-fn what_the_death_of_a_target_does_to_io_is_measured() {
+fn the_effect_of_a_target_failure_on_io_is_measured() {
     let (cases, table) = cases(&["--only", "target-death"]);
     assert_eq!(cases.len(), 1, "{cases:?}");
     assert!(cases["target-death-pause"]["quoin"].as_f64().unwrap() > 0.0, "{cases:?}");
@@ -95,7 +95,7 @@ fn assert_figures(figures: &serde_json::Map<String, serde_json::Value>, names: &
 }
 
 #[test]
-fn what_idle_volumes_cost_is_measured() {
+fn the_cost_of_idle_volumes_is_measured() {
     let (mut cases, table) = cases(&["--only", "idle", "--volumes", "2", "--idle-seconds", "1"]);
     // Few volumes in a short time may use less than the unit of the count.
     let cpu = cases.remove("idle-2-volumes-cpu").expect("no CPU time");
@@ -112,7 +112,7 @@ fn the_memory_of_full_caches_is_measured() {
 }
 
 #[test]
-fn what_a_cold_start_takes_is_measured() {
+fn the_duration_of_a_cold_start_is_measured() {
     let (cases, table) = cases(&["--only", "cold-start", "--data-gib", "1"]);
     let first = "cold-start-1-gib-first-read";
     assert_figures(&cases, &["cold-start-1-gib", first, "cold-start-1-gib-memory-pool"]);
@@ -120,7 +120,7 @@ fn what_a_cold_start_takes_is_measured() {
 }
 
 #[test]
-fn rebuilds_whole_and_in_part_are_measured_and_what_one_takes_from_io() {
+fn full_and_partial_rebuilds_and_their_effect_on_io_are_measured() {
     let sizes = ["--rebuild-mib", "256", "--delta-mib", "8", "--absence", "1"];
     let (mut cases, table) = cases(&[&["--only", "rebuild"], &sizes[..]].concat());
     let beside_floor = cases.remove("rebuild-128k").expect("no rebuild");

@@ -112,7 +112,7 @@ fn fill(socket: &Path) {
 
 /// Proves: limits on every queue; back-pressure.
 #[test]
-fn clients_that_take_no_answers_or_write_where_nothing_can_be_written_are_held_back() {
+fn clients_that_read_no_replies_or_write_to_a_full_volume_are_throttled() {
     let World { mut cluster, socket, .. } = world("greedy");
     fill(&socket);
     let target = cluster.process("target").pid();
@@ -174,7 +174,7 @@ fn flood(address: &str, connections: usize) -> Vec<TcpStream> {
 
 /// Proves: a port scanner's garbage on every port, limits on all that a peer can grow.
 #[test]
-fn hundreds_of_connections_cost_few_descriptors_and_little_memory_and_the_volume_goes_on() {
+fn hundreds_of_connections_cost_few_descriptors_and_little_memory() {
     let World { mut cluster, socket, consoles } = world("many");
     fill(&socket);
     let pools = cluster.json(&["pool", "list"]);

@@ -63,7 +63,7 @@ fn trim(client: &Client, part: u64) {
 
 /// Proves: `onFull: enospc`.
 #[test]
-fn with_enospc_writes_are_refused_while_full_and_taken_again_after_a_trim() {
+fn with_enospc_writes_fail_while_full_and_succeed_after_a_trim() {
     let scratch = Scratch::new("enospc");
     let dev = Dev::start(&scratch.cluster(), &FLAGS);
     let client = prepare(&dev, &["--on-full", "enospc"]);
@@ -99,7 +99,7 @@ fn with_enospc_writes_are_refused_while_full_and_taken_again_after_a_trim() {
 
 /// Proves: `onFull: wait`.
 #[test]
-fn with_wait_writes_are_held_while_full_and_go_on_by_themselves_after_a_trim() {
+fn with_wait_writes_wait_while_full_and_continue_after_a_trim() {
     let scratch = Scratch::new("wait");
     let dev = Dev::start(&scratch.cluster(), &FLAGS);
     let client = Arc::new(prepare(&dev, &[]));
@@ -138,7 +138,7 @@ fn with_wait_writes_are_held_while_full_and_go_on_by_themselves_after_a_trim() {
 
 /// The disk below a sparse pool may be full long before the pool is.
 #[test]
-fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_them_go_on() {
+fn a_full_disk_under_the_pools_is_reported_and_freed_space_resumes_writes() {
     if !rustix::process::geteuid().is_root() {
         return skipped("a small disk needs root to be mounted");
     }
@@ -157,10 +157,10 @@ fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_th
     // All pools: a write before two have reported to the target is on its way, and waits for space.
     dev.eventually("the pools say why they take no more", || {
         let pools = dev.json(&["pool", "list"]);
-        let says = |pool: &serde_json::Value| {
+        let reports = |pool: &serde_json::Value| {
             pool["message"].as_str().unwrap_or_default().contains("the disk under the pool is full")
         };
-        pools.as_array().unwrap().iter().all(says).then_some(())
+        pools.as_array().unwrap().iter().all(reports).then_some(())
     });
     let refused = dev.eventually("writes are refused", || {
         let part = (1..PARTS).find_map(|part| write(&client, part, 1).err());

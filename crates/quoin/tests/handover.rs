@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use common::{Place, Process};
 use running::{Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal, skipped};
 
-fn possible() -> bool {
+fn is_supported() -> bool {
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
@@ -148,7 +148,7 @@ impl Load {
     }
 
     /// Waits until the application has completed so many more rounds.
-    fn goes_on(&self, rounds: u64) {
+    fn assert_progress(&self, rounds: u64) {
         let from = self.done.load(Ordering::Relaxed);
         eventually("IO goes on", || {
             let on = self.done.load(Ordering::Relaxed) >= from + rounds;
@@ -164,8 +164,8 @@ impl Load {
 }
 
 #[test]
-fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error() {
-    if !possible() {
+fn repeated_kills_of_the_attach_process_cause_no_error() {
+    if !is_supported() {
         return;
     }
     let scratch = Scratch::new("handover");
@@ -177,29 +177,29 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     let others: Vec<_> =
         ["a", "b", "c"].into_iter().map(|name| Load::start(&mount, name)).collect();
     let load = Load::start(&mount, "load");
-    load.goes_on(8);
+    load.assert_progress(8);
     for _ in 0..4 {
         let began = Instant::now();
         kill(&dev, "attach");
-        load.goes_on(8);
+        load.assert_progress(8);
         println!("killed, and on after {:?}", began.elapsed());
     }
     // The holder may die too, as long as the two do not die together. The message is printed at
     // each connection, so the wait is for the one after the kill.
-    let times_given = || dev.log("attach").matches("the holder is here").count();
+    let times_given = || dev.log("attach").matches("connected to the holder").count();
     let before = times_given();
     kill(&dev, "attach-holder");
     eventually("the holder has everything again", || (times_given() > before).then_some(()));
-    load.goes_on(8);
+    load.assert_progress(8);
     kill(&dev, "attach");
-    load.goes_on(8);
+    load.assert_progress(8);
     // The target below it dies at the same time.
     signal(dev.pid("target").unwrap(), "KILL");
     kill(&dev, "attach");
-    load.goes_on(8);
+    load.assert_progress(8);
     load.end();
     for other in others {
-        other.goes_on(1);
+        other.assert_progress(1);
         other.end();
     }
 
@@ -220,9 +220,9 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
 }
 
 #[test]
-fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
+fn kills_at_any_moment_of_a_takeover_cause_no_error() {
     const KILLS: u64 = 120;
-    if !possible() {
+    if !is_supported() {
         return;
     }
     let (attaching, _holder) = Attaching::start("storm");
@@ -232,7 +232,7 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
     let device = dev.device("db");
     let mount = mounted(&attaching.scratch, &device);
     let loads = ["a", "b", "c", "d"].map(|name| Load::start(&mount, name));
-    loads[0].goes_on(8);
+    loads[0].assert_progress(8);
     for kill in 0..KILLS {
         // The drop kills it.
         drop(attach);
@@ -240,7 +240,7 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
         let mixed = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         // Every second kill comes while it serves already: messages are on their way then.
         if kill % 2 == 0 {
-            loads[0].goes_on(1);
+            loads[0].assert_progress(1);
             std::thread::sleep(Duration::from_micros(mixed >> 52));
         } else {
             std::thread::sleep(Duration::from_micros(mixed >> 49));
@@ -248,7 +248,7 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
         assert!(loads.iter().all(|load| !load.thread.is_finished()), "failed by kill {kill}");
     }
     for load in loads {
-        load.goes_on(1);
+        load.assert_progress(1);
         load.end();
     }
     unmount(&mount);
@@ -260,8 +260,8 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
 }
 
 #[test]
-fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_rest() {
-    if !possible() {
+fn an_attach_process_that_is_stopped_keeps_only_devices_in_use() {
+    if !is_supported() {
         return;
     }
     let scratch = Scratch::new("ended");
@@ -274,14 +274,14 @@ fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_
     let load = Load::start(&mount, "load");
     // A device is in use without a mount: a program has it open.
     let other = Load::start(Path::new("/dev"), raw.trim_start_matches("/dev/"));
-    load.goes_on(8);
-    other.goes_on(8);
+    load.assert_progress(8);
+    other.assert_progress(8);
     end(&dev, "attach", "TERM");
-    load.goes_on(8);
-    other.goes_on(8);
-    let said = dev.log("attach");
-    assert_eq!(said.matches("left to the next daemon").count(), 2, "{said}");
-    assert_eq!(said.matches("taken over").count(), 2, "{said}");
+    load.assert_progress(8);
+    other.assert_progress(8);
+    let printed = dev.log("attach");
+    assert_eq!(printed.matches("left to the next daemon").count(), 2, "{printed}");
+    assert_eq!(printed.matches("taken over").count(), 2, "{printed}");
     load.end();
     other.end();
     unmount(&mount);
@@ -294,8 +294,8 @@ fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_
 }
 
 #[test]
-fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_nothing() {
-    if !possible() {
+fn an_attach_process_with_detach_at_shutdown_leaves_nothing() {
+    if !is_supported() {
         return;
     }
     let (attaching, _holder) = Attaching::start("detached");
@@ -305,7 +305,7 @@ fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_noth
     let device = dev.device("db");
     let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
-    load.goes_on(8);
+    load.assert_progress(8);
     signal(attach.pid(), "TERM");
     eventually("the application is told", || load.thread.is_finished().then_some(()));
     eventually("attach ends", || (!attach.is_alive()).then_some(()));
@@ -317,8 +317,8 @@ fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_noth
 }
 
 #[test]
-fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on() {
-    if !possible() {
+fn an_update_of_the_attach_process_continues_its_devices() {
+    if !is_supported() {
         return;
     }
     let (attaching, _holder) = Attaching::start("update");
@@ -330,7 +330,7 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     });
     let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
-    load.goes_on(8);
+    load.assert_progress(8);
 
     first.stop();
     std::thread::sleep(Duration::from_millis(300));
@@ -338,7 +338,7 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(load.done.load(Ordering::Relaxed), before, "IO waits while nobody serves it");
     let next = attaching.attach(&[]);
-    load.goes_on(8);
+    load.assert_progress(8);
     load.end();
     assert_eq!(dev.device("idle"), idle);
     unmount(&mount);

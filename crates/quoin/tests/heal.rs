@@ -16,8 +16,8 @@ fn a_lost_pool_is_healed_in_all_volumes_with_a_bounded_number_of_records_written
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{printed}");
     let figures: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&figures).unwrap()).unwrap();
     let figure = |what: &str| figures[format!("heal-12-volumes-{what}")]["quoin"].as_f64().unwrap();

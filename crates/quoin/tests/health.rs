@@ -35,7 +35,7 @@ fn wait_for_health(address: &str, what: &str, wanted: u16) -> String {
 }
 
 #[test]
-fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
+fn every_role_exposes_its_metrics_and_health() {
     let ports: Vec<String> = (0..6).map(|_| format!("127.0.0.1:{}", free_port())).collect();
     let [controller, target, node] = [&ports[0], &ports[1], &ports[2]];
     let pools = &ports[3..];

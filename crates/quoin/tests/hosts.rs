@@ -161,13 +161,13 @@ impl Site {
         }
         // A user checks whether all are online before a command that needs them.
         let machine = &self.machines[host];
-        let mut said = String::new();
+        let mut last_error = String::new();
         let printed = eventually(&format!("line {line}: {command}"), || {
             let output = machine.run(&command);
             let now = String::from_utf8_lossy(&output.stderr).into_owned();
-            if now != said {
+            if now != last_error {
                 println!("{now}");
-                said = now;
+                last_error = now;
             }
             output.status.success().then_some(output.stdout)
         });
@@ -248,8 +248,8 @@ fn verify(path: &Path, acknowledged: &BTreeMap<u64, u64>) {
 /// a lost host with every acknowledged byte; nothing that the lost host does later reaches the
 /// volume.
 #[test]
-fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host() {
-    if !machines::possible() {
+fn the_page_on_hosts_is_followed_to_a_volume_that_survives_its_host() {
+    if !machines::is_supported() {
         return;
     }
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/hosts.md");

@@ -28,11 +28,11 @@ fn in_sync(dev: &Dev) -> Option<u64> {
 
 /// Waits until the target reports that IO waits for this.
 fn waits_for(dev: &Dev, what: &str) {
-    let mut said = String::new();
+    let mut printed = String::new();
     dev.eventually(what, || {
-        said = ask_target(dev, "/healthz")?;
-        println!("{said}");
-        said.contains(what).then_some(())
+        printed = ask_target(dev, "/healthz")?;
+        println!("{printed}");
+        printed.contains(what).then_some(())
     });
 }
 
@@ -42,7 +42,7 @@ fn stop(dev: &Dev, pools: &[&str]) -> Vec<i64> {
     pids
 }
 
-fn go_on(pids: &[i64]) {
+fn resume(pids: &[i64]) {
     pids.iter().for_each(|pid| signal(pid, "CONT"));
 }
 
@@ -117,14 +117,14 @@ fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64
     dev.eventually("all are in sync under both rules", || {
         (in_sync(dev)? == (before + newcomers) as u64).then_some(())
     });
-    load.goes_on(dev, 50);
+    load.assert_progress(dev, 50);
     (target, controller)
 }
 
 /// Proves SCALE-CONF-01, SCALE-CONF-02, SCALE-CONF-03, SCALE-CONF-04, SCALE-CONF-05,
 /// SCALE-CONF-08, SCALE-CONF-14.
 #[test]
-fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start() {
+fn a_target_uses_the_factors_and_the_list_of_the_records_at_its_start() {
     let (scratch, dev) = cluster("start", "5");
     // Four replicas, of which two are enough for a write: to begin, RF - CF + 1 = 3 are needed.
     dev.ok(&[
@@ -140,8 +140,8 @@ fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start()
         "--allow-loss-on-single-failure",
     ]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let client = dev.client("db");
     let before = known(&dev);
     let held: Vec<&str> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
@@ -152,19 +152,19 @@ fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start()
     }
     waits_for(&dev, "2 of 4 known answered, 3 are needed to open");
     // The third is the last that RF requires, and CF two after that.
-    go_on(&away[1..]);
+    resume(&away[1..]);
     dev.eventually("three are in sync", || (in_sync(&dev)? == 3).then_some(()));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let third = stop(&dev, &held[1..2]);
     dev.eventually("two are left", || (in_sync(&dev)? == 2).then_some(()));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let fourth = stop(&dev, &held[2..3]);
     waits_for(&dev, "1 of 4 replicas are connected and in sync, 2 are needed");
     let write = Held::write(client, 1);
     write.is_held();
-    go_on(&[third, fourth, away].concat());
+    resume(&[third, fourth, away].concat());
     write.acknowledged(&dev).stop();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     assert_eq!(known(&dev), before, "a restart changes nobody's list");
     // Requested while the target does not receive: its successor has it from its start.
     let target = dev.pid("target").unwrap();
@@ -173,20 +173,22 @@ fn a_target_goes_by_the_factors_and_the_list_that_the_records_had_at_its_start()
     dev.kill("controller");
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [4, 2, 5]);
     dev.kill("target");
-    dev.wait_for_volume("db", "grown", |volume| whole(volume) && factors(volume) == [5, 3, 5]);
+    dev.wait_for_volume("db", "grown", |volume| {
+        all_in_sync(volume) && factors(volume) == [5, 3, 5]
+    });
     let after = known(&dev);
     assert!(after.len() == 5 && before.iter().all(|one| after.contains(one)));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 5);
 }
 
 /// Proves SCALE-STORY-02, SCALE-QUORUM-11, SCALE-QUORUM-12, SCALE-KNOWN-01, SCALE-ID-02,
 /// SCALE-CONF-08, SCALE-CONF-09.
 #[test]
-fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_from_the_other() {
+fn recreated_and_added_replicas_start_without_quorum_and_are_distinguished() {
     let (scratch, dev) = cluster("born", "5");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     // No target fills the replicas that are made now: a fourth, and one whose pool has lost all.
     let target = dev.pid("target").unwrap();
@@ -210,7 +212,9 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
     let fourth = born.iter().find(|new| new["pool"] != *lost).unwrap();
     assert!(before.iter().all(|(_, old, _)| fourth["id"] != *old), "a copy of its own");
     signal(target, "CONT");
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [4, 3, 4]
+    });
     // One took its entry, the other one got an entry and raised RF.
     let entry = |new: &Value| {
         let text = |key: &str| new[key].as_str().unwrap().to_owned();
@@ -221,20 +225,20 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
     expected.sort();
     after.sort();
     assert_eq!(after, expected);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
 
     // A running target receives a fifth: no restart, no new epoch, and IO never waits.
     let epoch = dev.json(&["volume", "get", "db"])["epoch"].clone();
     let waited = events(&dev, "Waiting").len();
     dev.ok(&["volume", "scale", "db", "--replicas", "5"]);
     dev.wait_for_volume("db", "grown", |volume| {
-        load.goes_on(&dev, 1);
-        whole(volume) && factors(volume) == [5, 3, 5]
+        load.assert_progress(&dev, 1);
+        all_in_sync(volume) && factors(volume) == [5, 3, 5]
     });
     assert_eq!(dev.pid("target"), Some(target), "the same process");
     assert_eq!(dev.json(&["volume", "get", "db"])["epoch"], epoch);
     assert_eq!(events(&dev, "Waiting").len(), waited);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     // Each id has the one GUID of the list on the disks, and nothing else is there.
     let mut listed = known(&dev);
     let files: Vec<_> = POOLS.map(|pool| (pool, dev.pool_file(pool))).into();
@@ -247,12 +251,12 @@ fn what_is_made_anew_or_added_is_born_without_quorum_and_the_target_tells_one_fr
 
 /// Proves SCALE-CONF-12, SCALE-CONF-13, SCALE-SHORT-02.
 #[test]
-fn without_the_answer_to_a_change_both_rules_hold_and_no_newcomer_counts_before_it() {
+fn both_rules_hold_until_a_change_is_confirmed_and_no_newcomer_counts_before() {
     let (scratch, dev) = cluster("answer", "5");
     dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let client = dev.client("db");
     let before = known(&dev);
     let old: Vec<&str> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
@@ -268,14 +272,16 @@ fn without_the_answer_to_a_change_both_rules_hold_and_no_newcomer_counts_before_
     }
     signal(target, "CONT");
     dev.eventually("the target hears of it", || events(&dev, "ChangeGivenUp").pop());
-    dev.wait_for_volume("db", "as before", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
+    dev.wait_for_volume("db", "as before", |volume| {
+        all_in_sync(volume) && factors(volume) == [3, 2, 3]
+    });
     assert_eq!(known(&dev), before);
     assert_eq!(dev.pid("target"), Some(target));
     // The old rule alone: two of three are enough again.
     let away = stop(&dev, &old[..1]);
     let client = Held::write(client, 1).acknowledged(&dev);
-    go_on(&away);
-    dev.wait_for_volume("db", "whole", whole);
+    resume(&away);
+    dev.wait_for_volume("db", "whole", all_in_sync);
 
     // No answer: a write needs two of the old three, and three of the new five.
     let (_, controller) = unanswered(&dev, &load, &FIVE, 2);
@@ -284,19 +290,21 @@ fn without_the_answer_to_a_change_both_rules_hold_and_no_newcomer_counts_before_
     waits_for(&dev, "1 of 3 replicas are connected and in sync, 2 are needed while");
     let write = Held::write(client, 2);
     write.is_held();
-    go_on(&away);
+    resume(&away);
     let client = write.acknowledged(&dev);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.eventually("all are in sync", || (in_sync(&dev)? == 5).then_some(()));
     let away = stop(&dev, &[new[0], new[1], old[0]]);
     waits_for(&dev, "2 of 5 replicas are connected and in sync, 3 are needed while");
     let write = Held::write(client, 3);
     write.is_held();
     // The answer: all five are known, and any three of them are enough.
-    go_on(&away);
+    resume(&away);
     signal(controller, "CONT");
     write.acknowledged(&dev).stop();
-    dev.wait_for_volume("db", "grown", |volume| whole(volume) && factors(volume) == [5, 3, 5]);
+    dev.wait_for_volume("db", "grown", |volume| {
+        all_in_sync(volume) && factors(volume) == [5, 3, 5]
+    });
     let shown = dev.json(&["volume", "get", "db", "--manifest"]);
     let list = shown["status"]["replicaList"].as_array().unwrap();
     for (_, id, guid) in known(&dev) {
@@ -308,19 +316,19 @@ fn without_the_answer_to_a_change_both_rules_hold_and_no_newcomer_counts_before_
     assert!(list.len() == 5 && before.iter().all(|one| known(&dev).contains(one)));
     let away = stop(&dev, &old[..2]);
     dev.eventually("three are left", || (in_sync(&dev)? == 3).then_some(()));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let fourth = stop(&dev, &old[2..]);
     waits_for(&dev, "2 of 5 replicas are connected and in sync, 3 are needed");
-    go_on(&[away, fourth].concat());
+    resume(&[away, fourth].concat());
     end(&scratch, dev, load, 5);
 }
 
 /// Proves SCALE-ADMIT-06.
 #[test]
-fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_alarm_of_its_own() {
+fn a_surplus_newcomer_is_refused_and_alarms() {
     let (scratch, dev) = cluster("too-many", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     // A fourth is made, and one of the three leaves: three are desired, and still connected.
     let target = dev.pid("target").unwrap();
@@ -330,36 +338,39 @@ fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_al
     dev.ok(&["replica", "remove", "db", &before[0].0]);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
     signal(target, "CONT");
-    let told = dev.eventually("an alarm", || events(&dev, "TooManyReplicas").pop());
+    let reported = dev.eventually("an alarm", || events(&dev, "TooManyReplicas").pop());
     assert_eq!(
-        told,
+        reported,
         format!(
             "pool {}: it was turned away: too many replicas are connecting: all that are desired are \
              known and connected",
             new["pool"].as_str().unwrap()
         )
     );
-    let told = dev.ok(&["events", "-o", "json"]);
-    let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let alarms: Vec<_> = told.iter().filter(|e| e["reason"] == "TooManyReplicas").collect();
+    let reported = dev.ok(&["events", "-o", "json"]);
+    let reported: Vec<Value> =
+        reported.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let alarms: Vec<_> = reported.iter().filter(|e| e["reason"] == "TooManyReplicas").collect();
     assert!(alarms.iter().all(|e| e["severity"] == "Warning"), "{alarms:?}");
     // There is a place for it once the other one has left.
-    dev.wait_for_volume("db", "exchanged", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
+    dev.wait_for_volume("db", "exchanged", |volume| {
+        all_in_sync(volume) && factors(volume) == [3, 2, 3]
+    });
     let after = known(&dev);
     assert!(after.iter().any(|(_, id, _)| new["id"] == **id), "{after:?}");
     assert!(!after.contains(&before[0]) && after.contains(&before[1]), "{after:?}");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 3);
 }
 
 /// Proves SCALE-ID-08.
 #[test]
-fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_counts_no_more() {
+fn two_replicas_with_one_id_count_once() {
     let (scratch, dev) = cluster("once", "4");
     dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let client = dev.client("db");
     let before = known(&dev);
     let pools: Vec<&str> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
@@ -371,10 +382,12 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
     waits_for(&dev, "1 of 3 replicas are connected and in sync, 2 are needed while");
     let write = Held::write(client, 1);
     write.is_held();
-    go_on(&others);
+    resume(&others);
     let client = write.acknowledged(&dev);
     signal(controller, "CONT");
-    dev.wait_for_volume("db", "moved", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
+    dev.wait_for_volume("db", "moved", |volume| {
+        all_in_sync(volume) && factors(volume) == [3, 2, 3]
+    });
     let after = known(&dev);
     let of_the_id: Vec<_> = after.iter().filter(|(_, id, _)| *id == before[0].1).collect();
     assert!(of_the_id.len() == 1 && of_the_id[0].0 == to, "{after:?}");
@@ -386,7 +399,7 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
             assert!(now <= 3, "{now} of three");
             (now == 3).then_some(())
         });
-        load.goes_on(&dev, 50);
+        load.assert_progress(&dev, 50);
     }
     assert_eq!(dev.pid("target"), Some(target));
     client.stop();
@@ -394,7 +407,7 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
 }
 
 /// Returns a list that a target reports: the factors, and pool, id and GUID of each entry.
-fn told(list: &Value) -> ([u64; 3], Vec<(String, String, String)>) {
+fn reported(list: &Value) -> ([u64; 3], Vec<(String, String, String)>) {
     let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
     let entry = |e: &Value| (text(e, "pool"), text(e, "replicaId"), text(e, "replicaGuid"));
     let entries = list["replicaList"].as_array().unwrap();
@@ -404,17 +417,20 @@ fn told(list: &Value) -> ([u64; 3], Vec<(String, String, String)>) {
 /// Proves SCALE-CONF-01, SCALE-CONF-02, SCALE-CONF-03, SCALE-CONF-04, SCALE-CONF-05,
 /// SCALE-CONF-14.
 #[test]
-fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_asked_for() {
+fn a_target_shows_its_initial_present_and_requested_configuration() {
     const CONFIG: [&str; 3] = ["target", "config", "db"];
     let (scratch, dev) = cluster("config", "5");
-    let said = refused(&dev, &CONFIG);
-    assert!(said.contains("volume \"db\" does not exist"), "{said}");
+    let printed = refused(&dev, &CONFIG);
+    assert!(printed.contains("volume \"db\" does not exist"), "{printed}");
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
-    let said = refused(&dev, &CONFIG);
-    assert!(said.contains("attached nowhere") && said.contains("quoin volume attach"), "{said}");
+    let printed = refused(&dev, &CONFIG);
+    assert!(
+        printed.contains("attached nowhere") && printed.contains("quoin volume attach"),
+        "{printed}"
+    );
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let three = ([3, 2, 3], known(&dev));
     // The target may have reported nothing yet, which is an error.
     let telling = || {
@@ -423,7 +439,10 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     };
     let shown =
         dev.eventually("three are in sync", || telling().filter(|shown| shown["inSync"] == 3));
-    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three.clone(), three.clone()));
+    assert_eq!(
+        (reported(&shown["atStart"]), reported(&shown["now"])),
+        (three.clone(), three.clone())
+    );
     assert_eq!((&shown["state"], &shown["neededToOpen"]), (&"serving".into(), &2.into()));
     assert_eq!(shown["epoch"], dev.json(&["volume", "get", "db"])["epoch"]);
     assert!(shown.get("askedFor").is_none(), "{shown}");
@@ -433,7 +452,10 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     signal(target, "STOP");
     dev.ok(&FIVE);
     let shown = dev.json(&CONFIG);
-    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three.clone(), three.clone()));
+    assert_eq!(
+        (reported(&shown["atStart"]), reported(&shown["now"])),
+        (three.clone(), three.clone())
+    );
     let asked = &shown["askedFor"];
     assert_eq!((&asked["replicationFactor"], &asked["consistencyFactor"]), (&5.into(), &3.into()));
     assert_eq!(
@@ -442,14 +464,16 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     );
     let text = dev.ok(&CONFIG);
     assert!(text.contains("5 replicas, 3 of which hold a write: 2 replicas being added"), "{text}");
-    assert!(text.contains("the target has not been told yet"), "{text}");
+    assert!(text.contains("the target does not know it yet"), "{text}");
     signal(target, "CONT");
-    dev.wait_for_volume("db", "grown", |volume| whole(volume) && factors(volume) == [5, 3, 5]);
+    dev.wait_for_volume("db", "grown", |volume| {
+        all_in_sync(volume) && factors(volume) == [5, 3, 5]
+    });
     let five = ([5, 3, 5], known(&dev));
     let shown = dev.eventually("it says so", || {
         telling().filter(|shown| shown["inSync"] == 5 && shown["askedFor"].is_null())
     });
-    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three, five.clone()));
+    assert_eq!((reported(&shown["atStart"]), reported(&shown["now"])), (three, five.clone()));
     let text = dev.ok(&CONFIG);
     assert!(text.contains("5 (3 at its start)"), "{text}");
     assert_eq!(text.matches("since its start").count(), 2, "{text}");
@@ -458,16 +482,16 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     // The target's successor begins with the present records.
     dev.kill("target");
     let shown = dev.eventually("it is told anew", || {
-        telling().filter(|shown| told(&shown["atStart"]).0 == [5, 3, 5])
+        telling().filter(|shown| reported(&shown["atStart"]).0 == [5, 3, 5])
     });
-    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (five.clone(), five));
-    load.goes_on(&dev, 100);
+    assert_eq!((reported(&shown["atStart"]), reported(&shown["now"])), (five.clone(), five));
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 5);
 }
 
 /// Proves SCALE-ADMIT-13.
 #[test]
-fn a_first_replica_is_known_before_it_has_the_data_and_one_made_later_only_after_that() {
+fn a_first_replica_is_known_at_once_and_a_later_one_after_its_rebuild() {
     let (scratch, dev) = cluster("first", "3");
     dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
     let first = replicas(&dev);
@@ -475,11 +499,11 @@ fn a_first_replica_is_known_before_it_has_the_data_and_one_made_later_only_after
     // IO starts on two; the third is on the list, empty, with its quorum on.
     let away = stop(&dev, &[&first[2].0]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.eventually("two are in sync", || (in_sync(&dev)? == 2).then_some(()));
     assert_eq!(known(&dev).len(), 3);
-    go_on(&away);
-    dev.wait_for_volume("db", "whole", whole);
+    resume(&away);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     assert_eq!(replicas(&dev), first);
     // The list has been complete: its replacement is not known before it is rebuilt.
     let target = dev.pid("target").unwrap();
@@ -491,8 +515,8 @@ fn a_first_replica_is_known_before_it_has_the_data_and_one_made_later_only_after
     assert_eq!((&new["known"], &new["quorum"]), (&false.into(), &false.into()));
     assert!(new["id"] == **id && new["guid"] != **guid, "{new}");
     signal(target, "CONT");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     assert!(known(&dev).iter().any(|(_, same, now)| same == id && new["guid"] == **now));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 3);
 }

@@ -15,7 +15,7 @@ fn open_files(pid: u32) -> Option<(String, String)> {
 
 /// Systems start processes with a soft limit of 1024, which is some 200 volumes for a target.
 #[test]
-fn every_role_may_open_as_many_files_as_the_hard_limit_says() {
+fn every_role_raises_its_limit_of_open_files_to_the_hard_limit() {
     // Children of this process inherit it.
     let inherited = Rlimit { current: Some(256), ..getrlimit(Resource::Nofile) };
     setrlimit(Resource::Nofile, inherited).unwrap();

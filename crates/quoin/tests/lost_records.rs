@@ -141,9 +141,9 @@ fn stop(cluster: &mut Cluster, name: &str) {
 
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     let output = cluster.quoin(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
-    said
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {printed}");
+    printed
 }
 
 /// Returns the findings of `recover` for each volume.
@@ -158,7 +158,7 @@ fn wait_for_online(cluster: &Cluster, volume: &str) {
 }
 
 #[test]
-fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_byte() {
+fn twenty_volumes_with_deleted_records_are_recovered_without_loss() {
     let mut cluster = cluster("lost", 4);
     let names: Vec<String> = (0..20).map(|n| format!("v{n:02}")).collect();
     let mut attached = Vec::new();
@@ -198,8 +198,11 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
     }
     let state = cluster.path("controller");
     std::fs::remove_file(format!("{state}/records.redb")).unwrap();
-    let said = cluster.ok(&["controller", "init", "--state", &state]);
-    assert!(said.contains("they were lost") && said.contains("quoin controller recover"), "{said}");
+    let printed = cluster.ok(&["controller", "init", "--state", &state]);
+    assert!(
+        printed.contains("they were lost") && printed.contains("quoin controller recover"),
+        "{printed}"
+    );
     start_controller(&mut cluster);
     // Records that know nothing give no orders, and no caller is told that volumes do not exist.
     for command in [
@@ -208,9 +211,9 @@ fn the_records_are_deleted_under_twenty_volumes_and_all_serve_again_with_every_b
         &["volume", "delete", "v00", "--yes"],
         &["volume", "create", "new", "--size", "1MiB"],
     ] {
-        let said = refused(&cluster, command);
-        assert!(said.contains("quoin controller recover"), "{command:?}: {said}");
-        assert!(!said.contains("does not answer"), "{command:?}: {said}");
+        let printed = refused(&cluster, command);
+        assert!(printed.contains("quoin controller recover"), "{command:?}: {printed}");
+        assert!(!printed.contains("does not answer"), "{command:?}: {printed}");
     }
     assert!(cluster.ok(&["cluster", "info"]).contains("do not rule, for they were lost"));
     let planned = cluster.json(&["controller", "recover", "--dry-run"]);
@@ -261,7 +264,7 @@ fn wait_for_online_or_detached(cluster: &Cluster, volume: &str) {
 }
 
 #[test]
-fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happened() {
+fn changes_after_a_backup_survive_the_restore_of_the_records() {
     let mut cluster = cluster("oldcopy", 4);
     for (seed, name) in (1..).zip(["scaled", "moved", "deleted", "kept"]) {
         create(&cluster, name, if name == "scaled" { "1" } else { "3" });
@@ -270,8 +273,8 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
         detach(&cluster, name, client);
     }
     let (file, state) = (cluster.path("backup"), cluster.path("controller"));
-    let said = cluster.ok(&["controller", "backup", &file]);
-    assert!(said.contains("4 volumes") && said.contains("private key"), "{said}");
+    let printed = cluster.ok(&["controller", "backup", &file]);
+    assert!(printed.contains("4 volumes") && printed.contains("private key"), "{printed}");
     use std::os::unix::fs::PermissionsExt;
     assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     assert!(refused(&cluster, &["controller", "backup", &file]).contains("exists already"));
@@ -317,8 +320,11 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     assert_eq!(std::fs::read_dir(&state).unwrap().count(), files, "something was made");
     // The host is lost whole; the authority comes from the backup.
     std::fs::remove_dir_all(&state).unwrap();
-    let said = cluster.ok(&restore);
-    assert!(said.contains("4 volumes") && said.contains("quoin controller recover"), "{said}");
+    let printed = cluster.ok(&restore);
+    assert!(
+        printed.contains("4 volumes") && printed.contains("quoin controller recover"),
+        "{printed}"
+    );
     assert_eq!(std::fs::metadata(&state).unwrap().permissions().mode() & 0o777, 0o700);
     start_controller(&mut cluster);
     verify(&served, 4, 2);
@@ -342,8 +348,8 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
         (planned["missingPools"] == serde_json::json!(["p1"])).then_some(planned)
     });
     assert_eq!(outcomes(&planned)["deleted"], "undecided", "p1 may hold the last copy: {planned}");
-    let said = refused(&cluster, &["controller", "recover"]);
-    assert!(said.contains("p1") && said.contains("--without"), "{said}");
+    let printed = refused(&cluster, &["controller", "recover"]);
+    assert!(printed.contains("p1") && printed.contains("--without"), "{printed}");
     signal(pid, "CONT");
     let done = eventually("it is recovered", || {
         let output = cluster.quoin(&["controller", "recover", "-o", "json"]);
@@ -376,7 +382,7 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
 
 /// Writes a replica in the form from before there were known lists: it counts, has data, and knows
 /// no membership.
-fn plant(data: &Path, identity: ReplicaIdentity, blocks: &[Vec<u8>]) {
+fn write_replica(data: &Path, identity: ReplicaIdentity, blocks: &[Vec<u8>]) {
     let disk = FileDisk::open(data).unwrap();
     let mut sync = quoin_store::Disk::syncer(&disk);
     let mut pool = Pool::open(disk, PoolOptions::default()).unwrap();
@@ -399,7 +405,7 @@ fn plant(data: &Path, identity: ReplicaIdentity, blocks: &[Vec<u8>]) {
 
 /// Proves SCALE-TEST-09.
 #[test]
-fn a_volume_made_without_a_known_list_comes_up_with_those_that_count_and_its_data_is_unharmed() {
+fn a_volume_without_a_known_list_opens_with_the_counted_replicas_and_its_data() {
     let mut cluster = cluster("upgrade", 3);
     let written: Vec<Vec<u8>> = content(7, 1).chunks(4096).map(<[u8]>::to_vec).collect();
     for (n, pool) in (1u128..).zip(["p1", "p2", "p3"]) {
@@ -418,7 +424,11 @@ fn a_volume_made_without_a_known_list_comes_up_with_those_that_count_and_its_dat
         };
         // One of them missed the last writes.
         let count = if n == 3 { 200 } else { written.len() };
-        plant(Path::new(&cluster.path(&format!("{pool}-data"))), identity, &written[..count]);
+        write_replica(
+            Path::new(&cluster.path(&format!("{pool}-data"))),
+            identity,
+            &written[..count],
+        );
     }
     start_pool(&mut cluster, "p1");
     start_pool(&mut cluster, "p3");
@@ -432,8 +442,8 @@ fn a_volume_made_without_a_known_list_comes_up_with_those_that_count_and_its_dat
     assert_eq!(output.status.code(), Some(1));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(outcomes(&found)["old"], "undecided");
-    let said = cluster.quoin(&["volume", "get", "old", "-o", "json"]);
-    let shown: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let printed = cluster.quoin(&["volume", "get", "old", "-o", "json"]);
+    let shown: Value = serde_json::from_slice(&printed.stdout).unwrap();
     assert_ne!(shown["health"], "Online");
     start_pool(&mut cluster, "p2");
     cluster.wait_for_pools(3);
@@ -450,7 +460,7 @@ fn a_volume_made_without_a_known_list_comes_up_with_those_that_count_and_its_dat
 }
 
 #[test]
-fn the_last_copy_becomes_the_volume_by_consent_and_is_exported_with_nothing_running() {
+fn the_last_copy_is_exported_offline_and_becomes_the_volume_by_consent() {
     let mut cluster = cluster("lastcopy", 3);
     create(&cluster, "db", "3");
     let client = attach(&cluster, "db");
@@ -467,13 +477,13 @@ fn the_last_copy_becomes_the_volume_by_consent_and_is_exported_with_nothing_runn
         std::fs::remove_file(cluster.path(&format!("{pool}-data"))).unwrap();
     }
     let recover = ["volume", "recover", "db", "--from-pool", "p1"];
-    let said = eventually("it is seen that they are away", || {
-        let said = refused(&cluster, &recover);
-        (!said.contains("keep it too")).then_some(said)
+    let printed = eventually("it is seen that they are away", || {
+        let printed = refused(&cluster, &recover);
+        (!printed.contains("keep it too")).then_some(printed)
     });
     assert!(
-        said.contains("1 of 3 replicas are left") && said.contains("--accept-loss-of"),
-        "{said}"
+        printed.contains("1 of 3 replicas are left") && printed.contains("--accept-loss-of"),
+        "{printed}"
     );
     let accepted: Vec<_> = recover.iter().copied().chain(["--accept-loss-of", "db"]).collect();
     cluster.ok(&accepted);
@@ -499,7 +509,7 @@ fn event(cluster: &Cluster, reason: &str) -> Option<String> {
 }
 
 #[test]
-fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_before_recovery() {
+fn an_old_copy_of_the_records_is_detected_and_not_served_before_recovery() {
     let mut cluster = cluster("byhand", 3);
     for (seed, name, replicas) in [(1, "db", "1"), (2, "dead", "3")] {
         create(&cluster, name, replicas);
@@ -525,15 +535,15 @@ fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_b
     kill(&mut cluster, "controller");
     std::fs::copy(&old, &records).unwrap();
     start_controller(&mut cluster);
-    let told = wait_for_event(&cluster, "RecordsBehind");
-    assert!(told.contains("quoin controller recover"), "{told}");
+    let reported = wait_for_event(&cluster, "RecordsBehind");
+    assert!(reported.contains("quoin controller recover"), "{reported}");
     // One replica is enough by that record; by that replica's own state it is not.
-    let told = cluster.eventually("the target is told", || {
+    let reported = cluster.eventually("the target is told", || {
         // Repeated: a second may pass before the controller has received the report.
         cluster.quoin(&["volume", "attach", "db", "--nbd", "--timeout", "1"]);
         event(&cluster, "ControlPlaneBehind")
     });
-    assert!(told.contains("quoin controller recover"), "{told}");
+    assert!(reported.contains("quoin controller recover"), "{reported}");
     let done = cluster.json(&["controller", "recover"]);
     let found = outcomes(&done);
     assert_eq!((found["db"].as_str(), found["dead"].as_str()), ("updated", "deleted"), "{done}");
@@ -547,8 +557,8 @@ fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_b
 
     // A backup without the key is restored only beside it.
     let (file, other) = (cluster.path("backup"), cluster.path("other"));
-    let said = cluster.ok(&["controller", "backup", &file, "--without-authority"]);
-    assert!(said.contains("without the authority"), "{said}");
+    let printed = cluster.ok(&["controller", "backup", &file, "--without-authority"]);
+    assert!(printed.contains("without the authority"), "{printed}");
     assert!(!std::fs::read_to_string(&file).unwrap().contains("PRIVATE KEY"));
     let restore = ["controller", "restore", &file, "--state", &other];
     assert!(refused(&cluster, &restore).contains("authority.json"));
@@ -556,12 +566,12 @@ fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_b
     let authority = cluster.path("controller/authority.json");
     std::fs::copy(authority, format!("{other}/authority.json")).unwrap();
     cluster.ok(&restore);
-    let said = refused(&cluster, &["controller", "init", "--state", &other]);
-    assert!(said.contains("never overwritten"), "{said}");
+    let printed = refused(&cluster, &["controller", "init", "--state", &other]);
+    assert!(printed.contains("never overwritten"), "{printed}");
 }
 
 #[test]
-fn the_records_and_two_of_three_pools_are_lost_and_the_volume_waits_for_consent_to_what_is_left() {
+fn a_volume_with_lost_records_and_pools_waits_for_consent() {
     let mut cluster = cluster("allbutone", 3);
     create(&cluster, "db", "3");
     let client = attach(&cluster, "db");
@@ -582,18 +592,21 @@ fn the_records_and_two_of_three_pools_are_lost_and_the_volume_waits_for_consent_
     cluster.ok(&init);
     start_controller(&mut cluster);
     // The pool that is left knows where the others were.
-    let said = refused(&cluster, &["controller", "recover"]);
-    assert!(said.contains("p2, p3") && said.contains("--without"), "{said}");
+    let printed = refused(&cluster, &["controller", "recover"]);
+    assert!(printed.contains("p2, p3") && printed.contains("--without"), "{printed}");
     let output = cluster.quoin(&["controller", "recover", "--without", "p2", "--without", "p33"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && said.contains("no pool p33 is known"), "{said}");
-    assert!(said.contains("do not answer: p2, p3"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && printed.contains("no pool p33 is known"), "{printed}");
+    assert!(printed.contains("do not answer: p2, p3"), "{printed}");
     let without = ["controller", "recover", "--without", "p2", "--without", "p3"];
     let output = cluster.quoin(&without);
     assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("1 of 3 replicas are there, 2 are needed"), "{said}");
-    assert!(said.contains("quoin volume recover") && said.contains("the records rule"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(printed.contains("1 of 3 replicas are there, 2 are needed"), "{printed}");
+    assert!(
+        printed.contains("quoin volume recover") && printed.contains("the records rule"),
+        "{printed}"
+    );
     let run = cluster.path("run");
     let (node, controller) = (cluster.path("node"), cluster.controller.clone());
     let target = ["target", "--state", &node, "--run", &run, "--controller", &controller];

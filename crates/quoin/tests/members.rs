@@ -9,9 +9,9 @@ use common::{Cluster, Place, eventually, have, is_root, skipped};
 /// Runs a command that ends by itself; the cluster's processes are not waited for.
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     let output = cluster.quoin(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
-    said
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {printed}");
+    printed
 }
 
 /// Returns `quoin pool run` with the arguments of every pool.
@@ -28,19 +28,19 @@ fn pool_run<'a>(
 }
 
 #[test]
-fn a_pool_that_is_refused_spends_no_token_and_leaves_nothing_half_made() {
+fn a_refused_pool_uses_no_token_and_leaves_nothing_incomplete() {
     let cluster = Cluster::start("refuse", &Place::here(), &[]);
     let token = cluster.token("pool");
     let (state, data) = (cluster.path("p1"), cluster.path("data"));
     let with_token = ["--join", &token, "--name", "p1"];
 
-    let said = refused(&cluster, &pool_run(&cluster, &state, &data, &with_token));
-    assert!(said.contains("--capacity"), "{said}");
+    let printed = refused(&cluster, &pool_run(&cluster, &state, &data, &with_token));
+    assert!(printed.contains("--capacity"), "{printed}");
     let full: Vec<_> = with_token.iter().copied().chain(["--capacity", "1GiB"]).collect();
     std::fs::create_dir(&data).unwrap();
     std::fs::write(format!("{data}/letter"), "dear").unwrap();
-    let said = refused(&cluster, &pool_run(&cluster, &state, &data, &full));
-    assert!(said.contains("letter") && said.contains("--data"), "{said}");
+    let printed = refused(&cluster, &pool_run(&cluster, &state, &data, &full));
+    assert!(printed.contains("letter") && printed.contains("--data"), "{printed}");
     assert!(!std::path::Path::new(&state).exists(), "an identity was half made");
     assert_eq!(std::fs::read_dir(&data).unwrap().count(), 1, "a pool was half made");
 
@@ -48,8 +48,8 @@ fn a_pool_that_is_refused_spends_no_token_and_leaves_nothing_half_made() {
     let named = cluster.ok(&["token", "create", "--role", "pool", "--name", "p9"]);
     let other = cluster.path("other");
     let wrong = ["--join", &named, "--name", "p1", "--capacity", "1GiB"];
-    let said = refused(&cluster, &pool_run(&cluster, &state, &other, &wrong));
-    assert!(said.contains("p9"), "{said}");
+    let printed = refused(&cluster, &pool_run(&cluster, &state, &other, &wrong));
+    assert!(printed.contains("p9"), "{printed}");
     assert!(!std::path::Path::new(&state).exists(), "a key is left");
 
     // A port in use.
@@ -58,10 +58,10 @@ fn a_pool_that_is_refused_spends_no_token_and_leaves_nothing_half_made() {
     let mut arguments = pool_run(&cluster, &state, &other, &full);
     let listen = arguments.iter().position(|word| *word == "127.0.0.1:0").unwrap();
     arguments[listen] = &address;
-    let said = refused(&cluster, &arguments);
-    assert!(said.contains(&address) && said.contains("--listen"), "{said}");
-    let error = said.lines().find(|line| line.contains(&address)).unwrap();
-    assert!(error.matches("os error").count() <= 1, "{said}");
+    let printed = refused(&cluster, &arguments);
+    assert!(printed.contains(&address) && printed.contains("--listen"), "{printed}");
+    let error = printed.lines().find(|line| line.contains(&address)).unwrap();
+    assert!(error.matches("os error").count() <= 1, "{printed}");
 
     // A disk that may not be written.
     if is_root() {
@@ -73,16 +73,16 @@ fn a_pool_that_is_refused_spends_no_token_and_leaves_nothing_half_made() {
         };
         tmpfs(&["-t", "tmpfs", "-o", "ro", "none"]);
         let identified = ["--capacity", "1GiB", "--name", "p1"];
-        let said = cluster.quoin(&pool_run(&cluster, &state, &frozen, &identified));
+        let printed = cluster.quoin(&pool_run(&cluster, &state, &frozen, &identified));
         let done = Command::new("umount").arg(&frozen).status().unwrap();
         assert!(done.success());
-        let said = String::from_utf8_lossy(&said.stderr).into_owned();
-        assert!(said.contains("read-write"), "{said}");
+        let printed = String::from_utf8_lossy(&printed.stderr).into_owned();
+        assert!(printed.contains("read-write"), "{printed}");
     }
 }
 
 #[test]
-fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_them() {
+fn pools_and_nodes_join_by_token_and_leave_when_unused() {
     let mut cluster = Cluster::start("members", &Place::here(), &["--default-spread", "pool"]);
     let place = Place::here();
     for name in ["p1", "p2"] {
@@ -130,7 +130,7 @@ fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_th
     cluster.processes.remove(at).stop();
     for name in ["p1", "target"] {
         eventually("it misses the controller", || {
-            cluster.log(name).contains("no word from the controller").then_some(())
+            cluster.log(name).contains("no answer from the controller").then_some(())
         });
     }
 }
@@ -149,7 +149,7 @@ fn output(program: &str, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
+fn a_raw_device_becomes_a_pool_only_if_it_is_blank_and_requested() {
     if !is_root() || !have("losetup") {
         return skipped("a loop device needs root and losetup");
     }
@@ -161,8 +161,8 @@ fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
     let device = Device(String::from_utf8(made.stdout).unwrap().trim().into());
     let (state, token) = (cluster.path("p1"), cluster.token("pool"));
     let plain = ["--name", "p1", "--join", &token];
-    let said = refused(&cluster, &pool_run(&cluster, &state, &device.0, &plain));
-    assert!(said.contains("--format"), "{said}");
+    let printed = refused(&cluster, &pool_run(&cluster, &state, &device.0, &plain));
+    assert!(printed.contains("--format"), "{printed}");
 
     // The refusal used no token.
     let format = ["--name", "p1", "--format", "--join", &token];

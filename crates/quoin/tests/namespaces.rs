@@ -19,7 +19,7 @@ use quoin_types::ids::SessionKey;
 use quoin_types::{Epoch, Incarnation};
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::ClientSecurity;
-use quoin_wire::{Hello, Mode, Spoken};
+use quoin_wire::{Hello, Mode, SupportedProtocol};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
@@ -62,13 +62,13 @@ impl Io {
         Self { stop, rounds, thread }
     }
 
-    fn goes_on(&self, what: &str) {
+    fn assert_progress(&self, what: &str) {
         let from = self.rounds.load(Ordering::Relaxed);
         eventually(what, || {
             let on = self.rounds.load(Ordering::Relaxed) > from + 20;
             (on || self.thread.is_finished()).then_some(())
         });
-        assert!(!self.thread.is_finished(), "{what}: the client saw an error");
+        assert!(!self.thread.is_finished(), "{what}: the client got an error");
     }
 
     fn end(self) {
@@ -83,7 +83,7 @@ fn in_sync(volume: &serde_json::Value) -> usize {
 }
 
 #[test]
-fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
+fn separate_hosts_serve_a_volume_undisturbed_by_unauthorized_peers() {
     let Some(network) = Network::new(&["c", "p1", "p2", "p3", "n"]) else { return };
     let mut cluster = Cluster::start("netns", &network.place(0), &[]);
     for (index, name) in [(1, "p1"), (2, "p2"), (3, "p3")] {
@@ -98,21 +98,21 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
     assert_eq!(uri, "nbds://n1:10809/db");
     let identity = cluster.scratch.0.join("node");
     let io = Io::start(Nbd::connect(&nbd, Some(client(&identity)), "db").unwrap());
-    io.goes_on("the first IO");
+    io.assert_progress("the first IO");
     cluster.wait_for_volume("db", "whole", |volume| in_sync(volume) == 3);
 
     // One host is cut off: IO continues with the others, and it catches up when it is back.
     network.link(3, "down");
-    io.goes_on("with one host cut off");
+    io.assert_progress("with one host cut off");
     cluster.wait_for_volume("db", "degraded", |volume| in_sync(volume) < 3);
-    io.goes_on("degraded");
+    io.assert_progress("degraded");
     network.link(3, "up");
     cluster.wait_for_volume("db", "whole again", |volume| in_sync(volume) == 3);
-    io.goes_on("whole again");
+    io.assert_progress("whole again");
 
     wrong_tokens(&cluster);
     wrong_certificates(&cluster, &nbd);
-    io.goes_on("after the strangers");
+    io.assert_progress("after the strangers");
     // Every TCP port that a part of the cluster listens on.
     let pools = cluster.json(&["pool", "list"]);
     let mut ports: Vec<String> = pools
@@ -127,7 +127,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
     for port in &ports {
         scan(port);
     }
-    io.goes_on("after the scan");
+    io.assert_progress("after the scan");
     for (index, before) in before.into_iter().enumerate() {
         let process = &mut cluster.processes[index];
         assert!(process.is_alive(), "{} died of garbage", process.name);
@@ -236,7 +236,7 @@ fn wrong_certificates(cluster: &Cluster, nbd: &str) {
         );
         let identity = Identity::load(&directory).unwrap();
         let refused = acquire(cluster, &identity, "n1").unwrap_err();
-        assert!(refused.code() != tonic::Code::PermissionDenied, "{what} was heard: {refused}");
+        assert!(refused.code() != tonic::Code::PermissionDenied, "{what} was accepted: {refused}");
     }
     wrong_certificates_at_a_pool(cluster, other.path());
     // A pool that calls itself a node: its certificate has its true role.
@@ -257,11 +257,11 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
     let address = p1["address"].as_str().unwrap().parse().unwrap();
     let call = |identity: &Path| {
         let security = ClientSecurity::Tls {
-            config: gullible(identity),
+            config: accept_any_certificate(identity),
             server_name: "quoin".try_into().unwrap(),
             mode: Mode::Encrypt,
         };
-        let spoken = Spoken::HERE;
+        let spoken = SupportedProtocol::THIS_BUILD;
         let hello = Hello {
             protocol_min: spoken.oldest,
             protocol_max: spoken.newest,
@@ -272,11 +272,11 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
         dial("p1", address, &security, session, &hello).err().unwrap()
     };
     // A node's own certificate is accepted, and refused for lack of a grant.
-    let heard = call(&cluster.scratch.0.join("node"));
-    assert!(matches!(heard, EstablishError::Refused(_)), "{heard}");
+    let answer = call(&cluster.scratch.0.join("node"));
+    assert!(matches!(answer, EstablishError::Refused(_)), "{answer}");
     for name in ["n1", "expired"] {
         let refused = call(&strangers.join(name));
-        assert!(!matches!(refused, EstablishError::Refused(_)), "{name} was heard: {refused}");
+        assert!(!matches!(refused, EstablishError::Refused(_)), "{name} was accepted: {refused}");
     }
     // Another pool is known here, and opens nothing.
     let refused = call(&cluster.scratch.0.join("p2"));
@@ -286,7 +286,7 @@ fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
 }
 
 /// Returns a client with the certificate of this identity, which trusts every server.
-fn gullible(identity: &Path) -> Arc<rustls::ClientConfig> {
+fn accept_any_certificate(identity: &Path) -> Arc<rustls::ClientConfig> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let chain = CertificateDer::pem_file_iter(identity.join("cert.pem")).unwrap();
     let key = PrivateKeyDer::from_pem_file(identity.join("key.pem")).unwrap();
@@ -294,15 +294,15 @@ fn gullible(identity: &Path) -> Arc<rustls::ClientConfig> {
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+        .with_custom_certificate_verifier(Arc::new(AnyCertificate(provider)))
         .with_client_auth_cert(chain.map(Result::unwrap).collect(), key);
     Arc::new(config.unwrap())
 }
 
 #[derive(Debug)]
-struct Anybody(Arc<CryptoProvider>);
+struct AnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Anybody {
+impl ServerCertVerifier for AnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,

@@ -33,8 +33,8 @@ fn client(cluster: &Cluster) -> Client {
     })
 }
 
-fn goes_on(cluster: &Cluster, load: &Load) {
-    load.goes_on_or(100, || cluster.show_logs());
+fn assert_progress(cluster: &Cluster, load: &Load) {
+    load.assert_progress_or(100, || cluster.show_logs());
 }
 
 fn waiting(cluster: &Cluster, command: &[&str]) -> Value {
@@ -44,12 +44,12 @@ fn waiting(cluster: &Cluster, command: &[&str]) -> Value {
 
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
     let output = cluster.quoin(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
-    said
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {printed}");
+    printed
 }
 
-fn whole(cluster: &Cluster) {
+fn all_in_sync(cluster: &Cluster) {
     cluster.wait_for_volume("db", "whole", |volume| {
         let replicas = volume["replicas"].as_array().unwrap();
         volume["changing"] == "" && replicas.iter().all(|r| r["phase"] == "InSync")
@@ -65,10 +65,10 @@ fn known(cluster: &Cluster) -> Vec<(String, String)> {
     known.map(|r| (text(r, "pool"), text(r, "guid"))).collect()
 }
 
-fn places(cluster: &Cluster) -> Vec<String> {
-    let mut places: Vec<_> = known(cluster).into_iter().map(|(pool, _)| pool).collect();
-    places.sort();
-    places
+fn replica_pools(cluster: &Cluster) -> Vec<String> {
+    let mut replica_pools: Vec<_> = known(cluster).into_iter().map(|(pool, _)| pool).collect();
+    replica_pools.sort();
+    replica_pools
 }
 
 #[test]
@@ -77,10 +77,10 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     // A pool's node has the pool's name.
     cluster.ok(&["node", "cordon", "p2"]);
     cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
-    assert_eq!(places(&cluster), ["p1", "p3", "p4"], "a cordoned node takes nothing new");
+    assert_eq!(replica_pools(&cluster), ["p1", "p3", "p4"], "a cordoned node takes nothing new");
     let load = Load::start(client(&cluster), 3);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
     let before = known(&cluster);
 
     // There is no destination while the only free one is closed.
@@ -93,11 +93,11 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     assert_eq!(known(&cluster), before, "a dry run moves nothing");
     let drained = waiting(&cluster, &["node", "drain", "p1"]);
     assert_eq!(drained["state"], "drained", "{drained}");
-    assert_eq!(places(&cluster), ["p2", "p3", "p4"]);
+    assert_eq!(replica_pools(&cluster), ["p2", "p3", "p4"]);
     let after = known(&cluster);
     let stayed = before.iter().filter(|(pool, _)| pool != "p1");
     assert!(stayed.clone().count() == 2 && stayed.clone().all(|stays| after.contains(stays)));
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
 
     // The pool can be removed once empty, and the volume does not miss it.
     let nobody = cluster.json(&["pool", "list"]);
@@ -107,9 +107,9 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     assert!(text.contains("p1"), "a drained node takes nothing: {text}");
     cluster.ok(&["node", "uncordon", "p1"]);
     waiting(&cluster, &["node", "drain", "p3"]);
-    assert_eq!(places(&cluster), ["p1", "p2", "p4"]);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_eq!(replica_pools(&cluster), ["p1", "p2", "p4"]);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
     load.verify();
 }
 
@@ -139,8 +139,8 @@ fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted(
     cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     cluster.ok(&["pool", "uncordon", "p4"]);
     let load = Load::start(client(&cluster), 3);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
 
     // The pool is online and in use.
     let mut waits = removal(&cluster);
@@ -164,7 +164,7 @@ fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted(
     let output = waits.wait_with_output().unwrap();
     assert_eq!(output.status.signal(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(standing("p1").is_some(), "nothing was done");
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
 
     let waits = removal(&cluster);
     signal(free, "CONT");
@@ -172,18 +172,18 @@ fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted(
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(String::from_utf8_lossy(&output.stdout).contains("pool p1 is removed"));
     assert_eq!(standing("p1"), None);
-    assert_eq!(places(&cluster), ["p2", "p3", "p4"]);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_eq!(replica_pools(&cluster), ["p2", "p3", "p4"]);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
     load.verify();
 }
 
 #[test]
-fn more_replicas_than_by_default_are_for_those_who_allow_them_and_not_one_more() {
+fn more_replicas_than_the_default_limit_need_a_higher_limit() {
     let cluster = cluster("seven", 6, &["--max-replicas", "7", "--replace-after", "off"]);
     cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(client(&cluster), 3);
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
     let scaled = waiting(&cluster, &["volume", "scale", "db", "--replicas", "6"]);
     let factors = |volume: &Value| {
         ["replicationFactor", "consistencyFactor", "desiredReplicationFactor"]
@@ -192,7 +192,7 @@ fn more_replicas_than_by_default_are_for_those_who_allow_them_and_not_one_more()
     assert_eq!(factors(&scaled), [6, 4, 6]);
     let before = known(&cluster);
     assert_eq!(before.len(), 6);
-    goes_on(&cluster, &load);
+    assert_progress(&cluster, &load);
     let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "8"]);
     assert!(text.contains("8 is too many, a volume has at most 7"), "{text}");
     // The allowed number is another limit: there is no pool for it.
@@ -202,7 +202,7 @@ fn more_replicas_than_by_default_are_for_those_who_allow_them_and_not_one_more()
     assert!(text.contains("quoin replica remove"), "a smaller DRF than RF: {text}");
     assert_eq!(factors(&cluster.json(&["volume", "get", "db"])), [6, 4, 6]);
     assert_eq!(known(&cluster), before);
-    goes_on(&cluster, &load);
-    whole(&cluster);
+    assert_progress(&cluster, &load);
+    all_in_sync(&cluster);
     load.verify();
 }

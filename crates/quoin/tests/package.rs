@@ -26,7 +26,7 @@ fn wait_until_online(machine: &Machine) {
 
 #[test]
 fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
-    if !machines::possible() {
+    if !machines::is_supported() {
         return;
     }
     let scratch = Scratch::new("package");
@@ -37,8 +37,8 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     assert!(machine.ok("quoin version").contains(env!("CARGO_PKG_VERSION")));
     if machine.run("command -v systemd-analyze").status.success() {
         let units = "/lib/systemd/system/quoin*.service /lib/systemd/system/quoin.target";
-        let said = machine.ok(&format!("systemd-analyze verify --man=no {units} 2>&1"));
-        assert!(!said.contains("quoin"), "{said}");
+        let printed = machine.ok(&format!("systemd-analyze verify --man=no {units} 2>&1"));
+        assert!(!printed.contains("quoin"), "{printed}");
     }
 
     // A host with all roles: controller, one pool, a node. Examples are filled in as they instruct.
@@ -95,8 +95,8 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
 
     // A mounted volume keeps the package.
     let device = machine.ok(&format!("readlink -f {device}"));
-    let said = machine.refused("dpkg -r quoin");
-    assert!(said.contains(&format!("{device} is mounted")), "{said}");
+    let printed = machine.refused("dpkg -r quoin");
+    assert!(printed.contains(&format!("{device} is mounted")), "{printed}");
     machine.eventually_ok("the controller answers", "quoin volume list");
     machine.ok("umount /srv/db && quoin volume detach db");
     machine.ok("dpkg -r quoin");
@@ -117,8 +117,8 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     machine.ok("umount /srv/db && quoin volume detach db");
     machine.systemctl("stop quoin.target");
     machine.systemctl("stop quoin-attach-holder");
-    let said = machine.ok("dpkg -P quoin");
-    assert!(said.contains("/var/lib/quoin"), "{said}");
+    let printed = machine.ok("dpkg -P quoin");
+    assert!(printed.contains("/var/lib/quoin"), "{printed}");
     machine.ok("test ! -e /etc/quoin && test -e /var/lib/quoin/controller/records.redb");
 }
 
@@ -145,7 +145,7 @@ fn host_of_all(machine: &mut Machine) {
 
 #[test]
 fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted() {
-    if !machines::possible() {
+    if !machines::is_supported() {
         return;
     }
     let scratch = Scratch::new("at-boot");
@@ -158,22 +158,25 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
 
     // Without a file system there is nothing to mount, and nothing is written.
     let at_boot = "quoin volume attach my-db --at-boot --mount '/srv/my db'";
-    let said = machine.refused(at_boot);
-    assert!(said.contains("no file system") && said.contains("mkfs.ext4 /dev/loop"), "{said}");
+    let printed = machine.refused(at_boot);
+    assert!(
+        printed.contains("no file system") && printed.contains("mkfs.ext4 /dev/loop"),
+        "{printed}"
+    );
     assert_eq!(machine.ok("cat /etc/fstab"), "# as it was");
     machine.ok("test ! -e /etc/quoin/volumes");
     let device = machine.ok("quoin volume attach my-db");
     machine.ok(&format!("mkfs.ext4 -q {device}"));
 
     // Each written file is printed.
-    let said = machine.ok(&format!("{at_boot} 2>&1"));
+    let printed = machine.ok(&format!("{at_boot} 2>&1"));
     let unit = "quoin-volume@my\\x2ddb.service";
     for path in [
         "/etc/quoin/volumes/my\\x2ddb.json",
         "/etc/systemd/system/quoin.target.wants/",
         "/etc/fstab",
     ] {
-        assert!(said.contains(&format!("wrote {path}")), "{path}: {said}");
+        assert!(printed.contains(&format!("wrote {path}")), "{path}: {printed}");
     }
     let line = machine.ok("grep 'srv/my.040db' /etc/fstab");
     let options = "ext4 nofail,_netdev,x-systemd.requires=quoin-volume@my\\134x2ddb.service,";
@@ -191,11 +194,11 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
 
     // The volume is not removed in use. Detached, nothing of it is left for the next boot.
-    let said = machine.refused("quoin volume detach my-db");
-    assert!(said.contains("unmount"), "{said}");
+    let printed = machine.refused("quoin volume detach my-db");
+    assert!(printed.contains("unmount"), "{printed}");
     machine.ok("umount '/srv/my db'");
-    let said = machine.ok("quoin volume detach my-db 2>&1");
-    assert!(said.contains("removed /etc/fstab: its line"), "{said}");
+    let printed = machine.ok("quoin volume detach my-db 2>&1");
+    assert!(printed.contains("removed /etc/fstab: its line"), "{printed}");
     assert_eq!(machine.ok("cat /etc/fstab"), "# as it was");
     let left = "find /etc/quoin/volumes /etc/systemd/system/quoin.target.wants -mindepth 1";
     assert_eq!(machine.ok(left), "");

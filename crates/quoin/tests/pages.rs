@@ -184,8 +184,7 @@ fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows(
 }
 
 #[test]
-fn what_a_page_shows_is_compared_without_what_differs_from_run_to_run_and_with_nothing_else_left_out()
- {
+fn the_output_of_a_page_is_compared_except_for_varying_values() {
     let same = |shown: &str, printed: &str| {
         let lines =
             |text: &str| text.lines().map(|line| normal(line, "here")).collect::<Vec<String>>();

@@ -167,7 +167,7 @@ fn assert_is_safe_from_itself(name: &str, pid: i64) {
 
 /// Proves: PR_SET_IO_FLUSHER, locked memory (the store's "Same host, no deadlock").
 #[test]
-fn twice_the_memory_that_is_allowed_is_written_through_quoin_into_pools_of_the_same_host() {
+fn writes_of_twice_the_memory_limit_to_pools_of_the_same_host_succeed() {
     let tools = ["mkfs.ext4", "seq", "dd", "cmp"].map(have);
     if !can_attach() || tools.contains(&false) {
         return;

@@ -29,7 +29,7 @@ fn filled(dev: &Dev, mib: u64) -> String {
     }
     client.flush().unwrap();
     client.stop();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let taken: Vec<String> = known(dev).into_iter().map(|(pool, ..)| pool).collect();
     let pools = ["pool-a", "pool-b", "pool-c", "pool-d"];
     pools.into_iter().find(|pool| !taken.contains(&(*pool).to_owned())).unwrap().to_owned()
@@ -105,7 +105,7 @@ fn read_line(line: &str, pool: &str) -> Option<Line> {
 
 /// Proves: a user who waits sees progress, speed and remaining time, and all three are right.
 #[test]
-fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_takes() {
+fn a_waiting_command_reports_progress_rate_and_time_left() {
     const RATE: u64 = 8 * MIB;
     let (_scratch, dev) = cluster("waiting", "4");
     let pool = filled(&dev, 192);
@@ -121,37 +121,37 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
         .unwrap();
     let mut child = child;
     let errors = std::io::BufReader::new(child.stderr.take().unwrap());
-    let said: Vec<(Duration, String)> = std::io::BufRead::lines(errors)
+    let printed: Vec<(Duration, String)> = std::io::BufRead::lines(errors)
         .map(|line| (began.elapsed(), line.unwrap()))
         .inspect(|(at, line)| println!("{at:?} {line}"))
         .collect();
     let output = child.wait_with_output().unwrap();
     let took = began.elapsed();
     slow.end();
-    assert!(output.status.success(), "{said:?}");
+    assert!(output.status.success(), "{printed:?}");
     let last = String::from_utf8_lossy(&output.stdout);
     assert_eq!(last.trim(), "volume db has 4 replicas; writes need 3 of them");
 
-    assert!(said.iter().all(|(_, line)| line.starts_with("volume db: 1 replica being added")));
+    assert!(printed.iter().all(|(_, line)| line.starts_with("volume db: 1 replica being added")));
     let lines: Vec<(Duration, Line)> =
-        said.iter().filter_map(|(at, line)| Some((*at, read_line(line, &pool)?))).collect();
-    assert!(lines.len() >= 6, "{said:?}");
+        printed.iter().filter_map(|(at, line)| Some((*at, read_line(line, &pool)?))).collect();
+    assert!(lines.len() >= 6, "{printed:?}");
     for pair in lines.windows(2) {
-        assert!(pair[0].1.done <= pair[1].1.done, "it went back: {said:?}");
+        assert!(pair[0].1.done <= pair[1].1.done, "it went back: {printed:?}");
     }
-    assert!(lines.iter().all(|(_, line)| line.done <= line.total), "{said:?}");
+    assert!(lines.iter().all(|(_, line)| line.done <= line.total), "{printed:?}");
     let paced: Vec<(Duration, f64, f64)> = lines
         .iter()
         .filter_map(|(at, line)| line.pace.map(|(rate, left)| (*at, rate, left)))
         .collect();
-    assert!(paced.len() >= 2, "no line says how fast it goes: {said:?}");
+    assert!(paced.len() >= 2, "no line says how fast it goes: {printed:?}");
     for (at, rate, left) in paced {
         let so = rate / RATE as f64;
-        assert!((0.4..2.5).contains(&so), "{rate} bytes a second at {at:?}: {said:?}");
+        assert!((0.4..2.5).contains(&so), "{rate} bytes a second at {at:?}: {printed:?}");
         let truly = took.saturating_sub(at).as_secs_f64();
         assert!(
             (left - truly).abs() <= truly / 2.0 + 6.0,
-            "{left} s, and it took {truly} s: {said:?}"
+            "{left} s, and it took {truly} s: {printed:?}"
         );
     }
     dev.stop();
@@ -160,7 +160,7 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
 /// Proves: a rebuild whose pool dies in the middle continues from there, and moves at most 1.2
 /// times the necessary bytes.
 #[test]
-fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
+fn a_rebuild_whose_pool_is_killed_copies_only_the_missing_data() {
     // A fifth is more than a pool copies between two of its checkpoints.
     const MIB_OF_DATA: u64 = 192;
     let (scratch, dev) = cluster("midway", "4");
@@ -177,10 +177,10 @@ fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_agai
     let mut errors = std::io::BufReader::new(waiting.stderr.take().unwrap());
     std::io::BufRead::read_line(&mut errors, &mut String::new()).unwrap();
     kill_process(Pid::from_child(&waiting), Signal::INT).unwrap();
-    let said = std::io::read_to_string(errors).unwrap();
-    assert_eq!(waiting.wait().unwrap().code(), Some(130), "{said}");
-    assert!(said.contains("error: interrupted: volume db: 1 replica being added"), "{said}");
-    assert!(said.contains("it goes on by itself"), "{said}");
+    let printed = std::io::read_to_string(errors).unwrap();
+    assert_eq!(waiting.wait().unwrap().code(), Some(130), "{printed}");
+    assert!(printed.contains("error: interrupted: volume db: 1 replica being added"), "{printed}");
+    assert!(printed.contains("it continues by itself"), "{printed}");
     dev.eventually("more than half of it is there", || {
         let grown = allocated_bytes(&dev.pool_file(&pool)).saturating_sub(before);
         (grown > MIB_OF_DATA * MIB * 6 / 10).then_some(())
@@ -188,7 +188,9 @@ fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_agai
     slow.end();
     dev.kill(&pool);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 4], "it was in the middle");
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [4, 3, 4]
+    });
     let metrics = ask_target(&dev, "/metrics").expect("the target answers");
     let name = "quoin_target_rebuild_moved_bytes_total ";
     let moved = metrics.lines().find_map(|line| line.strip_prefix(name)).unwrap();
@@ -197,7 +199,7 @@ fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_agai
     println!("{moved} bytes were copied of {needed}");
     assert!(moved >= needed, "{moved} bytes were copied of {needed}");
     assert!(moved * 10 <= needed * 12, "{moved} bytes were copied of {needed}");
-    let told = events(&dev, "ReplicaRebuilt");
-    assert!(!told.is_empty(), "how much was copied is told");
+    let reported = events(&dev, "ReplicaRebuilt");
+    assert!(!reported.is_empty(), "how much was copied is told");
     compare(&scratch, dev, 4);
 }

@@ -14,7 +14,7 @@ use support::{Dev, block, signal};
 /// Proves SCALE-TEST-04, SCALE-TEST-05, SCALE-GOAL-01, SCALE-GOAL-03, SCALE-STORY-01,
 /// SCALE-CONF-10, SCALE-CONF-11.
 #[test]
-fn a_volume_of_one_replica_is_scaled_to_three_and_every_new_copy_is_whole() {
+fn a_volume_of_one_replica_is_scaled_to_three_complete_replicas() {
     let (scratch, dev) = cluster("scale", "5");
     let load = volume(&dev, "1");
     let before = known(&dev);
@@ -24,18 +24,18 @@ fn a_volume_of_one_replica_is_scaled_to_three_and_every_new_copy_is_whole() {
     assert_eq!(scaled["membershipVersion"], 3);
     let after = known(&dev);
     assert!(after.len() == 3 && before.iter().all(|first| after.contains(first)));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "5"]);
     assert_eq!(factors(&scaled), [5, 3, 5]);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 5);
 }
 
 #[test]
-fn newcomers_that_are_taken_back_under_load_cost_no_new_epoch_and_the_next_one_is_made() {
+fn cancelled_newcomers_under_load_cost_no_new_epoch() {
     let (scratch, dev) = cluster("taken-back", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let epoch = dev.json(&["volume", "get", "db"])["epoch"].clone();
     for round in 0..6 {
         dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
@@ -45,13 +45,13 @@ fn newcomers_that_are_taken_back_under_load_cost_no_new_epoch_and_the_next_one_i
         let newcomer = replicas.as_array().unwrap().iter().find(|r| r["known"] == false);
         // A newcomer that is known by now leaves, which is a change like others.
         if newcomer.is_none() {
-            dev.wait_for_volume("db", "whole", whole);
+            dev.wait_for_volume("db", "whole", all_in_sync);
         }
         let last = newcomer.unwrap_or(&replicas[3])["pool"].as_str().unwrap().to_owned();
         dev.ok(&["replica", "remove", "db", &last]);
-        let three = |volume: &Value| whole(volume) && factors(volume) == [3, 2, 3];
+        let three = |volume: &Value| all_in_sync(volume) && factors(volume) == [3, 2, 3];
         dev.wait_for_volume("db", "of three replicas and whole", three);
-        load.goes_on(&dev, 100);
+        load.assert_progress(&dev, 100);
     }
     let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "4"]);
     assert_eq!((factors(&scaled), &scaled["epoch"]), ([4, 3, 4], &epoch));
@@ -63,7 +63,7 @@ fn newcomers_that_are_taken_back_under_load_cost_no_new_epoch_and_the_next_one_i
 fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
     let (scratch, dev) = cluster("move", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     let (from, id, guid) = before[0].clone();
     let taken: Vec<_> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
@@ -79,14 +79,14 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
         let old = pools.as_array().unwrap().iter().find(|p| p["name"] == *from).cloned();
         old.filter(|pool| pool["replicas"] == 0)
     });
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     // Requested again, by the pool it was on or by its id, it is there already.
     for named in [from.as_str(), id.as_str()] {
-        let said = dev.ok(&["replica", "move", "db", named, "--to", free]);
-        assert_eq!(said.matches(&format!("replica {id} is on pool {free} already")).count(), 1);
+        let printed = dev.ok(&["replica", "move", "db", named, "--to", free]);
+        assert_eq!(printed.matches(&format!("replica {id} is on pool {free} already")).count(), 1);
     }
-    let said = dev.ok(&["replica", "replace", "db", &id]);
-    assert!(said.contains("nothing is to be replaced"), "{said}");
+    let printed = dev.ok(&["replica", "replace", "db", &id]);
+    assert!(printed.contains("nothing is to be replaced"), "{printed}");
     let text = refused(&dev, &["replica", "move", "db", "pool-x", "--to", free]);
     assert!(text.contains("there is no pool pool-x; pools are pool-a, pool-b"), "{text}");
     assert_eq!(known(&dev), after);
@@ -98,19 +98,19 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
 
 /// Proves SCALE-STORY-07, SCALE-SHORT-01, SCALE-GOAL-05.
 #[test]
-fn a_replica_on_a_pool_that_hangs_is_replaced_and_never_connects_again_whatever_restarts() {
+fn a_replaced_replica_of_a_hanging_pool_never_connects_again() {
     let (scratch, dev) = cluster("replace", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (pool, id, old) = known(&dev)[1].clone();
     let pid = dev.pid(&pool).unwrap();
     signal(pid, "STOP");
-    load.goes_on(&dev, 200);
+    load.assert_progress(&dev, 200);
     let replaced = waiting(&dev, &["replica", "replace", "db", &pool]);
     assert_eq!(factors(&replaced), [3, 2, 3]);
     let (.., new) = known(&dev).into_iter().find(|(_, same, _)| *same == id).unwrap();
     assert_ne!(new, old);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     // The replaced one comes back, with everything else restarted in every order.
     signal(pid, "CONT");
     let restarts: [&[&str]; 4] =
@@ -119,8 +119,8 @@ fn a_replica_on_a_pool_that_hangs_is_replaced_and_never_connects_again_whatever_
         for process in restart {
             dev.kill(process);
         }
-        load.goes_on(&dev, 50);
-        dev.wait_for_volume("db", "whole", whole);
+        load.assert_progress(&dev, 50);
+        dev.wait_for_volume("db", "whole", all_in_sync);
         let list = known(&dev);
         assert!(list.len() == 3 && list.iter().all(|(.., guid)| *guid != old), "{list:?}");
     }
@@ -134,10 +134,10 @@ fn a_replica_on_a_pool_that_hangs_is_replaced_and_never_connects_again_whatever_
 
 /// Proves SCALE-TEST-11, SCALE-VALID-03.
 #[test]
-fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing() {
+fn replicas_are_removed_only_by_name_and_wrong_requests_change_nothing() {
     let (scratch, dev) = cluster("remove", "3");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     let text = refused(&dev, &["volume", "scale", "db", "--replicas", "2"]);
     assert!(text.contains("quoin replica remove"), "{text}");
@@ -159,14 +159,14 @@ fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing
     let text = refused(&dev, &["replica", "remove", "db", "pool-a"]);
     assert!(text.contains("not in sync"), "{text}");
     signal(pid, "CONT");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let removed = waiting(&dev, &["replica", "remove", "db", "pool-a", "pool-b"]);
     assert_eq!(factors(&removed), [1, 1, 1]);
     let text = refused(&dev, &["replica", "remove", "db", &before[0].1]);
     assert!(text.contains("no replica") && text.contains("on pool pool-c"), "{text}");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.kill("target");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3"]);
     assert_eq!(factors(&scaled), [3, 2, 3]);
     let gone: Vec<_> = before.iter().filter(|(pool, ..)| pool != "pool-c").collect();
@@ -177,7 +177,7 @@ fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing
 
 /// Proves SCALE-TEST-06.
 #[test]
-fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_is_made() {
+fn a_change_is_completed_after_kills_of_controller_target_and_newcomers() {
     let (scratch, dev) = cluster("dying", "4");
     let load = volume(&dev, "3");
     for (round, victims) in
@@ -185,7 +185,7 @@ fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_
             .iter()
             .enumerate()
     {
-        dev.wait_for_volume("db", "whole", whole);
+        dev.wait_for_volume("db", "whole", all_in_sync);
         let list = known(&dev);
         let spare = ["pool-a", "pool-b", "pool-c", "pool-d"]
             .into_iter()
@@ -201,17 +201,17 @@ fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_
         let after = known(&dev);
         assert!(after.len() == 3 && after.iter().all(|(.., g)| *g != guid), "{after:?}");
         assert!(after.iter().any(|(pool, i, _)| pool == spare && *i == id));
-        load.goes_on(&dev, 50);
+        load.assert_progress(&dev, 50);
     }
     end(&scratch, dev, load, 3);
 }
 
 /// Proves SCALE-SHORT-01, SCALE-ADMIT-16, SCALE-GOAL-06.
 #[test]
-fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_whole() {
+fn a_replica_on_an_absent_pool_is_replaced_automatically_and_completely() {
     let (scratch, dev) = healing("heal", "4", "2s");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (pool, id, old) = known(&dev)[1].clone();
     let pid = dev.pid(&pool).unwrap();
     signal(pid, "STOP");
@@ -219,16 +219,19 @@ fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_w
         let list = known(&dev);
         (list.len() == 3 && list.iter().all(|(.., guid)| *guid != old)).then_some(())
     });
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (place, ..) = known(&dev).into_iter().find(|(_, same, _)| *same == id).unwrap();
     assert_ne!(place, pool);
-    let told = events(&dev, "ReplicaHeals");
-    assert!(told.len() == 1 && told[0].contains(&pool) && told[0].contains("2s"), "{told:?}");
+    let reported = events(&dev, "ReplicaHeals");
+    assert!(
+        reported.len() == 1 && reported[0].contains(&pool) && reported[0].contains("2s"),
+        "{reported:?}"
+    );
     // Back with all its data, it is refused and cleared.
     signal(pid, "CONT");
     dev.eventually("the old copy is deleted", || (held(&dev, &pool) == 0).then_some(()));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     assert!(known(&dev).iter().all(|(.., guid)| *guid != old));
     let kept = factors(&dev.json(&["volume", "get", "db"]));
     assert_eq!(kept, [3, 2, 3], "nobody but a person raises RF or DRF");
@@ -236,10 +239,10 @@ fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_w
 }
 
 #[test]
-fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_nothing_is_begun() {
+fn a_pool_is_drained_under_load_through_a_kill_of_the_controller() {
     let (scratch, dev) = cluster("drained", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (pool, id, old) = known(&dev)[0].clone();
     // All pools of `quoin dev` are on one node.
     let nodes = dev.json(&["node", "list"]);
@@ -254,7 +257,7 @@ fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_no
     dev.wait_for_volume("db", "changed", |_| true);
     let drained = waiting(&dev, &["pool", "drain", &pool]);
     assert_eq!(drained["state"], "drained");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let after = known(&dev);
     assert!(after.iter().all(|(place, _, guid)| *place != pool && *guid != old));
     assert!(after.iter().any(|(_, same, _)| *same == id));
@@ -264,14 +267,14 @@ fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_no
     let text = refused(&dev, &["pool", "drain", &other]);
     assert!(text.contains(&format!("{pool} (drained)")), "{text}");
     dev.ok(&["pool", "uncordon", &pool]);
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     waiting(&dev, &["pool", "drain", &other]);
     assert_eq!(held(&dev, &other), 0);
     end(&scratch, dev, load, 3);
 }
 
 #[test]
-fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_whole() {
+fn a_detached_volume_is_scaled_and_healed_without_loss() {
     let (scratch, dev) = healing("unused", "5", "2s");
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
     let client = dev.client("db");
@@ -292,7 +295,7 @@ fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_w
         (list.len() == 3 && list.iter().all(|(.., guid)| *guid != old)).then_some(())
     });
     signal(pid, "CONT");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     // No client could have connected, and no process keeps it open.
     let id = dev.json(&["volume", "get", "db"])["id"].as_str().unwrap().to_owned();
     assert!(!dev.directory.join(format!("run/nbd/{id}.sock")).exists());
@@ -325,7 +328,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     dev.ok(&["apply", "-f", path]);
     assert_eq!(dev.ok(&["diff", "-f", path]), "volume db: as declared");
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     // A field of the status is not a request.
     write("  replicationFactor: 3\n");
     assert!(refused(&dev, &["apply", "-f", path]).contains("replicationFactor"));
@@ -362,8 +365,9 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     for command in [&["diff", "-f", path][..], &["apply", "--dry-run", "-f", path]] {
         let output = dev.quoin(command);
         assert_eq!(output.status.code(), Some(1));
-        let [said, error] = [output.stdout, output.stderr].map(|o| String::from_utf8(o).unwrap());
-        assert!(said.contains("volume second: volume made: 8 MiB"), "{said}");
+        let [printed, error] =
+            [output.stdout, output.stderr].map(|o| String::from_utf8(o).unwrap());
+        assert!(printed.contains("volume second: volume made: 8 MiB"), "{printed}");
         assert!(error.contains("volume db") && error.contains("name in spec.replicas"), "{error}");
     }
     // A document that an editor saves is applied.
@@ -379,7 +383,7 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     assert!(edited.status.success(), "{}", String::from_utf8_lossy(&edited.stderr));
     dev.wait_for_volume("db", "moved", |volume| volume["changing"] == "");
     assert!(known(&dev).iter().any(|(pool, ..)| pool == free));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 3);
 }
 
@@ -400,7 +404,7 @@ fn inspect(file: &std::path::Path) -> Vec<(String, String, bool)> {
 /// Proves SCALE-ID-01, SCALE-ID-07, SCALE-QUORUM-01, SCALE-QUORUM-02, SCALE-QUORUM-04,
 /// SCALE-QUORUM-05, SCALE-QUORUM-06, SCALE-QUORUM-07.
 #[test]
-fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_born_with_it_on() {
+fn a_replica_stores_its_id_and_quorum_and_only_a_first_one_starts_with_quorum() {
     let (scratch, dev) = cluster("quorum", "4");
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let quorums = |dev: &Dev| -> Vec<(String, String, bool)> {
@@ -412,8 +416,8 @@ fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_bor
     // Made with the volume, before anything was ever written: on.
     assert!(quorums(&dev).len() == 3 && quorums(&dev).iter().all(|(.., quorum)| *quorum));
     let load = Load::start(dev.client("db"), 5);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     // No target fills the new one: it is unchanged since its creation.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
@@ -433,9 +437,11 @@ fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_bor
     let again = dev.replica("db", &pool);
     assert_eq!((&again["guid"], &again["quorum"]), (&born["guid"], &false.into()));
     signal(target, "CONT");
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [4, 3, 4]
+    });
     assert!(quorums(&dev).iter().all(|(.., quorum)| *quorum), "what it holds may be read");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     let listed = known(&dev);
     let files: Vec<_> = listed.iter().map(|(pool, ..)| dev.pool_file(pool)).collect();
     end(&scratch, dev, load, 4);
@@ -446,7 +452,7 @@ fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_bor
 
 /// Proves SCALE-TEST-12, SCALE-GOAL-02, SCALE-STORY-08, SCALE-STORY-09.
 #[test]
-fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_three_with_all_data() {
+fn a_volume_is_rebuilt_from_one_copy_after_two_pools_were_recreated() {
     let (scratch, dev) = cluster("recover", "3");
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let client = dev.client("db");
@@ -454,7 +460,7 @@ fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_thre
         client.write(lba * 4096, block(lba, 9).into(), false).unwrap();
     }
     client.flush().unwrap();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     let text = refused(&dev, &["volume", "recover", "db", "--keep", "pool-a"]);
     assert!(text.contains("keep it too"), "with all there, nothing is given up: {text}");
@@ -482,7 +488,9 @@ fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_thre
     let recovered: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(factors(&recovered), [1, 1, 3]);
     // DRF is unchanged: RF follows by itself.
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [3, 2, 3]
+    });
     let after = known(&dev);
     assert_eq!(after.len(), 3);
     assert!(after.contains(before.iter().find(|(pool, ..)| pool == "pool-a").unwrap()));

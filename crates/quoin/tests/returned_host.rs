@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use bytes::Bytes;
-use common::{Cluster, Place, apart, can_attach, eventually, free_port, have, run, signal};
+use common::{
+    Cluster, Place, can_attach, eventually, free_port, have, isolated_command, run, signal,
+};
 use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 
@@ -72,7 +74,7 @@ impl Host {
     /// Runs `volume …` on this host, in a mount table without the mounts of `other`.
     fn volume(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> Output {
         let script = "umount -l \"$1\"/attach/volumes/* 2>&-; shift; exec \"$0\" volume \"$@\"";
-        apart(Path::new(&self.run).parent().unwrap())
+        isolated_command(Path::new(&self.run).parent().unwrap())
             .args(["sh", "-c", script, env!("CARGO_BIN_EXE_quoin"), &other.run])
             .args(arguments)
             .args(["--run", &self.run])
@@ -84,8 +86,8 @@ impl Host {
 
     fn ok(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> String {
         let output = self.volume(cluster, other, arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{arguments:?}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {printed}");
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
@@ -100,18 +102,18 @@ impl Host {
 
     fn refused(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> String {
         let output = self.volume(cluster, other, arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
-        said
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {printed}");
+        printed
     }
 }
 
 fn healthz(port: u16) -> String {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n").unwrap();
-    let mut said = String::new();
-    stream.read_to_string(&mut said).unwrap();
-    said
+    let mut printed = String::new();
+    stream.read_to_string(&mut printed).unwrap();
+    printed
 }
 
 /// Starts a program that writes into the file system and waits until it is on the disk.
@@ -123,8 +125,8 @@ fn writer(mount: &Path) -> Child {
 }
 
 fn events(cluster: &Cluster) -> Vec<(String, String)> {
-    let told = cluster.ok(&["events", "-o", "json"]);
-    let events = serde_json::Deserializer::from_str(&told).into_iter::<Value>();
+    let reported = cluster.ok(&["events", "-o", "json"]);
+    let events = serde_json::Deserializer::from_str(&reported).into_iter::<Value>();
     let text = |event: &Value, key: &str| event[key].as_str().unwrap_or_default().to_owned();
     events
         .map(Result::unwrap)
@@ -140,12 +142,12 @@ fn is_never_ill(cluster: &Cluster) {
         assert!(!waits.as_str().unwrap().contains("pool"), "{volume}");
         health == "Online" && volume["waitingFor"] == ""
     });
-    let told = events(cluster);
-    assert!(!told.iter().any(|(reason, _)| reason == "VolumeDegraded"), "{told:?}");
+    let reported = events(cluster);
+    assert!(!reported.iter().any(|(reason, _)| reason == "VolumeDegraded"), "{reported:?}");
 }
 
 #[test]
-fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_let_go() {
+fn a_host_that_returns_after_its_volume_moved_gets_errors_and_can_detach() {
     if !can_attach() || !have("mkfs.ext4") || !have("unshare") {
         return;
     }
@@ -169,17 +171,20 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
         (shown["devices"][0]["inUse"] == true).then_some(())
     });
     for forced in [&[][..], &["--force"]] {
-        let said = h2.refused(&cluster, &h1, &[&["detach", "db"], forced].concat());
-        assert!(said.contains("attached to h1, not to this host"), "{said}");
-        assert!(said.contains("--node"), "{said}");
+        let printed = h2.refused(&cluster, &h1, &[&["detach", "db"], forced].concat());
+        assert!(printed.contains("attached to h1, not to this host"), "{printed}");
+        assert!(printed.contains("--node"), "{printed}");
     }
     // A node that does not have it, or does not exist.
-    let said = h2.refused(&cluster, &h1, &["detach", "db", "--node", "h7", "--force"]);
-    assert!(said.contains("not attached to node h7") && said.contains("attached to h1"), "{said}");
+    let printed = h2.refused(&cluster, &h1, &["detach", "db", "--node", "h7", "--force"]);
+    assert!(
+        printed.contains("not attached to node h7") && printed.contains("attached to h1"),
+        "{printed}"
+    );
     let taking = ["detach", "db", "--node", "h1"];
-    let said = h2.refused(&cluster, &h1, &taking);
-    assert!(said.contains("in use on node h1") && said.contains("/mount"), "{said}");
-    assert!(said.contains("--force"), "{said}");
+    let printed = h2.refused(&cluster, &h1, &taking);
+    assert!(printed.contains("in use on node h1") && printed.contains("/mount"), "{printed}");
+    assert!(printed.contains("--force"), "{printed}");
     let mut fine = writer(&mount);
     assert!(fine.wait().unwrap().success());
 
@@ -187,11 +192,14 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     h1.signal(&mut cluster, "STOP");
     let mut waits = writer(&mount);
     eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
-    let said = h2.refused(&cluster, &h1, &taking);
-    assert!(said.contains("node h1 has not reported") && said.contains("--force"), "{said}");
+    let printed = h2.refused(&cluster, &h1, &taking);
+    assert!(
+        printed.contains("node h1 has not reported") && printed.contains("--force"),
+        "{printed}"
+    );
     h2.ok(&cluster, &h1, &[&taking[..], &["--force"]].concat());
-    let told = events(&cluster);
-    let forced = told.iter().find(|(reason, _)| reason == "VolumeForced").expect("it is told");
+    let reported = events(&cluster);
+    let forced = reported.iter().find(|(reason, _)| reason == "VolumeForced").expect("it is told");
     assert!(forced.1.contains("from h1") && forced.1.contains("admin socket"), "{forced:?}");
     let client = h2.client(&cluster, &h1, "db");
     client.write(4096, Bytes::from_static(&[7; 4096]), true).unwrap();
@@ -203,9 +211,9 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     assert!(!status.success(), "its write is lost, and it must know");
     for (part, port) in h1.health.iter().enumerate() {
         eventually("its health says so", || {
-            let said = healthz(*port);
-            let is_told = said.contains("volume db: served by h2 since epoch")
-                && said.contains("mounts here are dead");
+            let printed = healthz(*port);
+            let is_told = printed.contains("volume db: served by h2 since epoch")
+                && printed.contains("mounts here are dead");
             assert!(part < 3);
             is_told.then_some(())
         });
@@ -218,11 +226,11 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     assert_eq!(client.read(4096, 4096).unwrap(), [7; 4096].as_slice());
 
     // The host releases its own devices, and nothing else.
-    let said = h1.refused(&cluster, &h2, &["detach", "db"]);
-    assert!(said.contains("unmount"), "{said}");
+    let printed = h1.refused(&cluster, &h2, &["detach", "db"]);
+    assert!(printed.contains("unmount"), "{printed}");
     run("umount", &[mount.to_str().unwrap()]);
-    let said = h1.ok(&cluster, &h2, &["detach", "db"]);
-    assert!(said.contains("stays attached to h2"), "{said}");
+    let printed = h1.ok(&cluster, &h2, &["detach", "db"]);
+    assert!(printed.contains("stays attached to h2"), "{printed}");
     assert_eq!(cluster.json(&["volume", "get", "db"])["nodes"], serde_json::json!(["h2"]));
     client.write(8192, Bytes::from_static(&[8; 4096]), true).unwrap();
     eventually("the host is well again", || {
@@ -235,7 +243,7 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
 /// The host's own state proves nothing about the volume's present user: its attach process may not
 /// answer, and may not have been informed yet.
 #[test]
-fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
+fn a_detach_on_one_host_does_not_detach_another_host() {
     if !can_attach() || !have("unshare") {
         return;
     }
@@ -256,8 +264,8 @@ fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
         h2.ok(&cluster, &h1, &["detach", volume, "--node", "h1", "--force"]);
         h2.client(&cluster, &h1, volume)
     });
-    let stays = |cluster: &Cluster, volume: &str, said: &str| {
-        assert!(said.contains("stays attached to h2"), "{said}");
+    let stays = |cluster: &Cluster, volume: &str, printed: &str| {
+        assert!(printed.contains("stays attached to h2"), "{printed}");
         let shown = cluster.json(&["volume", "get", volume]);
         assert_eq!(shown["nodes"], serde_json::json!(["h2"]));
         assert!(
@@ -266,13 +274,13 @@ fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
                 .any(|(reason, why)| { reason == "VolumeForced" && why.contains("from h2") })
         );
     };
-    let said = h1.ok(&cluster, &h2, &["detach", "idle"]);
-    stays(&cluster, "idle", &said);
+    let printed = h1.ok(&cluster, &h2, &["detach", "idle"]);
+    stays(&cluster, "idle", &printed);
 
     let attach = cluster.process("h1-attach").pid();
     signal(attach, "STOP");
-    let said = h1.ok(&cluster, &h2, &["detach", "stuck", "--force"]);
-    stays(&cluster, "stuck", &said);
+    let printed = h1.ok(&cluster, &h2, &["detach", "stuck", "--force"]);
+    stays(&cluster, "stuck", &printed);
     for client in &clients {
         client.write(4096, Bytes::from_static(&[7; 4096]), true).unwrap();
     }

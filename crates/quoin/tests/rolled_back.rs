@@ -14,7 +14,7 @@ const BLOCK: u64 = 4096;
 /// Two of three replicas are there, which would be enough to open the volume, but one of them is of
 /// that image and the other was away.
 #[test]
-fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
+fn an_older_state_of_a_pools_disk_serves_no_client_and_no_old_data_is_read() {
     let scratch = Scratch::new("rolledback");
     let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
     let dev = Dev::start(&scratch.cluster(), &flags);
@@ -40,7 +40,7 @@ fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
 /// replica was closed in order then, and the boot is the same, so nothing in the image itself shows
 /// that it lacks data acknowledged since.
 #[test]
-fn an_image_of_a_pools_present_life_serves_nobody_and_nothing_older_is_read() {
+fn a_restored_image_of_a_pool_serves_no_client_and_no_old_data_is_read() {
     let scratch = Scratch::new("present-life");
     let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
     let dev = Dev::start(&scratch.cluster(), &flags);
@@ -86,8 +86,8 @@ fn kill_all(dev: Dev) {
 /// the second version.
 fn nothing_older_is_read(scratch: &Scratch, flags: &[&str]) {
     let dev = Dev::start(&scratch.cluster(), flags);
-    let whole = dev.pid("pool-a").unwrap();
-    signal(whole, "STOP");
+    let hanging = dev.pid("pool-a").unwrap();
+    signal(hanging, "STOP");
     dev.eventually("it is found out", || {
         dev.ok(&["events"]).contains("PoolRolledBack").then_some(())
     });
@@ -95,7 +95,7 @@ fn nothing_older_is_read(scratch: &Scratch, flags: &[&str]) {
     let reading = std::thread::spawn(move || client.read(0, BLOCK as u32).unwrap());
     std::thread::sleep(Duration::from_secs(4));
     assert!(!reading.is_finished(), "read from replicas that lack what was acknowledged");
-    signal(whole, "CONT");
+    signal(hanging, "CONT");
     dev.eventually("the read goes on", || reading.is_finished().then_some(()));
     assert!(reading.join().unwrap() == block(0, 2), "the second version was acknowledged");
     dev.ok(&["volume", "detach", "db"]);

@@ -29,12 +29,12 @@ fn list(status: &Value) -> BTreeSet<(String, String)> {
 
 /// Proves SCALE-CF-02.
 #[test]
-fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keeps_to_it() {
+fn a_consistency_factor_is_raised_and_lowered_under_load_and_every_write_obeys_it() {
     let (scratch, dev) = cluster("factor", "3");
     dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
     for refused_factor in ["4", "9"] {
@@ -45,7 +45,7 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
     waiting(&dev, &["volume", "scale", "db", "--consistency-factor", "3"]);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 3, 3]);
     assert_eq!(known(&dev), before, "nobody joined and nobody left");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
 
     // One is away: with two copies no write is held.
     let away = dev.pid("pool-c").unwrap();
@@ -62,8 +62,8 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
     signal(away, "CONT");
     let client = write.join().unwrap();
     assert_eq!(client.read(BEYOND * BLOCK, 4096).unwrap(), block(BEYOND, 1));
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
 
     // Two copies are enough again by the formula.
     waiting(&dev, &["volume", "scale", "db", "--consistency-factor", "0"]);
@@ -73,7 +73,7 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
         (dev.replica("db", "pool-c")["phase"] == "Offline").then_some(())
     });
     client.write(BEYOND * BLOCK, Bytes::from(block(BEYOND, 2)), true).unwrap();
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     signal(away, "CONT");
     assert_eq!(client.read(BEYOND * BLOCK, 4096).unwrap(), block(BEYOND, 2));
     client.stop();
@@ -89,13 +89,13 @@ fn moved_bytes(dev: &Dev) -> u64 {
 }
 
 #[test]
-fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_in_its_place() {
+fn a_returning_pool_gets_only_the_changes_and_is_not_replaced_with_healing_off() {
     const BLOCKS: u64 = 24_576;
     const CHANGED: u64 = 1024;
     let (scratch, dev) = cluster("delta", "4");
     dev.ok(&["volume", "create", "db", "--size", "96MiB", "--replicas", "3"]);
     let client = dev.client("db");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let write = |blocks: u64, version| {
         for first in (0..blocks).step_by(256) {
             let data: Vec<u8> = (first..first + 256).flat_map(|lba| block(lba, version)).collect();
@@ -104,7 +104,7 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
     };
     write(BLOCKS, 1);
     client.flush().unwrap();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (before, members) = (moved_bytes(&dev), known(&dev));
     let away = dev.pid(&members[2].0).unwrap();
     // The missing entries are sent where the others have not cut their logs yet, and nothing is
@@ -122,7 +122,7 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
         assert_eq!(dev.json(&["replica", "list", "db"]).as_array().unwrap().len(), 3);
         assert_eq!(events(&dev, "ReplicaHeals"), [""; 0], "replacing was turned off");
         signal(away, "CONT");
-        dev.wait_for_volume("db", "whole", whole);
+        dev.wait_for_volume("db", "whole", all_in_sync);
         // The bytes are counted at the target's next update of its metrics.
         std::thread::sleep(Duration::from_secs(1));
         Some(moved_bytes(&dev) - before).filter(|moved| *moved > 0)
@@ -137,7 +137,7 @@ fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_i
 /// Proves SCALE-CF-01, SCALE-LIST-02, SCALE-LIST-03, SCALE-LIST-04, SCALE-LIST-05, SCALE-KNOWN-03,
 /// SCALE-ID-05, SCALE-STORY-03.
 #[test]
-fn a_volume_grows_one_by_one_and_its_list_and_factors_are_those_of_one_step_whenever_seen() {
+fn the_list_and_the_factors_of_a_growing_volume_always_belong_to_one_step() {
     let (scratch, dev) = cluster("grow", "5");
     let load = volume(&dev, "1");
     let mut ever = list(&manifest(&dev)["status"]);
@@ -147,18 +147,18 @@ fn a_volume_grows_one_by_one_and_its_list_and_factors_are_those_of_one_step_when
         let after = dev.eventually("it has grown", || {
             let status = manifest(&dev)["status"].clone();
             let now = list(&status);
-            let said = (now.len() as u64, &status["consistencyFactor"]);
-            assert_eq!(status["replicationFactor"], said.0, "{status}");
+            let printed = (now.len() as u64, &status["consistencyFactor"]);
+            assert_eq!(status["replicationFactor"], printed.0, "{status}");
             let old = [1, 2, 2, 3][factor as usize - 2];
-            assert!(said == (factor - 1, &old.into()) || said == (factor, &majority.into()));
-            (said.0 == factor && status.get("changing").is_none()).then_some(now)
+            assert!(printed == (factor - 1, &old.into()) || printed == (factor, &majority.into()));
+            (printed.0 == factor && status.get("changing").is_none()).then_some(now)
         });
         assert!(before.is_subset(&after));
         let new: Vec<_> = after.difference(&before).cloned().collect();
         let [(id, guid)] = &new[..] else { panic!("{new:?}") };
         assert!(ever.iter().all(|(i, g)| i != id && g != guid), "{id} {guid} was there before");
         ever.extend(new);
-        load.goes_on(&dev, 50);
+        load.assert_progress(&dev, 50);
     }
     dev.eventually("all of the list have quorum on", || {
         let shown = dev.json(&["replica", "list", "db"]);
@@ -170,7 +170,7 @@ fn a_volume_grows_one_by_one_and_its_list_and_factors_are_those_of_one_step_when
 }
 
 #[test]
-fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
+fn the_document_shows_positions_of_replicas_and_progress_of_rebuilds() {
     let (scratch, dev) = cluster("progress", "4");
     dev.ok(&["volume", "create", "db", "--size", "128MiB", "--replicas", "3"]);
     let client = dev.client("db");
@@ -181,8 +181,8 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     client.flush().unwrap();
     client.stop();
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let shown = manifest(&dev);
     let old = list(&shown["status"]);
     let replicas = shown["status"]["replicas"].as_array().unwrap();
@@ -204,7 +204,9 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     };
     let known: Vec<String> = known(&dev).into_iter().map(|(pool, ..)| pool).collect();
     let again = || {
-        dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+        dev.wait_for_volume("db", "whole", |volume| {
+            all_in_sync(volume) && factors(volume) == [4, 3, 4]
+        });
         let pools = ["pool-a", "pool-b", "pool-c", "pool-d"];
         let fourth = pools.into_iter().find(|pool| !known.contains(&(*pool).to_owned())).unwrap();
         waiting(&dev, &["replica", "remove", "db", fourth]);
@@ -219,8 +221,10 @@ fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
     let bytes = |field: &str| rebuild[field].as_u64().unwrap();
     assert!(bytes("doneBytes") <= bytes("totalBytes"), "{rebuild}");
     assert!(bytes("totalBytes") >= 24_000 * BLOCK, "{rebuild}");
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
-    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [4, 3, 4]
+    });
+    load.assert_progress(&dev, 100);
     load.verify();
     // All are at one position at rest, which is of the open epoch.
     dev.eventually("all replicas are at one position", || {

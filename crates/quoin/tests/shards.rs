@@ -21,7 +21,7 @@ fn shards(dev: &Dev) -> usize {
 }
 
 #[test]
-fn volumes_of_several_shards_live_their_lives_beside_each_other_and_outlive_the_target() {
+fn volumes_of_several_shards_are_independent_and_survive_the_target() {
     let scratch = Scratch::new("shards");
     let mut quoin = Command::new(env!("CARGO_BIN_EXE_quoin"));
     quoin.env("QUOIN_TARGET_SHARDS", SHARDS.to_string());
@@ -33,7 +33,7 @@ fn volumes_of_several_shards_live_their_lives_beside_each_other_and_outlive_the_
     }
     let loads: Vec<Load> =
         (1..).zip(VOLUMES).map(|(seed, name)| Load::start(dev.client(name), seed)).collect();
-    loads.iter().for_each(|load| load.goes_on(&dev, 200));
+    loads.iter().for_each(|load| load.assert_progress(&dev, 200));
 
     // An operation on one disturbs no other, whichever shard they share.
     dev.ok(&["volume", "resize", "v2", "--size", "32MiB"]);
@@ -50,15 +50,15 @@ fn volumes_of_several_shards_live_their_lives_beside_each_other_and_outlive_the_
     let fourth = dev.client("v4");
     fourth.read(0, 4096).expect("it is served again");
     let sixth = Load::start(dev.client("v6"), 60);
-    kept.iter().for_each(|load| load.goes_on(&dev, 100));
+    kept.iter().for_each(|load| load.assert_progress(&dev, 100));
 
     dev.kill("target");
-    kept.iter().for_each(|load| load.goes_on(&dev, 200));
+    kept.iter().for_each(|load| load.assert_progress(&dev, 200));
     assert_eq!(shards(&dev), SHARDS);
     for name in ["v1", "v2", "v3", "v4", "v6"] {
         dev.wait_for_volume(name, "online", is_online);
     }
-    sixth.goes_on(&dev, 200);
+    sixth.assert_progress(&dev, 200);
     fourth.read(0, 4096).expect("it is served by the next target");
     fourth.stop();
     kept.into_iter().chain([sixth]).for_each(Load::verify);

@@ -71,7 +71,7 @@ fn metrics(address: &str) -> Option<String> {
 }
 
 #[test]
-fn a_replica_behind_a_slow_link_is_told_of_until_it_is_as_fast_as_the_others() {
+fn a_replica_behind_a_slow_link_is_reported_while_it_is_slow() {
     let http = format!("127.0.0.1:{}", free_port());
     let flags = ["--default-spread", "pool", "--http", &http];
     let mut cluster = Cluster::start("slow", &Place::here(), &flags);

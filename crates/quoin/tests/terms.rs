@@ -111,10 +111,10 @@ impl Writer {
         self.acknowledged.load(Ordering::Relaxed)
     }
 
-    fn goes_on(&self, what: &str) {
+    fn assert_progress(&self, what: &str) {
         let before = self.count();
         eventually(what, || {
-            assert!(!self.thread.is_finished(), "{what}: the client saw an error");
+            assert!(!self.thread.is_finished(), "{what}: the client got an error");
             (self.count() > before + 50).then_some(())
         });
     }
@@ -193,8 +193,7 @@ fn reasons(user: &User) -> Vec<String> {
 }
 
 #[test]
-fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_and_reaches_nothing()
- {
+fn a_superseded_controller_that_returns_ends_without_effect() {
     let Some(network) = Network::new(&["c", "p1", "p2", "p3", "d"]) else { return };
     let (old_host, new_host) = (network.place(0), network.place(4));
     let old = format!("{}:7400", old_host.address);
@@ -220,7 +219,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     cluster.ok(&["volume", "create", "db", "--size", "8MiB"]);
     let stale_socket = attach(&cluster, &cluster, "n1");
     let stale = Writer::start(&stale_socket, 0, Written::default());
-    stale.goes_on("the first IO");
+    stale.assert_progress("the first IO");
     let backup = cluster.path("backup");
     cluster.ok(&["controller", "backup", &backup]);
 
@@ -237,11 +236,11 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     eventually("the new controller answers", || {
         user.quoin(&["cluster", "info"]).status.success().then_some(())
     });
-    let said = eventually("the records are recovered", || {
+    let printed = eventually("the records are recovered", || {
         let output = user.quoin(&["controller", "recover"]);
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     });
-    assert!(said.contains("the records rule"), "{said}");
+    assert!(printed.contains("the records rule"), "{printed}");
     user.ok(&["volume", "detach", "db", "--node", "n1", "--force"]);
     let socket = attach(&user, &cluster, "n2");
     let before = eventually("the stale client has had its last answer", || {
@@ -253,7 +252,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     verify(&socket, &acknowledged);
     let written: Written = Arc::new(Mutex::new(acknowledged));
     let writer = Writer::start(&socket, 1_000_000, written);
-    writer.goes_on("the volume in its new place");
+    writer.assert_progress("the volume in its new place");
     eventually("it is whole", || {
         (user.json(&["volume", "get", "db"])["health"] == "Online").then_some(())
     });
@@ -262,9 +261,12 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     network.link(0, "up");
     let ended = eventually("the old controller ends", || cluster.process("controller").ended());
     assert_eq!(ended.code(), Some(SUPERSEDED), "{}", cluster.log("controller"));
-    let said = cluster.log("controller");
-    assert!(said.contains("term 1 has begun") && said.contains("ControllerSuperseded"), "{said}");
-    writer.goes_on("the volume beside what came back");
+    let printed = cluster.log("controller");
+    assert!(
+        printed.contains("term 1 has begun") && printed.contains("ControllerSuperseded"),
+        "{printed}"
+    );
+    writer.assert_progress("the volume beside what came back");
     // The controller stays ended, and reports why, until a user lets it begin a term of its own.
     run_controller(&mut cluster, &old_host, "again", "controller", "run");
     let ended = eventually("it does not start", || cluster.process("again").ended());
@@ -273,7 +275,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     eventually("pools tell whom they refused", || {
         reasons(&user).contains(&"TermRefused".to_owned()).then_some(())
     });
-    writer.goes_on("the volume to the end");
+    writer.assert_progress("the volume to the end");
     assert_eq!(epoch(&user), opened, "nothing made the new target open the volume again");
     assert_eq!(stale.count(), before, "a write of the host that was cut off was acknowledged");
     let written = writer.end();
@@ -285,9 +287,9 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     assert_eq!(info["term"], 1);
     stale.stop.store(true, Ordering::Relaxed);
     let state = cluster.path("controller");
-    let said = cluster.ok(&["controller", "recover", "--state", &state]);
-    assert!(said.contains("may start again") && said.contains("term 1"), "{said}");
+    let printed = cluster.ok(&["controller", "recover", "--state", &state]);
+    assert!(printed.contains("may start again") && printed.contains("term 1"), "{printed}");
     let once = cluster.quoin(&["controller", "recover", "--state", &state]);
-    let said = String::from_utf8_lossy(&once.stderr).into_owned();
-    assert!(!once.status.success() && said.contains("no other controller"), "{said}");
+    let printed = String::from_utf8_lossy(&once.stderr).into_owned();
+    assert!(!once.status.success() && printed.contains("no other controller"), "{printed}");
 }

@@ -41,7 +41,7 @@ fn command(program: &Path, home: &Path) -> Command {
 
 /// Copies the program to where that user may run it; returns it and a directory that they may
 /// write.
-fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
+fn prepare(scratch: &Scratch) -> (PathBuf, PathBuf) {
     // The build directory may be unreadable for others.
     let program = scratch.0.join("quoin");
     // Another process copies it: a file that this one has open for writing, and with it any process
@@ -58,9 +58,9 @@ fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused_by_name() {
+fn without_root_volumes_are_used_over_nbd_and_block_devices_are_refused() {
     let scratch = Scratch::new("nobody");
-    let (program, home) = settle(&scratch);
+    let (program, home) = prepare(&scratch);
     let mut dev = command(&program, &home);
     dev.args(["dev", "--dir"]).arg(home.join("c")).stdin(Stdio::null()).stdout(Stdio::piped());
     let mut dev = Dev(dev.spawn().unwrap());
@@ -81,8 +81,8 @@ fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused
     };
     let ok = |arguments: &[&str]| {
         let output = quoin(arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{arguments:?}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {printed}");
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     };
     for pool in ["pool-a", "pool-b", "pool-c"] {
@@ -136,9 +136,9 @@ fn assert_clean(home: &Path) {
 }
 
 #[test]
-fn the_demo_without_root_goes_over_nbd_and_says_so_and_survives_every_harm() {
+fn the_demo_without_root_uses_nbd_and_survives_all_faults() {
     let scratch = Scratch::new("nd");
-    let (program, home) = settle(&scratch);
+    let (program, home) = prepare(&scratch);
 
     let mut given_up = demo(&program, &home).spawn().unwrap();
     let mut lines = BufReader::new(given_up.stdout.take().unwrap()).lines().map_while(Result::ok);
@@ -154,8 +154,8 @@ fn the_demo_without_root_goes_over_nbd_and_says_so_and_survives_every_harm() {
     assert_clean(&home);
 
     let output = demo(&program, &home).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
     for words in [
         "over NBD by a client in this process: attaching a block device needs root",
         "kill -9 of a pool",
@@ -164,15 +164,15 @@ fn the_demo_without_root_goes_over_nbd_and_says_so_and_survives_every_harm() {
         "kill -9 of the controller",
         "kill -9 of all of them at once",
         "a replica is added",
-        "one is taken away",
-        "one goes to another pool",
+        "a replica is removed",
+        "a replica moves to another pool",
         "while its pool is down",
         "cold start",
         "errors seen by the application: none",
         "as root the same demo mounts it",
         "nothing is left behind",
     ] {
-        assert!(said.contains(words), "it does not say {words:?}: {said}");
+        assert!(printed.contains(words), "it does not say {words:?}: {printed}");
     }
     assert_clean(&home);
 }

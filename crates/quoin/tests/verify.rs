@@ -9,7 +9,7 @@ use bytes::Bytes;
 use quoin_nbd::client::Client;
 use serde_json::Value;
 use support::load::Load;
-use support::{Dev, Scratch, block, is_online, rot, test_blocks};
+use support::{Dev, Scratch, block, damage, is_online, test_blocks};
 
 const BLOCK: u64 = 4096;
 /// Written once and then unchanged, beside the load's writes.
@@ -38,16 +38,16 @@ fn check(client: &Client) {
 fn compare(dev: &Dev, what: &str) -> (Option<i32>, Value) {
     let output = dev.quoin(&["volume", what, "db", "-o", "json"]);
     let text = String::from_utf8_lossy(&output.stdout);
-    let said = serde_json::from_str(&text).unwrap_or_else(|error| {
+    let printed = serde_json::from_str(&text).unwrap_or_else(|error| {
         dev.show_logs();
         panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr))
     });
-    (output.status.code(), said)
+    (output.status.code(), printed)
 }
 
-fn of<'a>(said: &'a Value, pool: &str) -> &'a Value {
-    let all = said["replicas"].as_array().unwrap();
-    all.iter().find(|replica| replica["pool"] == pool).unwrap_or_else(|| panic!("{said}"))
+fn of<'a>(printed: &'a Value, pool: &str) -> &'a Value {
+    let all = printed["replicas"].as_array().unwrap();
+    all.iter().find(|replica| replica["pool"] == pool).unwrap_or_else(|| panic!("{printed}"))
 }
 
 fn is_whole(file: &Path, lba: u64) -> bool {
@@ -62,7 +62,7 @@ fn is_whole(file: &Path, lba: u64) -> bool {
 /// Proves: all replicas are compared while a client writes; flipped bytes are reported by
 /// replica and block and nothing else is; a repair fixes them; a client never reads wrong data.
 #[test]
-fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended() {
+fn flipped_bytes_of_a_volume_in_use_are_reported_by_replica_and_block_and_repaired() {
     let scratch = Scratch::new("verify");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
@@ -71,18 +71,22 @@ fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended
     dev.wait_for_volume("db", "online", is_online);
     let load = Load::start(dev.client("db"), 7);
 
-    let (code, said) = compare(&dev, "verify");
-    assert_eq!((code, &said["bad"], &said["differing"]), (Some(0), &0.into(), &0.into()), "{said}");
-    assert_eq!(said["checkedBytes"], 64 << 20, "{said}");
-    assert_eq!(said["replicas"].as_array().unwrap().len(), 3, "{said}");
-    assert!(said["readBytes"].as_u64().unwrap() >= 3 * 4000 * BLOCK, "{said}");
-    load.goes_on(&dev, 100);
+    let (code, printed) = compare(&dev, "verify");
+    assert_eq!(
+        (code, &printed["bad"], &printed["differing"]),
+        (Some(0), &0.into(), &0.into()),
+        "{printed}"
+    );
+    assert_eq!(printed["checkedBytes"], 64 << 20, "{printed}");
+    assert_eq!(printed["replicas"].as_array().unwrap().len(), 3, "{printed}");
+    assert!(printed["readBytes"].as_u64().unwrap() >= 3 * 4000 * BLOCK, "{printed}");
+    load.assert_progress(&dev, 100);
 
     let harm = |pool: &str, lbas: &[u64]| {
         let file = dev.pool_file(pool);
-        let places = test_blocks(&file);
+        let offsets = test_blocks(&file);
         for lba in lbas {
-            places[&(*lba, 1)].iter().for_each(|offset| rot(&file, offset + 2000));
+            offsets[&(*lba, 1)].iter().for_each(|offset| damage(&file, offset + 2000));
         }
         file
     };
@@ -90,12 +94,15 @@ fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended
     let in_c = [3100, 4200, 6999];
     let (file_b, file_c) = (harm("pool-b", &in_b), harm("pool-c", &in_c));
 
-    let (code, said) = compare(&dev, "verify");
-    assert_eq!(code, FOUND, "{said}");
-    assert_eq!((&said["bad"], &said["lost"]), (&15.into(), &0.into()), "{said}");
-    assert_eq!((&said["differing"], &said["repaired"]), (&0.into(), &0.into()), "{said}");
-    assert_eq!((&of(&said, "pool-b")["bad"], &of(&said, "pool-c")["bad"]), (&12.into(), &3.into()));
-    let mut found: Vec<(String, u64)> = said["findings"]
+    let (code, printed) = compare(&dev, "verify");
+    assert_eq!(code, FOUND, "{printed}");
+    assert_eq!((&printed["bad"], &printed["lost"]), (&15.into(), &0.into()), "{printed}");
+    assert_eq!((&printed["differing"], &printed["repaired"]), (&0.into(), &0.into()), "{printed}");
+    assert_eq!(
+        (&of(&printed, "pool-b")["bad"], &of(&printed, "pool-c")["bad"]),
+        (&12.into(), &3.into())
+    );
+    let mut found: Vec<(String, u64)> = printed["findings"]
         .as_array()
         .unwrap()
         .iter()
@@ -109,15 +116,15 @@ fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended
     assert!(!is_whole(&file_b, in_b[0]), "a verification changes nothing");
     assert!(dev.ok(&["events"]).contains("VolumeVerified"));
     assert!(dev.ok(&["volume", "get", "db"]).contains("15 bad"));
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
 
-    let (code, said) = compare(&dev, "repair");
-    assert_eq!((code, &said["repaired"]), (Some(0), &15.into()), "{said}");
+    let (code, printed) = compare(&dev, "repair");
+    assert_eq!((code, &printed["repaired"]), (Some(0), &15.into()), "{printed}");
     assert!(in_b.iter().all(|lba| is_whole(&file_b, *lba)));
     assert!(in_c.iter().all(|lba| is_whole(&file_c, *lba)));
-    let (code, said) = compare(&dev, "verify");
-    assert_eq!((code, &said["bad"]), (Some(0), &0.into()), "{said}");
-    load.goes_on(&dev, 100);
+    let (code, printed) = compare(&dev, "verify");
+    assert_eq!((code, &printed["bad"]), (Some(0), &0.into()), "{printed}");
+    load.assert_progress(&dev, 100);
     load.verify();
     check(&client);
     client.stop();
@@ -125,10 +132,10 @@ fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended
     // A volume that is attached nowhere is opened for as long as it takes.
     dev.ok(&["volume", "detach", "db"]);
     harm("pool-a", &[5000]);
-    let (code, said) = compare(&dev, "verify");
-    assert_eq!((code, &of(&said, "pool-a")["bad"]), (FOUND, &1.into()), "{said}");
-    let (code, said) = compare(&dev, "repair");
-    assert_eq!((code, &said["repaired"]), (Some(0), &1.into()), "{said}");
+    let (code, printed) = compare(&dev, "verify");
+    assert_eq!((code, &of(&printed, "pool-a")["bad"]), (FOUND, &1.into()), "{printed}");
+    let (code, printed) = compare(&dev, "repair");
+    assert_eq!((code, &printed["repaired"]), (Some(0), &1.into()), "{printed}");
     assert_eq!(dev.json(&["volume", "get", "db"])["use"], "detached");
     let client = dev.client("db");
     check(&client);

@@ -56,7 +56,7 @@ impl Product {
                 let said = std::fs::read_to_string(product.dir.join("dev.log")).unwrap_or_default();
                 return Err(Error::Failed(format!(
                     "quoin dev did not bring up {pools} pools and a node: {}",
-                    said.lines().last().unwrap_or("it says nothing")
+                    said.lines().last().unwrap_or("its log is empty")
                 )));
             }
             std::thread::sleep(Duration::from_millis(200));

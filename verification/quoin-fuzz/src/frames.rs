@@ -8,7 +8,7 @@ use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};
-use quoin_wire::hello::Spoken;
+use quoin_wire::hello::SupportedProtocol;
 use quoin_wire::{Frame, Hello};
 
 /// The first byte chooses how the rest is read: as a frame, or as kind, head and data of one.
@@ -43,7 +43,7 @@ fn parse(bytes: &[u8], limits: &Limits) {
     let Ok(incoming) = decode(&header, Bytes::copy_from_slice(frame)) else { return };
     if let Frame::Hello(hello) = &incoming.frame {
         // An unsupported version is refused with a message.
-        let _ = hello.negotiate(&Spoken::HERE).suits(hello);
+        let _ = hello.negotiate(&SupportedProtocol::THIS_BUILD).validate(hello);
     }
 }
 

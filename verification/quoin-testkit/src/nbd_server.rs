@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use bytes::{Bytes, BytesMut};
-use quoin_nbd::{Description, Limits, Session, TlsPolicy, Used};
+use quoin_nbd::{Description, Limits, Session, TlsPolicy, VolumeExport};
 use quoin_types::block::{
     BlockError, DeviceInfo, Frontend, Operation, Payload, Reply, Request, StatusExtent,
 };
@@ -219,8 +219,8 @@ pub fn serve<S: Read + Write>(
         read_only: options.read_only,
     };
     let description = Description { since_epoch: options.since_epoch };
-    let used = Used { device: info, description };
-    let mut session = Session::over(Box::new(used), options.policy.clone(), Limits::default());
+    let export = VolumeExport { device: info, description };
+    let mut session = Session::over(Box::new(export), options.policy.clone(), Limits::default());
     let (mut input, mut output) = (BytesMut::new(), Vec::new());
     let mut buffer = vec![0; 256 << 10];
     loop {

@@ -110,7 +110,7 @@ impl Clients {
         while self.shared.clock.load(Ordering::SeqCst) < before + 40 {
             self.check()?;
             if began.elapsed() > budget {
-                bail!("IO stands still for {} s", budget.as_secs());
+                bail!("IO makes no progress for {} s", budget.as_secs());
             }
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_of_it_is_there_before_it_is_used() {
+    fn all_pages_of_the_buffer_are_resident_before_its_use() {
         const PAGE: usize = 4096;
         let buffer = Buffer::new(64 * PAGE + 80).unwrap();
         let mut pages = [0u8; 65];

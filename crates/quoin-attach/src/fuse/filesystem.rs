@@ -13,7 +13,7 @@ use super::wire::{
     InHeader, MAJOR, MINOR, OPEN_DIRECT_IO, OPEN_PARALLEL_DIRECT_WRITES, WRITE_HEADER_BYTES,
     opcode, out_header, u32_at, u64_at,
 };
-use crate::metrics::{Asked, Metrics};
+use crate::metrics::{Metrics, RequestKind};
 use quoin_nbd::client::RequestError;
 
 /// Largest read or write that the kernel may send.
@@ -63,8 +63,8 @@ pub struct Filesystem {
 struct Pending {
     unique: u64,
     kind: Kind,
-    asked: Asked,
-    came: Instant,
+    request_kind: RequestKind,
+    received: Instant,
 }
 
 #[derive(Debug)]
@@ -98,13 +98,13 @@ impl Filesystem {
 
     /// Sets the metrics that count from now on.
     #[must_use]
-    pub fn counted_by(mut self, metrics: Metrics) -> Self {
+    pub fn with_metrics(mut self, metrics: Metrics) -> Self {
         self.metrics = metrics;
         self
     }
 
     /// Begins a turn: messages and answers in it are timed by this.
-    pub fn turn(&mut self, now: Instant) {
+    pub fn begin_turn(&mut self, now: Instant) {
         self.now = now;
     }
 
@@ -145,8 +145,8 @@ impl Filesystem {
         let unique = pending.unique;
         let is_last = !matches!(pending.kind, Kind::Zero { left, .. } if left > 0);
         if is_last || result.is_err() {
-            let took = self.now.saturating_duration_since(pending.came);
-            self.metrics.answered(pending.asked, took, result.is_ok());
+            let took = self.now.saturating_duration_since(pending.received);
+            self.metrics.count_reply(pending.request_kind, took, result.is_ok());
         }
         let payload = match result {
             Ok(payload) => payload,
@@ -264,13 +264,14 @@ impl Filesystem {
 
     fn submit(&mut self, unique: u64, kind: Kind, operation: Operation) -> Outcome {
         self.next_token += 1;
-        let asked = match &operation {
-            Operation::Read { length, .. } => Asked::Read { bytes: u64::from(*length) },
-            Operation::Write { data, .. } => Asked::Write { bytes: data.len() as u64 },
-            Operation::Flush => Asked::Flush,
-            _ => Asked::Zero,
+        let request_kind = match &operation {
+            Operation::Read { length, .. } => RequestKind::Read { bytes: u64::from(*length) },
+            Operation::Write { data, .. } => RequestKind::Write { bytes: data.len() as u64 },
+            Operation::Flush => RequestKind::Flush,
+            _ => RequestKind::Zero,
         };
-        self.pending.insert(self.next_token, Pending { unique, kind, asked, came: self.now });
+        self.pending
+            .insert(self.next_token, Pending { unique, kind, request_kind, received: self.now });
         Outcome::Submit { token: self.next_token, operation }
     }
 
@@ -355,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_becomes_a_write_and_is_answered_with_its_length() {
+    fn a_fuse_write_becomes_a_write_and_its_reply_has_its_length() {
         let mut filesystem = Filesystem::new(MIB, 4096, false);
         let data = [9; 4096];
         let outcome = filesystem.message(&message(opcode::WRITE, 7, &io(8192, 4096, &data)));
@@ -370,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_the_kernel_can_send_again_is_read_from_its_first_message() {
+    fn resend_support_is_read_from_the_init_message() {
         let hello = |flags: u32, more: u32| {
             let body = Body::default().u32(MAJOR).u32(45).u32(0).u32(flags).u32(more).zeroes(44).0;
             let mut filesystem = Filesystem::new(MIB, 4096, false);
@@ -379,11 +380,11 @@ mod tests {
         };
         assert!(hello(INIT_EXT, INIT2_HAS_RESEND));
         assert!(!hello(INIT_EXT, 0));
-        assert!(!hello(0, INIT2_HAS_RESEND), "a kernel without a second word means nothing by it");
+        assert!(!hello(0, INIT2_HAS_RESEND), "the second flag word is ignored without INIT_EXT");
     }
 
     #[test]
-    fn the_first_answer_names_the_version_and_what_the_kernel_may_send() {
+    fn the_init_reply_has_the_version_and_the_limits_of_requests() {
         let answer = |major: u32| {
             let body = Body::default().u32(major).u32(45).u32(0).u32(u32::MAX).zeroes(48).0;
             let first = message(opcode::INIT, 1, &body);
@@ -398,17 +399,25 @@ mod tests {
         assert_eq!((words(0), words(4), words(8)), (MAJOR, MINOR, 0));
         assert_eq!(words(12), INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES);
         let halves = |at: usize| u16::from_ne_bytes([head[16 + at], head[17 + at]]);
-        assert_eq!((halves(16), halves(18)), (512, 384), "in flight, and crowded from where on");
+        assert_eq!((halves(16), halves(18)), (512, 384), "max_background, congestion_threshold");
         assert_eq!((words(20), words(24), halves(28)), (1 << 20, 1, 256));
         assert_eq!(head.len(), 16 + 64);
 
         let other = answer(MAJOR + 1);
-        assert_eq!(u32_at(&other, 16), Some(MAJOR), "it asks again in this one");
-        assert_eq!(other[20..].iter().filter(|byte| **byte != 0).count(), 1, "the minor alone");
+        assert_eq!(
+            u32_at(&other, 16),
+            Some(MAJOR),
+            "the kernel negotiates again with this version"
+        );
+        assert_eq!(
+            other[20..].iter().filter(|byte| **byte != 0).count(),
+            1,
+            "only the minor version differs"
+        );
     }
 
     #[test]
-    fn reads_end_where_the_volume_ends() {
+    fn reads_stop_at_the_end_of_the_volume() {
         let mut filesystem = Filesystem::new(MIB, 4096, false);
         let read = message(opcode::READ, 1, &io(MIB - 4096, 65536, &[]));
         let (_, operation) = submitted(filesystem.message(&read));
@@ -418,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_hole_is_punched_piece_by_piece_and_answered_once() {
+    fn a_long_hole_is_punched_in_pieces_and_replied_to_once() {
         let mut filesystem = Filesystem::new(5 << 30, 4096, false);
         let mode = FALLOCATE_PUNCH_HOLE | FALLOCATE_KEEP_SIZE;
         let punch = message(opcode::FALLOCATE, 3, &fallocate(4096, u64::MAX / 2, mode));

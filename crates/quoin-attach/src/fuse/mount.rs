@@ -76,7 +76,7 @@ impl Mount {
     }
 
     /// The mount that an earlier process made at `path` and left.
-    pub fn left_at(path: &Path) -> Self {
+    pub fn existing(path: &Path) -> Self {
         Self { path: path.to_owned(), mounted: true }
     }
 
@@ -196,25 +196,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_that_is_left_stays_and_one_that_is_dropped_goes() {
+    fn a_mount_that_is_left_stays_and_a_dropped_one_is_unmounted() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("db");
         File::create(&path).unwrap();
-        Mount::left_at(&path).leave();
+        Mount::existing(&path).leave();
         assert!(path.exists());
-        drop(Mount::left_at(&path));
+        drop(Mount::existing(&path));
         assert!(!path.exists());
     }
 
     #[test]
-    fn what_needs_root_is_told_from_what_is_broken() {
+    fn missing_privileges_are_distinguished_from_other_failures() {
         let is_permission = |number| permission(&io::Error::from_raw_os_error(number));
         assert!(is_permission(libc::EPERM) && is_permission(libc::EACCES));
         assert!(!is_permission(libc::ENOENT) && !is_permission(libc::EBUSY));
     }
 
     #[test]
-    fn only_mounts_of_our_type_are_found_and_their_blanks_are_understood() {
+    fn only_mounts_of_our_type_are_listed_and_escaped_blanks_are_decoded() {
         let table = "22 1 0:21 / /proc rw - proc proc rw\n\
             90 1 0:50 / /run/a\\040b/volumes/db rw,nosuid shared:9 - fuse.quoin quoin:db rw\n\
             91 1 0:51 / /run/other rw - fuse.sshfs x rw\nnonsense\n";

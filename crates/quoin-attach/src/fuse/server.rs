@@ -17,8 +17,8 @@ use super::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
 use super::mount::{Mount, MountError};
 use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
 use crate::Metrics;
-use crate::apart;
-use crate::metrics::Standing;
+use crate::child;
+use crate::metrics::VolumeStatus;
 use quoin_nbd::client::{Done, Link};
 
 /// Limit of messages read from the kernel before the target has its turn.
@@ -30,7 +30,7 @@ const SLICES_MAX: usize = 512;
 
 /// Properties that the file of a volume shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct Geometry {
     pub size_bytes: u64,
     pub block_size: u32,
     pub read_only: bool,
@@ -51,9 +51,9 @@ pub struct Server {
 
 /// Handle that ends a volume's IO permanently.
 #[derive(Clone)]
-pub(crate) struct Ending(Weak<Shared>);
+pub(crate) struct AbortHandle(Weak<Shared>);
 
-impl Ending {
+impl AbortHandle {
     /// Fails waiting and later IO. Returns true the first time.
     pub(crate) fn end(&self, why: &str) -> bool {
         self.0.upgrade().is_some_and(|shared| shared.abort(why))
@@ -93,12 +93,12 @@ impl Server {
     pub fn start(
         path: &Path,
         volume: &str,
-        shape: &Shape,
+        geometry: &Geometry,
         link: Link,
         metrics: &Metrics,
     ) -> Result<Self, MountError> {
         let (mount, device) = Mount::new(path, &format!("quoin:{volume}"))?;
-        Self::serve(mount, device, volume, shape, link, metrics)
+        Self::serve(mount, device, volume, geometry, link, metrics)
     }
 
     /// Continues to serve what another process mounted on the file `path`: `device` is its
@@ -107,14 +107,14 @@ impl Server {
         path: &Path,
         device: OwnedFd,
         volume: &str,
-        shape: &Shape,
+        geometry: &Geometry,
         link: Link,
         metrics: &Metrics,
     ) -> Result<Self, MountError> {
         let failed =
             |source: Errno| MountError::Io { path: path.to_owned(), source: source.into() };
         rustix::io::write(&device, &notification(NOTIFY_RESEND)).map_err(failed)?;
-        let server = Self::serve(Mount::left_at(path), device, volume, shape, link, metrics)?;
+        let server = Self::serve(Mount::existing(path), device, volume, geometry, link, metrics)?;
         server.shared.resends.store(true, Ordering::Relaxed);
         Ok(server)
     }
@@ -123,7 +123,7 @@ impl Server {
         mount: Mount,
         device: OwnedFd,
         volume: &str,
-        shape: &Shape,
+        geometry: &Geometry,
         link: Link,
         metrics: &Metrics,
     ) -> Result<Self, MountError> {
@@ -142,22 +142,25 @@ impl Server {
             active: AtomicU64::new(0),
             dead: OnceLock::new(),
         });
-        let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only)
-            .counted_by(metrics.clone());
+        let filesystem =
+            Filesystem::new(geometry.size_bytes, geometry.block_size, geometry.read_only)
+                .with_metrics(metrics.clone());
         let buffer = Buffer::new(BUFFER_BYTES).map_err(failed)?;
-        let theirs = shared.clone();
+        let thread_shared = shared.clone();
         let name = volume.to_owned();
         let thread = std::thread::Builder::new()
             .name("attach-volume".into())
-            .spawn(move || Turn::new(name, device, filesystem, link, theirs, buffer).run())
+            .spawn(move || {
+                VolumeLoop::new(name, device, filesystem, link, thread_shared, buffer).run()
+            })
             .map_err(failed)?;
-        let seen = shared.clone();
-        let standing = move || Standing {
-            connected: seen.connected.load(Ordering::Relaxed),
-            in_flight: seen.in_flight.load(Ordering::Relaxed),
-            dead: seen.dead.get().cloned(),
+        let status_shared = shared.clone();
+        let status = move || VolumeStatus {
+            connected: status_shared.connected.load(Ordering::Relaxed),
+            in_flight: status_shared.in_flight.load(Ordering::Relaxed),
+            dead: status_shared.dead.get().cloned(),
         };
-        metrics.serve(volume, Arc::new(standing));
+        metrics.serve(volume, Arc::new(status));
         Ok(Self {
             mount: Some(mount),
             connection,
@@ -206,7 +209,7 @@ impl Server {
         self.shared.command(|commands| commands.resize = Some(size_bytes));
         // The kernel never caches the attributes, so it asks the thread, which handles commands
         // before messages.
-        apart::look(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {
+        child::check_file_size(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {
             Some(libc::ERANGE) => io::Error::other("the file still shows its old size"),
             _ => error,
         })
@@ -220,8 +223,8 @@ impl Server {
 
     /// Returns a handle for [`Server::abort`], for callers that may not wait for the owner of this
     /// value.
-    pub(crate) fn ending(&self) -> Ending {
-        Ending(Arc::downgrade(&self.shared))
+    pub(crate) fn abort_handle(&self) -> AbortHandle {
+        AbortHandle(Arc::downgrade(&self.shared))
     }
 
     /// Reason for which all IO fails, if it does.
@@ -286,7 +289,7 @@ impl Shared {
     }
 }
 
-struct Turn {
+struct VolumeLoop {
     volume: String,
     device: OwnedFd,
     filesystem: Filesystem,
@@ -296,7 +299,7 @@ struct Turn {
     buffer: Buffer,
 }
 
-impl Turn {
+impl VolumeLoop {
     fn new(
         volume: String,
         device: OwnedFd,
@@ -312,7 +315,7 @@ impl Turn {
         let mut done = Vec::new();
         let mut ready = Ready { commands: true, kernel: true, target: true };
         loop {
-            self.filesystem.turn(Instant::now());
+            self.filesystem.begin_turn(Instant::now());
             if ready.commands && !self.commands(&mut done) {
                 return;
             }
@@ -329,16 +332,16 @@ impl Turn {
                     }
                 }
             }
-            let mut overtaken = None;
+            let mut superseded = None;
             if let Some(link) = &mut self.link {
                 if ready.target {
                     link.drive(Instant::now(), &mut done);
                 }
                 link.send();
                 self.shared.since_epoch.store(link.info().since_epoch, Ordering::Relaxed);
-                overtaken = link.overtaken().map(str::to_owned);
+                superseded = link.superseded().map(str::to_owned);
             }
-            if let Some(why) = overtaken {
+            if let Some(why) = superseded {
                 self.fail(why, &mut done);
             }
             self.answer(&mut done);
@@ -397,7 +400,7 @@ impl Turn {
                     if self.filesystem.resends() {
                         self.shared.resends.store(true, Ordering::Relaxed);
                     }
-                    self.follow(outcome);
+                    self.handle(outcome);
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 // ENOENT: the request was interrupted before it was read.
@@ -411,11 +414,11 @@ impl Turn {
     fn answer(&mut self, done: &mut Vec<Done>) {
         for one in done.drain(..) {
             let outcome = self.filesystem.complete(one.token, one.result);
-            self.follow(outcome);
+            self.handle(outcome);
         }
     }
 
-    fn follow(&mut self, mut outcome: Outcome) {
+    fn handle(&mut self, mut outcome: Outcome) {
         loop {
             match outcome {
                 Outcome::Answer(answer) => return self.write(&answer),

@@ -13,7 +13,7 @@ use quoin_api::control::{
     TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
 use quoin_identity::convert::membership_message;
-use quoin_identity::{Caller, NoPlace, Peer, Place, Role};
+use quoin_identity::{Caller, NoSlot, Peer, Role, Slot};
 use quoin_types::membership::REPLICAS_MAX;
 use quoin_types::{Epoch, Member};
 use tonic::{Request, Response, Status, Streaming, async_trait};
@@ -64,12 +64,12 @@ impl Services {
     }
 
     /// A place for one stream, of the share that a member has.
-    pub(super) fn stream_place(&self, caller: &Caller) -> Result<Option<Place<Peer>>, Error> {
+    pub(super) fn stream_place(&self, caller: &Caller) -> Result<Option<Slot<Peer>>, Error> {
         let Caller::Member(member) = caller else { return Ok(None) };
         let place = self.streams.take(member.peer.clone()).map_err(|why| {
             Error::Exhausted(match why {
-                NoPlace::Full => "too many streams are open".to_owned(),
-                NoPlace::ShareTaken => format!("{} has too many streams open", member.peer),
+                NoSlot::Full => "too many streams are open".to_owned(),
+                NoSlot::ShareTaken => format!("{} has too many streams open", member.peer),
             })
         })?;
         Ok(Some(place))

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use quoin_identity::{Caller, Role, show_term, show_that_it_does_not_rule, shown_term};
+use quoin_identity::{Caller, Role, mark_as_not_ruling, show_term, shown_term};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
@@ -156,7 +156,7 @@ where
             };
             show_term(answer.headers_mut(), &controller.membership.terms.proof());
             if !controller.membership.terms.claims() {
-                show_that_it_does_not_rule(answer.headers_mut());
+                mark_as_not_ruling(answer.headers_mut());
             }
             Ok(answer)
         })

@@ -14,7 +14,7 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 use quoin_identity::{Peer, Proven};
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
@@ -141,7 +141,7 @@ impl Terms {
         };
         {
             let mut highest = self.state.term.heard();
-            if heard.standing(*highest) == Standing::Higher
+            if heard.compare_with(*highest) == TermOrder::Higher
                 || heard.number == self.state.term().number
             {
                 *highest = heard;
@@ -154,7 +154,7 @@ impl Terms {
         if own.is_ended_by(heard) {
             return self.end(heard, from).await;
         }
-        if heard.standing(own) == Standing::Rival {
+        if heard.compare_with(own) == TermOrder::Rival {
             let message = format!(
                 "{from} goes by term {heard} of another controller, which began it at the same time, \
                  and refuses this one: end the other, then `quoin controller recover` begins a term \

@@ -65,7 +65,7 @@ async fn obey(
 ) {
     let mut told = 0;
     while let Ok(Some(message)) = orders.message().await {
-        if pool.hear_controller(&message.term, !message.does_not_rule).is_err() {
+        if pool.accept_controller_term(&message.term, !message.does_not_rule).is_err() {
             return;
         }
         if message.holdings_request > told {

@@ -1,7 +1,7 @@
 //! The Controller service: checks requests, passes them to the control plane and converts the
 //! answers. It holds no state of volumes, so it runs on any host, in any number.
 
-mod answer;
+mod response;
 
 use quoin_api::control as api;
 use quoin_api::csi::controller_server::Controller;
@@ -11,9 +11,9 @@ use quoin_api::csi::*;
 use tonic::{Request, Response, Status};
 
 use crate::backend::Backend;
-use crate::capability::{self, Capability, Trouble};
+use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
-use crate::in_flight::to_the_end;
+use crate::in_flight::run_to_completion;
 use crate::refusal::{invalid, missing, not_served, out_of_range};
 use crate::{Plugin, context, limits, parameters, topology};
 
@@ -61,13 +61,13 @@ impl Controller for ControllerService {
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         refuse_mutable(&request.mutable_parameters)?;
         let capabilities =
-            capability::read_all(&request.volume_capabilities).map_err(Trouble::invalid)?;
+            capability::read_all(&request.volume_capabilities).map_err(CapabilityError::invalid)?;
         refuse_source(request.volume_content_source.as_ref())?;
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read(&request.parameters)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
-        to_the_end("CreateVolume", async move {
+        run_to_completion("CreateVolume", async move {
             let _held = held;
             let cluster_id = backend.cluster_id().await?.to_owned();
             spec.accessible_topology =
@@ -80,7 +80,7 @@ impl Controller for ControllerService {
                 any_size: range.required_bytes == 0,
             };
             let volume = backend.create_volume(wanted).await?;
-            let volume = Some(answer::volume(&volume, &cluster_id));
+            let volume = Some(response::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })
         .await
@@ -95,7 +95,7 @@ impl Controller for ControllerService {
         limits::required("volume_id", &request.volume_id)?;
         limits::secrets(&request.secrets)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
-        to_the_end("DeleteVolume", async move {
+        run_to_completion("DeleteVolume", async move {
             let _held = held;
             backend.delete_volume(&request.volume_id).await?;
             Ok(Response::new(DeleteVolumeResponse {}))
@@ -117,9 +117,9 @@ impl Controller for ControllerService {
         limits::secrets(&request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref())
-            .map_err(Trouble::invalid)?;
+            .map_err(CapabilityError::invalid)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
-        to_the_end("ControllerPublishVolume", async move {
+        run_to_completion("ControllerPublishVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
             let own = context::of_volume(&volume, backend.cluster_id().await?);
@@ -152,7 +152,7 @@ impl Controller for ControllerService {
         limits::node_id("node_id", &request.node_id)?;
         limits::secrets(&request.secrets)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
-        to_the_end("ControllerUnpublishVolume", async move {
+        run_to_completion("ControllerUnpublishVolume", async move {
             let _held = held;
             backend.unpublish_volume(&request.volume_id, &request.node_id).await?;
             Ok(Response::new(ControllerUnpublishVolumeResponse {}))
@@ -173,10 +173,10 @@ impl Controller for ControllerService {
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let supported = match capability::read_all(&request.volume_capabilities) {
             Ok(_) => Ok(()),
-            Err(Trouble::Malformed(status)) => return Err(status),
-            Err(Trouble::Unsupported(why)) => Err(why),
+            Err(CapabilityError::Malformed(status)) => return Err(status),
+            Err(CapabilityError::Unsupported(why)) => Err(why),
         };
-        to_the_end("ValidateVolumeCapabilities", async move {
+        run_to_completion("ValidateVolumeCapabilities", async move {
             let volume = backend.volume(&request.volume_id).await?;
             let own = context::of_volume(&volume, backend.cluster_id().await?);
             let verdict = supported
@@ -184,7 +184,7 @@ impl Controller for ControllerService {
                     context::compare(&request.volume_context, &own)
                         .map_err(|why| format!("volume_context {why}"))
                 })
-                .and_then(|()| answer::same_parameters(&volume, &request.parameters))
+                .and_then(|()| response::same_parameters(&volume, &request.parameters))
                 .and_then(|()| match refuse_mutable(&request.mutable_parameters) {
                     Ok(()) => Ok(()),
                     Err(status) => Err(status.message().to_owned()),
@@ -201,7 +201,7 @@ impl Controller for ControllerService {
                 },
                 Err(message) => ValidateVolumeCapabilitiesResponse {
                     confirmed: None,
-                    message: answer::cut(message),
+                    message: response::cut(message),
                 },
             };
             Ok(Response::new(answer))
@@ -218,12 +218,12 @@ impl Controller for ControllerService {
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
         limits::optional("starting_token", &request.starting_token)?;
-        to_the_end("ListVolumes", async move {
+        run_to_completion("ListVolumes", async move {
             let cluster_id = backend.cluster_id().await?.to_owned();
             let (mut entries, mut token) = (Vec::new(), request.starting_token);
             loop {
                 let (page, next) = backend.list_volumes(max_entries, &token).await?;
-                entries.extend(page.iter().map(|volume| answer::entry(volume, &cluster_id)));
+                entries.extend(page.iter().map(|volume| response::entry(volume, &cluster_id)));
                 token = next;
                 // All volumes are requested without a bound, whatever the control plane's page
                 // size.
@@ -248,11 +248,11 @@ impl Controller for ControllerService {
             [] => true,
             given => match capability::read_all(given) {
                 Ok(_) => true,
-                Err(Trouble::Malformed(status)) => return Err(status),
-                Err(Trouble::Unsupported(_)) => false,
+                Err(CapabilityError::Malformed(status)) => return Err(status),
+                Err(CapabilityError::Unsupported(_)) => false,
             },
         };
-        to_the_end("GetCapacity", async move {
+        run_to_completion("GetCapacity", async move {
             let cluster_id = backend.cluster_id().await?;
             let places = topology::of_one(request.accessible_topology.as_ref(), cluster_id)?;
             let (true, Some(places)) = (supported, places) else {
@@ -297,11 +297,11 @@ impl Controller for ControllerService {
         let is_block = match &request.volume_capability {
             None => false,
             given => Capability::read("volume_capability", given.as_ref())
-                .map_err(Trouble::invalid)?
+                .map_err(CapabilityError::invalid)?
                 .is_block(),
         };
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
-        to_the_end("ControllerExpandVolume", async move {
+        run_to_completion("ControllerExpandVolume", async move {
             let _held = held;
             let mut volume = backend.volume(&request.volume_id).await?;
             let present = volume.size_bytes;
@@ -335,15 +335,15 @@ impl Controller for ControllerService {
         let backend = self.served("ControllerGetVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        to_the_end("ControllerGetVolume", async move {
+        run_to_completion("ControllerGetVolume", async move {
             let volume = backend.volume(&request.volume_id).await?;
             let cluster_id = backend.cluster_id().await?;
             Ok(Response::new(ControllerGetVolumeResponse {
                 status: Some(controller_get_volume_response::VolumeStatus {
-                    published_node_ids: answer::nodes(&volume),
-                    volume_condition: Some(answer::condition(&volume)),
+                    published_node_ids: response::nodes(&volume),
+                    volume_condition: Some(response::condition(&volume)),
                 }),
-                volume: Some(answer::volume(&volume, cluster_id)),
+                volume: Some(response::volume(&volume, cluster_id)),
             }))
         })
         .await
@@ -428,7 +428,7 @@ fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
         }
         Some(Source::Volume(source)) => {
             limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;
-            Err(invalid(FIELD, "names a volume, and this version makes no clones"))
+            Err(invalid(FIELD, "names a volume, and this version does not clone volumes"))
         }
     }
 }

@@ -109,7 +109,7 @@ impl ControlPlane {
     }
 
     /// Waits until all three pools and these nodes have reported.
-    pub async fn heard(&mut self, nodes: usize) {
+    pub async fn wait_for_nodes(&mut self, nodes: usize) {
         loop {
             let pools = self.client.list_pools(ListPoolsRequest {}).await.unwrap().into_inner();
             let known = self.client.list_nodes(ListNodesRequest {}).await.unwrap().into_inner();
@@ -180,13 +180,13 @@ async fn pool(admin: Channel, index: u32) {
     };
     let mut held = BTreeSet::new();
     loop {
-        let _gone = obey(&mut agent, &mut report, &mut held).await;
+        let _gone = apply_assignments(&mut agent, &mut report, &mut held).await;
         tokio::time::sleep(RETRY).await;
     }
 }
 
 /// Carries out the controller's orders and reports, until the controller is away.
-async fn obey(
+async fn apply_assignments(
     agent: &mut AgentClient<Channel>,
     report: &mut PoolReport,
     held: &mut BTreeSet<String>,
@@ -198,9 +198,9 @@ async fn obey(
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
             Err(_) => {}
-            Ok(told) => {
-                let Some(told) = told? else { return Ok(()) };
-                let replicas = told.replicas.into_iter().map(|one| carry_out(one, held));
+            Ok(assignment) => {
+                let Some(assignment) = assignment? else { return Ok(()) };
+                let replicas = assignment.replicas.into_iter().map(|one| apply_replica(one, held));
                 report.replicas = replicas.collect();
             }
         }
@@ -208,19 +208,19 @@ async fn obey(
     }
 }
 
-fn carry_out(told: ReplicaAssignment, held: &mut BTreeSet<String>) -> ReplicaReport {
-    match told.phase.as_str() {
-        "Delete" => drop(held.remove(&told.guid)),
-        "Init" | "Recreate" => drop(held.insert(told.guid.clone())),
+fn apply_replica(assignment: ReplicaAssignment, held: &mut BTreeSet<String>) -> ReplicaReport {
+    match assignment.phase.as_str() {
+        "Delete" => drop(held.remove(&assignment.guid)),
+        "Init" | "Recreate" => drop(held.insert(assignment.guid.clone())),
         _ => {}
     }
-    let state = if held.contains(&told.guid) { "created" } else { "gone" };
+    let state = if held.contains(&assignment.guid) { "created" } else { "gone" };
     ReplicaReport {
         state: state.to_owned(),
-        quorum: told.phase != "Recreate",
-        replica_id: told.replica_id,
-        guid: told.guid,
-        volume_id: told.volume_id,
+        quorum: assignment.phase != "Recreate",
+        replica_id: assignment.replica_id,
+        guid: assignment.guid,
+        volume_id: assignment.volume_id,
         ..Default::default()
     }
 }
@@ -247,10 +247,10 @@ async fn listen(
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
             Err(_) => drop(agent.report_node(report.clone()).await?),
-            Ok(told) => {
-                let Some(told) = told? else { return Ok(()) };
+            Ok(assignment) => {
+                let Some(assignment) = assignment? else { return Ok(()) };
                 let wanted: BTreeSet<_> =
-                    told.targets.into_iter().map(|target| target.volume_id).collect();
+                    assignment.targets.into_iter().map(|target| target.volume_id).collect();
                 serving.retain(|id, _| wanted.contains(id));
                 for id in wanted {
                     let path = sockets.join(format!("{id}.sock"));

@@ -84,7 +84,7 @@ impl Attacher for LoopAttacher {
             let _ = Command::new("losetup").arg("-d").arg(device).output();
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        Err(Error::Attach(format!("the loop device of {volume} does not go away")))
+        Err(Error::Attach(format!("the loop device of {volume} is not removed")))
     }
 
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error> {

@@ -61,7 +61,7 @@ impl World {
         let mut cluster = ControlPlane::start(home, root.path().join("run/admin.sock")).await;
         cluster.add_node(NODE, VOLUMES_MAX, &root.path().join("run"));
         cluster.add_node(control::OTHER_NODE, 0, &root.path().join("other-node"));
-        cluster.heard(2).await;
+        cluster.wait_for_nodes(2).await;
         let attacher = Arc::new(LoopAttacher::new(root.path().join("devices")));
         let (plugin_stop, _) = watch::channel(false);
         let socket = root.path().join("socket/csi.sock");

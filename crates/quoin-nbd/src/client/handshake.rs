@@ -74,8 +74,8 @@ pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), 
         }
     };
     let deadline = Instant::now() + options.handshake_timeout;
-    let mut haggling = Haggling { stream: &stream, deadline, export: &options.export };
-    let info = haggling.run().map_err(|reason| ClientError::Negotiation {
+    let mut negotiator = Negotiator { stream: &stream, deadline, export: &options.export };
+    let info = negotiator.run().map_err(|reason| ClientError::Negotiation {
         address: address.clone(),
         reason: match reason {
             Failure::Io(error) => error.to_string(),
@@ -110,13 +110,13 @@ fn protocol(text: impl Into<String>) -> Failure {
     Failure::Protocol(text.into())
 }
 
-struct Haggling<'a> {
+struct Negotiator<'a> {
     stream: &'a Stream,
     deadline: Instant,
     export: &'a str,
 }
 
-impl Haggling<'_> {
+impl Negotiator<'_> {
     fn run(&mut self) -> Result<ExportInfo, Failure> {
         let greeting = self.read::<18>()?;
         if be64(&greeting, 0) != MAGIC || be64(&greeting, 8) != OPTION_MAGIC {
@@ -128,7 +128,7 @@ impl Haggling<'_> {
         let flags = be16(&greeting, 16) & (FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES);
         self.write(&u32::from(flags).to_be_bytes())?;
 
-        let structured = self.ask(option::STRUCTURED_REPLY, &[], |_, _| Ok(()))?.is_ok();
+        let structured = self.request_option(option::STRUCTURED_REPLY, &[], |_, _| Ok(()))?.is_ok();
         let mut base_allocation = None;
         if structured {
             let mut query = self.name();
@@ -136,7 +136,7 @@ impl Haggling<'_> {
             query.extend((BASE_ALLOCATION.len() as u32).to_be_bytes());
             query.extend(BASE_ALLOCATION.as_bytes());
             // A server without contexts refuses this, and is not asked for status.
-            let _ = self.ask(option::SET_META_CONTEXT, &query, |kind, body| {
+            let _ = self.request_option(option::SET_META_CONTEXT, &query, |kind, body| {
                 if kind == reply::META_CONTEXT && body.len() >= 4 {
                     base_allocation = Some(be32(body, 0));
                 }
@@ -149,7 +149,7 @@ impl Haggling<'_> {
         go.extend(2u16.to_be_bytes());
         go.extend(info::BLOCK_SIZE.to_be_bytes());
         go.extend(info::DESCRIPTION.to_be_bytes());
-        let answer = self.ask(option::GO, &go, |kind, body| {
+        let answer = self.request_option(option::GO, &go, |kind, body| {
             if kind != reply::INFO || body.len() < 2 {
                 return Ok(());
             }
@@ -160,7 +160,7 @@ impl Haggling<'_> {
                 }
                 (info::DESCRIPTION, _) => description = Description::parse(&body[2..]),
                 (info::EXPORT | info::BLOCK_SIZE, length) => {
-                    return Err(protocol(format!("an information of {length} bytes")));
+                    return Err(protocol(format!("an information reply of {length} bytes")));
                 }
                 _ => {}
             }
@@ -169,7 +169,7 @@ impl Haggling<'_> {
         answer.map_err(|why| protocol(format!("the server refused the export: {why}")))?;
         let (size_bytes, flags) = found.ok_or_else(|| protocol("the export has no size"))?;
         if !minimum.is_power_of_two() || maximum < minimum {
-            return Err(protocol(format!("block sizes {minimum} to {maximum} make no sense")));
+            return Err(protocol(format!("block sizes {minimum} to {maximum} are invalid")));
         }
         Ok(ExportInfo {
             size_bytes,
@@ -190,7 +190,7 @@ impl Haggling<'_> {
     }
 
     /// Sends one option and passes its replies to `each` until the last; inner `Err`: refused.
-    fn ask(
+    fn request_option(
         &mut self,
         code: u32,
         data: &[u8],
@@ -204,7 +204,7 @@ impl Haggling<'_> {
         for _ in 0..REPLIES_MAX {
             let header = self.read::<20>()?;
             if be64(&header, 0) != OPTION_REPLY_MAGIC || be32(&header, 8) != code {
-                return Err(protocol("an answer to an option that was not asked"));
+                return Err(protocol("a reply to an option that was not requested"));
             }
             let (kind, length) = (be32(&header, 12), be32(&header, 16) as usize);
             if length > REPLY_BYTES_MAX {
@@ -221,7 +221,7 @@ impl Haggling<'_> {
             }
             each(kind, &body)?;
         }
-        Err(protocol("endless answers to one option"))
+        Err(protocol("too many replies to one option"))
     }
 
     fn read<const N: usize>(&mut self) -> Result<[u8; N], Failure> {

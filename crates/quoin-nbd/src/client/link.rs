@@ -24,7 +24,7 @@ pub struct Link {
     info: ExportInfo,
     reconnects: u64,
     /// Reason for which submitted requests may not be sent any more.
-    overtaken: Option<String>,
+    superseded: Option<String>,
 }
 
 enum State {
@@ -52,7 +52,7 @@ impl Link {
             held: VecDeque::new(),
             info,
             reconnects: 0,
-            overtaken: None,
+            superseded: None,
         })
     }
 
@@ -60,7 +60,7 @@ impl Link {
     /// need not be reachable now.
     pub fn resume(options: ClientOptions, info: ExportInfo) -> Self {
         let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
-        Self { options, state, held: VecDeque::new(), info, reconnects: 0, overtaken: None }
+        Self { options, state, held: VecDeque::new(), info, reconnects: 0, superseded: None }
     }
 
     /// The export as it was at the last connection.
@@ -70,8 +70,8 @@ impl Link {
 
     /// Returns why the server's volume is not the one that this link was made for: another node
     /// used it meanwhile, so requests held here must never be sent. The owner stops the link.
-    pub fn overtaken(&self) -> Option<&str> {
-        self.overtaken.as_deref()
+    pub fn superseded(&self) -> Option<&str> {
+        self.superseded.as_deref()
     }
 
     /// Number of reconnections.
@@ -127,7 +127,7 @@ impl Link {
             State::Up(pipe) => {
                 let result = pipe.send().and_then(|()| pipe.receive(done));
                 match result {
-                    Err(error) => self.broke(now, &error),
+                    Err(error) => self.on_broken_connection(now, &error),
                     Ok(()) if pipe.stopping() => self.close(now),
                     Ok(()) => {}
                 }
@@ -139,7 +139,7 @@ impl Link {
                     self.down(now);
                 } else if expired {
                     tracing::warn!(address = %self.options.address,
-                        "the NBD server keeps a connection that has ended; leaving it");
+                        "the NBD server does not close an ended connection; disconnecting");
                     self.down(now);
                 }
             }
@@ -169,7 +169,7 @@ impl Link {
         match self.state {
             State::Up(mut pipe) if pipe.in_flight() == 0 => pipe.disconnect(),
             State::Up(pipe) | State::Closing { pipe, .. } => {
-                tokens.extend(pipe.into_unanswered().into_iter().map(|(token, _)| token));
+                tokens.extend(pipe.into_pending().into_iter().map(|(token, _)| token));
             }
             State::Down { .. } | State::Failed => {}
         }
@@ -177,9 +177,9 @@ impl Link {
         tokens.into_iter().map(stopped).collect()
     }
 
-    fn broke(&mut self, now: Instant, error: &std::io::Error) {
+    fn on_broken_connection(&mut self, now: Instant, error: &std::io::Error) {
         tracing::info!(address = %self.options.address, in_flight = self.in_flight(), %error,
-            "the NBD connection broke");
+            "the NBD connection was lost");
         if error.kind() == std::io::ErrorKind::InvalidData {
             // The client ended the connection, so the server may still hold unread requests.
             self.close(now);
@@ -210,7 +210,7 @@ impl Link {
         if let State::Up(pipe) | State::Closing { pipe, .. } =
             std::mem::replace(&mut self.state, next)
         {
-            for request in pipe.into_unanswered().into_iter().rev() {
+            for request in pipe.into_pending().into_iter().rev() {
                 self.held.push_front(request);
             }
         }
@@ -221,7 +221,7 @@ impl Link {
         match self.try_reconnect() {
             Ok(mut pipe) => {
                 tracing::info!(address = %self.options.address, resubmitted = self.held.len(),
-                    "the NBD connection is back");
+                    "the NBD connection is restored");
                 let known = self.info.since_epoch;
                 self.info = pipe.info();
                 if self.info.since_epoch == 0 {
@@ -235,12 +235,12 @@ impl Link {
             }
             Err(error) => {
                 if let ClientError::OtherUse { .. } = error {
-                    self.overtaken = Some(error.to_string());
+                    self.superseded = Some(error.to_string());
                 }
                 if backoff >= BACKOFF_MAX {
-                    tracing::debug!(%error, "IO still waits");
+                    tracing::debug!(%error, "IO still waits for the server");
                 } else {
-                    tracing::info!(%error, held = self.held.len(), "IO waits");
+                    tracing::info!(%error, held = self.held.len(), "IO waits for the server");
                 }
                 let next = now + backoff;
                 self.state = State::Down { next, backoff: (backoff * 2).min(BACKOFF_MAX) };

@@ -68,7 +68,7 @@ impl ClientOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error(
-        "no target serves {address} at this moment ({source}): it is being restarted, or the \
+        "no target serves {address} ({source}): it is being restarted, or the \
              volume was detached from this node"
     )]
     Connect { address: Address, source: std::io::Error },
@@ -78,7 +78,7 @@ pub enum ClientError {
     Shrunk { address: Address, was: u64, is: u64 },
     #[error(
         "{address} serves another use of the volume, since epoch {is}, than the one since epoch \
-             {was}: another node had it meanwhile"
+             {was}: another node used it meanwhile"
     )]
     OtherUse { address: Address, was: u64, is: u64 },
     #[error("cannot start the client's thread: {0}")]
@@ -89,9 +89,9 @@ pub enum ClientError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// The server's answer, one of [`super::protocol::error`] (the values of Linux's errno).
-    #[error("the server answered with error {0}")]
+    #[error("the server replied with error {0}")]
     Refused(u32),
-    #[error("the connection to the server broke")]
+    #[error("the connection to the server was lost")]
     Disconnected,
     #[error("the client was stopped")]
     Stopped,

@@ -202,7 +202,7 @@ impl Pipe {
     }
 
     /// Returns the unanswered requests, oldest first.
-    pub fn into_unanswered(self) -> Vec<(u64, Operation)> {
+    pub fn into_pending(self) -> Vec<(u64, Operation)> {
         let mut left: Vec<InFlight> = self.in_flight.into_iter().flatten().collect();
         left.sort_by_key(|request| request.number);
         left.into_iter().map(|request| (request.token, request.operation)).collect()
@@ -216,7 +216,7 @@ impl Pipe {
             let whole = match be32(&self.input, 0) {
                 SIMPLE_REPLY_MAGIC => self.simple(done)?,
                 STRUCTURED_REPLY_MAGIC => self.structured(done)?,
-                magic => return Err(broken(format!("a reply with magic {magic:#x}"))),
+                magic => return Err(protocol_violation(format!("a reply with magic {magic:#x}"))),
             };
             if !whole {
                 return Ok(());
@@ -232,7 +232,7 @@ impl Pipe {
             match &request.operation {
                 Operation::Read { length: wanted, .. } => length = *wanted as usize,
                 Operation::Status { .. } => {
-                    return Err(broken("a simple answer to block status"));
+                    return Err(protocol_violation("a simple reply to a block status request"));
                 }
                 _ => {}
             }
@@ -266,7 +266,7 @@ impl Pipe {
             _ => 0,
         };
         if length > longest.max(8 << 10) {
-            return Err(broken(format!("a chunk of {length} bytes")));
+            return Err(protocol_violation(format!("a chunk of {length} bytes")));
         }
         if !self.holds(CHUNK_HEADER_BYTES + length) {
             return Ok(false);
@@ -283,10 +283,10 @@ impl Pipe {
             chunk::OFFSET_HOLE if length == 12 => {
                 let (offset, hole) = (body.get_u64(), body.get_u32());
                 let Operation::Read { length: wanted, .. } = &request.operation else {
-                    return Err(broken("a hole that nobody asked for"));
+                    return Err(protocol_violation("a hole in a request that is no read"));
                 };
                 if hole > *wanted {
-                    return Err(broken("a hole longer than the read"));
+                    return Err(protocol_violation("a hole longer than the read"));
                 }
                 request.parts.push((offset, Bytes::from(vec![0; hole as usize])));
             }
@@ -303,7 +303,11 @@ impl Pipe {
                 request.failed = Some(body.get_u32());
             }
             _ if kind & 0x8000 != 0 => request.failed = Some(error::IO),
-            _ => return Err(broken(format!("a chunk of kind {kind} with {length} bytes"))),
+            _ => {
+                return Err(protocol_violation(format!(
+                    "a chunk of kind {kind} with {length} bytes"
+                )));
+            }
         }
         if flags & chunk::FLAG_DONE != 0 {
             let result = request.assemble()?;
@@ -317,7 +321,7 @@ impl Pipe {
             .ok()
             .and_then(|slot| self.in_flight.get_mut(slot))
             .and_then(Option::as_mut)
-            .ok_or_else(|| broken("an answer to a request that was not sent"))
+            .ok_or_else(|| protocol_violation("a reply to a request that was not sent"))
     }
 
     fn holds(&mut self, bytes: usize) -> bool {
@@ -352,12 +356,14 @@ impl InFlight {
                 let mut at = *offset;
                 for (offset, bytes) in &self.parts {
                     if *offset != at {
-                        return Err(broken("parts of a read that leave a gap or overlap"));
+                        return Err(protocol_violation(
+                            "chunks of a read that leave a gap or overlap",
+                        ));
                     }
                     at += bytes.len() as u64;
                 }
                 if at != *offset + u64::from(*length) {
-                    return Err(broken("a read with another length than asked"));
+                    return Err(protocol_violation("a read with another length than requested"));
                 }
                 let parts = std::mem::take(&mut self.parts);
                 Ok(Ok(Payload::Data(parts.into_iter().map(|(_, bytes)| bytes).collect())))
@@ -368,7 +374,7 @@ impl InFlight {
     }
 }
 
-fn broken(text: impl Into<String>) -> io::Error {
+fn protocol_violation(text: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the server sent {}", text.into()))
 }
 

@@ -101,7 +101,7 @@ impl NodeHost {
     ///
     /// # Errors
     /// If its record cannot be read.
-    pub fn knows(&self, volume: &str) -> Result<bool, Error> {
+    pub fn has_record(&self, volume: &str) -> Result<bool, Error> {
         Ok(self.records.load(volume)?.is_some())
     }
 
@@ -381,7 +381,7 @@ fn existing_directory(path: &Path) -> Result<PathBuf, Error> {
         Ok(metadata) if metadata.is_dir() => Ok(path),
         Ok(_) => Err(Error::Path { path, why: "is not a directory" }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(Error::Path { path, why: "does not exist; the caller makes this directory" })
+            Err(Error::Path { path, why: "does not exist; the caller creates this directory" })
         }
         Err(error) => Err(Error::io("looking at", &path)(error)),
     }

@@ -65,8 +65,8 @@ impl NodeHost {
         if request.access != staging.access || request.mode != staging.mode {
             return Err(Error::OtherCapability {
                 volume: volume.clone(),
-                staged: format!("{} {}", staging.access.words(), staging.mode),
-                wanted: format!("{} {}", request.access.words(), request.mode),
+                staged: format!("{} {}", staging.access.description(), staging.mode),
+                wanted: format!("{} {}", request.access.description(), request.mode),
             });
         }
         for other in record.publications.iter().filter(|other| other.target != target) {
@@ -140,25 +140,25 @@ impl NodeHost {
     }
 
     /// Returns the publication or staging of the volume at exactly this path.
-    pub(super) fn place(&self, volume: &str, path: &Path) -> Result<(Record, Place), Error> {
+    pub(super) fn path_use(&self, volume: &str, path: &Path) -> Result<(Record, PathUse), Error> {
         let path = resolve(path);
-        let missing = || Error::NotThere { volume: volume.to_owned(), path: path.clone() };
+        let missing = || Error::NotPresent { volume: volume.to_owned(), path: path.clone() };
         let record = self.records.load(volume)?.ok_or_else(missing)?;
         let staging = record.staging.clone().ok_or_else(missing)?;
         let published = record.publications.iter().find(|one| one.target == path).cloned();
-        let place = match published {
-            Some(one) => Place { path, access: one.access, read_only: one.read_only },
+        let path_use = match published {
+            Some(one) => PathUse { path, access: one.access, read_only: one.read_only },
             None if staging.path == path => {
-                Place { path, access: staging.access, read_only: staging.read_only }
+                PathUse { path, access: staging.access, read_only: staging.read_only }
             }
             None => return Err(missing()),
         };
-        Ok((record, place))
+        Ok((record, path_use))
     }
 }
 
 /// Location of a volume on this node.
-pub(super) struct Place {
+pub(super) struct PathUse {
     pub path: PathBuf,
     pub access: Access,
     pub read_only: bool,
@@ -187,16 +187,16 @@ fn check_target(target: &Path, access: &Access, mounts: &[Mount]) -> Result<(), 
         return Err(foreign(present));
     }
     if !target.parent().is_some_and(Path::is_dir) {
-        return refuse("its parent directory does not exist; the caller makes that one");
+        return refuse("its parent directory does not exist; the caller creates it");
     }
     match (std::fs::symlink_metadata(target), access) {
         (Err(error), _) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         (Err(error), _) => Err(Error::io("looking at", target)(error)),
         (Ok(present), Access::Mount { .. }) if !present.is_dir() => {
-            refuse("is there already and is not a directory")
+            refuse("already exists and is not a directory")
         }
         (Ok(present), Access::Block) if !present.is_file() => {
-            refuse("is there already and is not a plain file")
+            refuse("already exists and is not a regular file")
         }
         (Ok(_), _) => Ok(()),
     }
@@ -221,7 +221,8 @@ fn remove_target(target: &Path, ours: bool) -> Result<(), Error> {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(error) if !ours => {
-            tracing::debug!(path = %target.display(), %error, "cannot look at the target");
+            tracing::debug!(path = %target.display(), %error, "cannot read the metadata of the \
+                                                               target");
             return Ok(());
         }
         Err(error) => return Err(Error::io("looking at", target)(error)),

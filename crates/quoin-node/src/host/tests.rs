@@ -78,7 +78,7 @@ impl Attacher for LoopAttacher {
             let _ = losetup(&["-d".as_ref(), device.as_os_str()]);
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        Err(Error::Attach(format!("the loop device of {volume} does not go away")))
+        Err(Error::Attach(format!("the loop device of {volume} is not removed")))
     }
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error> {
         File::options().append(true).open(self.file(volume)).unwrap().set_len(size_bytes).unwrap();
@@ -203,7 +203,7 @@ fn write_through(device: &Path) -> std::io::Result<()> {
 
 /// Proves CSI-CONDITION-01: a mount whose volume another node has used since is abnormal.
 #[tokio::test]
-async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_is_not_taken_for_a_staged_volume() {
+async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_no_staged_volume() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
@@ -223,7 +223,7 @@ async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_is_not_taken_for_a_stage
 }
 
 #[tokio::test]
-async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() {
+async fn a_volume_keeps_its_files_through_stage_publish_unpublish_and_unstage() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     for round in 0..2 {
@@ -234,8 +234,8 @@ async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() 
         let staged = mountinfo::at(&mounts, &world.path("stage")).unwrap();
         assert!(staged.options.contains(&"noatime".to_owned()));
         let request = world.publish_request(ext4(), "pods/a");
-        let elsewhere = PublishRequest { staging_path: world.path("other"), ..request };
-        let error = node.publish(&elsewhere).await.unwrap_err();
+        let other_request = PublishRequest { staging_path: world.path("other"), ..request };
+        let error = node.publish(&other_request).await.unwrap_err();
         assert!(matches!(error, Error::NotStaged { .. }), "{error}");
         node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
         node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
@@ -248,7 +248,7 @@ async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() 
 
         let error = node.unstage(VOLUME, &world.path("stage")).await.unwrap_err();
         assert_eq!(error.kind(), Kind::FailedPrecondition, "{error}");
-        assert_eq!(fs::read_to_string(&file).unwrap(), "hello", "nothing was touched");
+        assert_eq!(fs::read_to_string(&file).unwrap(), "hello", "the directory is unchanged");
 
         assert!(node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
         assert!(!world.path("pods/a").exists());
@@ -260,7 +260,7 @@ async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() 
 }
 
 #[tokio::test]
-async fn a_volume_in_use_is_not_unstaged_and_goes_when_its_last_file_is_closed() {
+async fn a_volume_in_use_is_unstaged_only_after_its_last_file_is_closed() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
@@ -271,8 +271,8 @@ async fn a_volume_in_use_is_not_unstaged_and_goes_when_its_last_file_is_closed()
         let error = node.unstage(VOLUME, &world.path("stage")).await.unwrap_err();
         assert!(matches!(&error, Error::Busy { path } if *path == world.path("stage")), "{error}");
         assert_eq!(world.mounts_within(), [world.path("stage")], "it is mounted as before");
-        assert_eq!(world.attacher.find(VOLUME), device, "its device is there as before");
-        assert_eq!(records(), 1, "and is known to the next process");
+        assert_eq!(world.attacher.find(VOLUME), device, "its device is attached as before");
+        assert_eq!(records(), 1, "the next process finds its record");
         std::io::Write::write_all(&mut held, b"goes on").unwrap();
         held.sync_all().unwrap();
     }
@@ -330,7 +330,7 @@ async fn ext4_grows_while_in_use_and_after_the_volume_grew_unstaged() {
 }
 
 #[tokio::test]
-async fn a_block_volume_is_a_device_at_the_target_and_read_only_when_asked() {
+async fn a_block_volume_is_a_device_at_the_target_and_read_only_on_request() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     node.stage(&world.stage_request(Access::Block)).await.unwrap();
@@ -377,7 +377,7 @@ async fn a_read_only_publication_refuses_writes_and_the_staging_stays_writable()
 }
 
 #[tokio::test]
-async fn other_arguments_are_refused_by_their_kind_and_change_nothing() {
+async fn calls_with_other_arguments_are_refused_and_change_nothing() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     let publish = world.publish_request(ext4(), "pods/a");
@@ -386,11 +386,11 @@ async fn other_arguments_are_refused_by_their_kind_and_change_nothing() {
     let error = node.stage(&world.stage_request(Access::Block)).await.unwrap_err();
     assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
     fs::create_dir(world.path("elsewhere")).unwrap();
-    let elsewhere =
+    let other_request =
         StageRequest { staging_path: world.path("elsewhere"), ..world.stage_request(ext4()) };
-    let error = node.stage(&elsewhere).await.unwrap_err();
+    let error = node.stage(&other_request).await.unwrap_err();
     assert_eq!(error.kind(), Kind::FailedPrecondition, "{error}");
-    assert_eq!(world.attacher.made.lock().unwrap().len(), 1, "one device, once");
+    assert_eq!(world.attacher.made.lock().unwrap().len(), 1, "the device is attached once");
 
     node.publish(&publish).await.unwrap();
     let other = PublishRequest { read_only: true, ..publish.clone() };
@@ -411,7 +411,7 @@ async fn other_arguments_are_refused_by_their_kind_and_change_nothing() {
 }
 
 #[tokio::test]
-async fn paths_that_cannot_be_used_are_refused_with_the_reason() {
+async fn unusable_paths_are_refused_with_the_reason() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     fs::write(world.path("file"), "kept").unwrap();
@@ -468,7 +468,7 @@ async fn a_volume_that_holds_ext4_is_not_mounted_as_xfs() {
 }
 
 #[tokio::test]
-async fn an_interrupted_format_is_made_anew_with_either_file_system() {
+async fn an_interrupted_format_is_repeated_with_either_file_system() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     let mut image = vec![0; usize::try_from(400 * MIB).unwrap()];
@@ -487,7 +487,7 @@ async fn an_interrupted_format_is_made_anew_with_either_file_system() {
 }
 
 #[tokio::test]
-async fn an_empty_volume_cannot_be_staged_read_only_and_a_full_one_can() {
+async fn an_empty_volume_cannot_be_staged_read_only_and_a_formatted_one_can() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     let read_only = StageRequest { read_only: true, ..world.stage_request(ext4()) };
@@ -527,7 +527,7 @@ async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_op
     for access in [ext4(), Access::Block] {
         let stage = world.stage_request(access.clone());
         let publish = world.publish_request(access.clone(), "pods/a");
-        for goes_on in [true, false] {
+        for continues in [true, false] {
             for calls in 0..4 {
                 for step in 0.. {
                     let _ = fs::remove_file(world.attacher.file(VOLUME));
@@ -551,7 +551,7 @@ async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_op
                         names.insert(name);
                     }
                     let node = world.node();
-                    if goes_on {
+                    if continues {
                         if calls < 3 {
                             node.stage(&stage).await.unwrap();
                         }
@@ -575,7 +575,7 @@ async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_op
             }
         }
     }
-    assert!(names.len() >= 12, "steps that were struck: {names:?}");
+    assert!(names.len() >= 12, "steps that were interrupted: {names:?}");
 }
 
 #[tokio::test]
@@ -594,9 +594,9 @@ async fn after_a_reboot_old_records_neither_block_nor_mislead() {
     assert!(matches!(node.publish(&second).await, Err(Error::NotStaged { .. })));
     assert!(node.stats(VOLUME, &world.path("stage")).await.is_err());
     fs::create_dir(world.path("other")).unwrap();
-    let elsewhere =
+    let other_request =
         StageRequest { staging_path: world.path("other"), ..world.stage_request(ext4()) };
-    node.stage(&elsewhere).await.unwrap();
+    node.stage(&other_request).await.unwrap();
     let second = PublishRequest { staging_path: world.path("other"), ..second };
     node.publish(&second).await.unwrap();
     node.unpublish(VOLUME, &world.path("pods/b")).await.unwrap();

@@ -28,14 +28,15 @@ impl NodeHost {
     /// Measures a volume at its staging path or one of its targets.
     ///
     /// # Errors
-    /// [`Error::NotThere`] if it is not at that path.
+    /// [`Error::NotPresent`] if it is not at that path.
     pub async fn stats(&self, volume: &str, path: &Path) -> Result<VolumeStats, Error> {
-        let (_, place) = self.place(volume, path)?;
+        let (_, path_use) = self.path_use(volume, path)?;
         let device = self.attacher.device(volume).await?;
-        let missing = || Error::NotThere { volume: volume.to_owned(), path: place.path.clone() };
+        let missing =
+            || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = device.ok_or_else(missing)?;
         let dead = self.attacher.dead(volume).await?;
-        if place.access == Access::Block {
+        if path_use.access == Access::Block {
             let total_bytes = {
                 let device = device.clone();
                 crate::blocking(move || device::size_bytes(&device)).await?
@@ -49,20 +50,20 @@ impl NodeHost {
             });
         }
         let mounts = mountinfo::read()?;
-        let mount = mountinfo::at(&mounts, &place.path)
+        let mount = mountinfo::at(&mounts, &path_use.path)
             .filter(|mount| is_of_device(mount, &device))
             .ok_or_else(missing)?;
         // The kernel makes a file system read-only on errors.
-        let turned_read_only = !place.read_only
+        let turned_read_only = !path_use.read_only
             && mount.super_options.iter().any(|option| option == "ro")
-            && !staged_read_only(&place.access);
+            && !staged_read_only(&path_use.access);
         let abnormal = turned_read_only.then(|| {
             format!(
                 "the file system at {} has become read-only after an error; see the kernel log",
-                place.path.display()
+                path_use.path.display()
             )
         });
-        let path = place.path.clone();
+        let path = path_use.path.clone();
         let figures = crate::blocking(move || {
             rustix::fs::statvfs(&path).map_err(|errno| Error::io("measuring", &path)(errno.into()))
         })
@@ -84,11 +85,12 @@ impl NodeHost {
     /// the device's size.
     ///
     /// # Errors
-    /// [`Error::NotThere`], [`Error::TooSmall`] if the device does not come to that size,
+    /// [`Error::NotPresent`], [`Error::TooSmall`] if the device does not come to that size,
     /// [`Error::ReadOnlyGrow`].
     pub async fn expand(&self, volume: &str, path: &Path, volume_bytes: u64) -> Result<u64, Error> {
-        let (record, place) = self.place(volume, path)?;
-        let missing = || Error::NotThere { volume: volume.to_owned(), path: place.path.clone() };
+        let (record, path_use) = self.path_use(volume, path)?;
+        let missing =
+            || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = self.attacher.device(volume).await?.ok_or_else(missing)?;
         let staging = record.staging.ok_or_else(missing)?;
         if device::size_bytes(&device)? < volume_bytes {

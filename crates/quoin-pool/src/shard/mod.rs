@@ -36,9 +36,9 @@ use quoin_types::ids::SessionKey;
 use quoin_types::key_map::KeyMap;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, Term, Time};
-use quoin_wire::establish::Answered;
+use quoin_wire::connection_slots::ConnectionSlots;
+use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
-use quoin_wire::places::Places;
 
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
@@ -81,7 +81,7 @@ const FULL_BELOW: &str = "the disk under the pool is full: free space on it, tri
 /// What other threads tell the shard.
 pub enum Input {
     /// With the term of its grant.
-    Answered(Box<Answered>, Term),
+    Answered(Box<Accepted>, Term),
     /// A target came by a grant of a former term, and was turned away.
     TermRefused(String),
     Synced {
@@ -171,7 +171,7 @@ pub struct Shard<'a, P> {
     copying: Copying,
     start: Start,
     /// Of sessions that have opened nothing yet.
-    unopened: Places,
+    unopened: ConnectionSlots,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -206,7 +206,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             short: false,
             copying: Copying::default(),
             start,
-            unopened: Places::new(UNOPENED_MAX),
+            unopened: ConnectionSlots::new(UNOPENED_MAX),
         };
         let now = now();
         match shard.parts.recognition {

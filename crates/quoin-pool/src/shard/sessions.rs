@@ -11,9 +11,9 @@ use quoin_store::ReplicaPool;
 use quoin_types::ids::SessionKey;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, Term, Time};
-use quoin_wire::establish::Answered;
+use quoin_wire::connection_slots::ConnectionSlot;
+use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
-use quoin_wire::places::Place;
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
@@ -49,7 +49,7 @@ pub(super) struct Peer {
     /// Listed in `dirty`.
     pub(super) dirty: bool,
     /// Until its Open.
-    unopened: Option<Place>,
+    unopened: Option<ConnectionSlot>,
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
@@ -81,8 +81,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         false
     }
 
-    pub(super) fn admit(&mut self, now: Time, answered: Answered, term: Term) {
-        let Answered { connection, session, hello, peer_address } = answered;
+    pub(super) fn admit(&mut self, now: Time, answered: Accepted, term: Term) {
+        let Accepted { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
         if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
             return;
@@ -99,7 +99,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 None
             }
             Lane::Log => {
-                let place = self.unopened.take(peer_address);
+                let place = self.unopened.acquire(peer_address);
                 if place.is_none() {
                     tracing::warn!(
                         %peer_address,

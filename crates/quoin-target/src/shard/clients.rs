@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use quoin_nbd::{Description, Limits, Session, TlsPolicy, Used};
+use quoin_nbd::{Description, Limits, Session, TlsPolicy, VolumeExport};
 use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_reactor::{Interest, Reactor, now};
 use quoin_replication::primary::{PrimaryAction, PrimaryEvent};
@@ -129,8 +129,8 @@ impl Shard {
             tracing::debug!(volume = %id, %error, "a client keeps the kernel's send buffer");
         }
         let description = Description { since_epoch: volume.since_epoch };
-        let used = Used { device: volume.info.clone(), description };
-        let session = Session::over(Box::new(used), TlsPolicy::Plain, Limits::default());
+        let export = VolumeExport { device: volume.info.clone(), description };
+        let session = Session::over(Box::new(export), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
             // A session may have something to say first (NBD greets).

@@ -63,10 +63,7 @@ pub fn run(command: ContextCommand, format: Format) -> Result<()> {
             contexts.make_current(&name)?;
             let view = ContextView::of(&contexts, &name);
             output::print_one(format, &view, || {
-                format!(
-                    "commands talk to {}, where no controller runs on their host",
-                    view.controller
-                )
+                format!("commands use {} where no controller runs on their host", view.controller)
             })
         }
         ContextCommand::Show { name } => {
@@ -138,8 +135,8 @@ pub async fn connect(name: &str) -> Result<Cluster> {
     match identity.connect(&entry.controller).await {
         Ok(channel) => Ok(ClusterClient::new(channel)),
         Err(quoin_identity::Error::Unreachable { address, reason }) => bail!(
-            "no controller is reached at {address}, where context {name} leads ({reason}): start it \
-             there, or choose another context with --context (`quoin context list`)"
+            "no controller is reached at {address}, the address of context {name} ({reason}): \
+             start it there, or choose another context with --context (`quoin context list`)"
         ),
         Err(error) => Err(error.into()),
     }

@@ -38,7 +38,7 @@ impl Contexts {
         let home = || variable("HOME").filter(absolute).map(|home| home.join(".config"));
         match configuration.or_else(home) {
             Some(root) => Ok(Self { root: root.join("quoin") }),
-            None => bail!("there is no place for contexts: set HOME or XDG_CONFIG_HOME"),
+            None => bail!("no directory for contexts: set HOME or XDG_CONFIG_HOME"),
         }
     }
 
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_context_that_was_made_last_is_current_until_another_is_chosen_or_it_is_removed() {
+    fn the_newest_context_is_current_until_another_is_chosen_or_it_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let contexts = Contexts::at(&directory.path().join("quoin"));
         assert_eq!((contexts.names().unwrap().len(), contexts.current()), (0, None));
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_their_users_alone() {
+    fn contexts_are_readable_only_by_their_user() {
         let directory = tempfile::tempdir().unwrap();
         let contexts = Contexts::at(&directory.path().join("quoin"));
         made(&contexts, "a");
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_leads_out_of_the_directory_of_contexts() {
+    fn no_name_is_a_path_outside_the_directory_of_contexts() {
         for wrong in ["", ".", "..", "../x", "a/b", "-a", ".a", "a b", "ä"] {
             assert!(check_name(wrong).is_err(), "{wrong:?}");
         }
@@ -240,12 +240,15 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_context_says_how_to_make_it_anew() {
+    fn a_damaged_context_is_refused_with_the_way_to_recreate_it() {
         let directory = tempfile::tempdir().unwrap();
         let contexts = Contexts::at(directory.path());
         made(&contexts, "a");
         std::fs::write(contexts.directory("a").join(FILE), "{").unwrap();
-        let said = format!("{:#}", contexts.load("a").unwrap_err());
-        assert!(said.contains("damaged") && said.contains("quoin context remove a"), "{said}");
+        let message = format!("{:#}", contexts.load("a").unwrap_err());
+        assert!(
+            message.contains("damaged") && message.contains("quoin context remove a"),
+            "{message}"
+        );
     }
 }

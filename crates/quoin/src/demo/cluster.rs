@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::{complain, interrupt, tell};
+use super::{interrupt, print_error, print_line};
 use crate::dev::layout::Layout;
 
 const START_BUDGET: Duration = Duration::from_secs(120);
@@ -64,7 +64,7 @@ impl DevCluster {
                     let _ = ready.send(());
                 }
                 if line.contains(" ended (") {
-                    tell(&format!("          quoin dev: {line}"));
+                    print_line(&format!("          quoin dev: {line}"));
                 }
             }
         });
@@ -100,15 +100,15 @@ impl DevCluster {
             .spawn()
             .context("run quoin")?;
         while child.try_wait()?.is_none() {
-            if interrupt::is_wanted() {
+            if interrupt::is_interrupted() {
                 child.kill()?;
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         let output = child.wait_with_output()?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
-            bail!("quoin {}: {}", arguments.join(" "), said.trim());
+            let message = String::from_utf8_lossy(&output.stderr);
+            bail!("quoin {}: {}", arguments.join(" "), message.trim());
         }
         Ok(())
     }
@@ -226,7 +226,7 @@ impl DevCluster {
 impl Drop for DevCluster {
     fn drop(&mut self) {
         if let Err(error) = self.stop_child() {
-            complain(&format!("stopping the demo's cluster: {error:#}"));
+            print_error(&format!("stopping the demo's cluster: {error:#}"));
         }
     }
 }
@@ -236,7 +236,7 @@ fn wait_until_gone(pid: Pid) -> Result<()> {
     // A zombie of another parent answers to signal 0 until it is waited for; its parent does.
     while rustix::process::test_kill_process(pid).is_ok() && !is_zombie(pid) {
         if began.elapsed() > Duration::from_secs(10) {
-            bail!("process {} outlives kill -9", pid.as_raw_nonzero());
+            bail!("process {} survives kill -9", pid.as_raw_nonzero());
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -30,18 +30,18 @@ extern "C" fn note(_signal: libc::c_int) {
 }
 
 /// Ends the demo as Ctrl-C does.
-pub fn nobody_watches() {
+pub fn interrupt() {
     INTERRUPTED.store(true, Ordering::SeqCst);
 }
 
-pub fn is_wanted() -> bool {
+pub fn is_interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
 /// # Errors
 /// Once the user pressed Ctrl-C.
 pub fn check() -> Result<()> {
-    if is_wanted() {
+    if is_interrupted() {
         bail!("interrupted");
     }
     Ok(())

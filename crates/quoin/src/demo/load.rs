@@ -72,7 +72,7 @@ impl Load {
                 return Ok(());
             }
             if began.elapsed() > budget {
-                bail!("IO stands still for {} s", budget.as_secs());
+                bail!("IO makes no progress for {} s", budget.as_secs());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -83,7 +83,7 @@ impl Load {
     pub fn check(&self) -> Result<()> {
         match self.pulse.lock().first() {
             None => Ok(()),
-            Some(problem) => bail!("the application saw an error: {problem}"),
+            Some(problem) => bail!("the application got an error: {problem}"),
         }
     }
 
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_felt_and_a_healthy_volume_raises_nothing() {
+    fn a_pause_is_measured_and_a_healthy_volume_has_no_error() {
         let memory = Memory::new();
         let load = Load::start(vec![memory.clone()]);
         load.flows_again(Duration::from_secs(20)).unwrap();

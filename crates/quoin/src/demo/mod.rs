@@ -72,10 +72,10 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     let began = Instant::now();
     let directory = Scratch::new(options.under.as_deref())?;
     let outcome = script::run(options, &directory.0);
-    if interrupt::is_wanted() {
+    if interrupt::is_interrupted() {
         // All that was started is stopped already: it belonged to the script.
         drop(directory);
-        tell("interrupted; everything is cleaned up");
+        print_line("interrupted; everything is cleaned up");
         std::process::exit(130);
     }
     if outcome.as_ref().is_err_and(|error| !error.is::<Refused>()) {
@@ -83,7 +83,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     }
     outcome?;
     drop(directory);
-    tell(&format!("nothing is left behind; {:.0} s in all", began.elapsed().as_secs_f64()));
+    print_line(&format!("nothing is left behind; {:.0} s in all", began.elapsed().as_secs_f64()));
     Ok(())
 }
 
@@ -116,8 +116,8 @@ impl Scratch {
             let text = std::fs::read_to_string(&path).unwrap_or_default();
             let lines: Vec<_> = text.lines().collect();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            complain(&format!("--- {name} (its last lines)"));
-            lines[lines.len().saturating_sub(12)..].iter().for_each(|line| complain(line));
+            print_error(&format!("--- {name} (its last lines)"));
+            lines[lines.len().saturating_sub(12)..].iter().for_each(|line| print_error(line));
         }
     }
 }
@@ -125,22 +125,25 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            complain(&format!("could not remove {}: {error}; remove it by hand", self.0.display()));
+            print_error(&format!(
+                "could not remove {}: {error}; remove it by hand",
+                self.0.display()
+            ));
         }
     }
 }
 
 /// Prints a line for the user of the demo. When its output is closed, as after a closed terminal or
 /// in `quoin demo | head`, the demo ends as after Ctrl-C.
-fn tell(line: &str) {
+fn print_line(line: &str) {
     let mut output = std::io::stdout().lock();
     if writeln!(output, "{line}").and_then(|()| output.flush()).is_err() {
-        interrupt::nobody_watches();
+        interrupt::interrupt();
     }
 }
 
 /// Prints an error. A failed write is ignored: the exit code reports the error as well.
-fn complain(line: &str) {
+fn print_error(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 

@@ -12,7 +12,7 @@ use super::csi::{Claim, Orchestrator};
 use super::documents::{DOCUMENT_BYTES, Document};
 use super::load::{Load, WORKER_PAGES};
 use super::surface::{DirectFile, PAGE_BYTES, Region, Surface};
-use super::{CLUSTER, DemoOptions, interrupt, show_bytes, tell};
+use super::{CLUSTER, DemoOptions, interrupt, print_line, show_bytes};
 use crate::client;
 
 const DOCUMENTS: u64 = 8;
@@ -31,7 +31,7 @@ struct Outcome {
 pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     let mounted = can_mount(options);
     let cluster_directory = directory.join(CLUSTER);
-    say(&format!(
+    print_timed(&format!(
         "starting an all-in-one Quoin: controller, four pools, target{}, node",
         if mounted { ", attach" } else { "" }
     ));
@@ -51,7 +51,7 @@ fn can_mount(options: &DemoOptions) -> bool {
         Ok(()) => return true,
         Err(reason) => reason,
     };
-    say(&format!("the volume is used over NBD by a client in this process: {reason}"));
+    print_timed(&format!("the volume is used over NBD by a client in this process: {reason}"));
     false
 }
 
@@ -77,14 +77,14 @@ struct Demo {
 impl Demo {
     fn play(&mut self, size: u64, directory: &Path) -> Result<()> {
         let node = self.node_name()?;
-        say(&format!(
+        print_timed(&format!(
             "creating a volume of {} with three replicas over the CSI socket",
             show_bytes(size)
         ));
         let mut claim = self.orchestrator.create("demo", size)?;
         self.attach(&mut claim, &node)?;
 
-        say(&format!("writing {DOCUMENTS} files of {}", show_bytes(DOCUMENT_BYTES)));
+        print_timed(&format!("writing {DOCUMENTS} files of {}", show_bytes(DOCUMENT_BYTES)));
         let documents = self.documents(&claim, true)?;
         for document in &documents {
             document.write()?;
@@ -92,8 +92,8 @@ impl Demo {
         }
         self.verify(&documents)?;
 
-        say(&format!(
-            "starting the application: {WORKERS} writers and readers that check what they read"
+        print_timed(&format!(
+            "starting the application: {WORKERS} writers and readers that verify what they read"
         ));
         let load = Load::start(self.surfaces(
             &claim,
@@ -139,10 +139,10 @@ impl Demo {
                 demo.wait_for_another_guid(&claim, &pools[2], &before)
             },
         )?;
-        let step = "kill -9 of the target; IO goes on at a higher epoch";
+        let step = "kill -9 of the target; IO continues at a higher epoch";
         let before = self.volume(&claim)?.epoch;
         self.step(step, &claim, &load, &documents, |demo| demo.cluster()?.kill(&["target"]))?;
-        if self.wants(step) {
+        if self.includes(step) {
             let after = self.volume(&claim)?.epoch;
             if after <= before {
                 bail!("the epoch did not grow: {before}, then {after}");
@@ -173,13 +173,13 @@ impl Demo {
         )?;
         self.membership(&claim, &load, &documents)?;
 
-        say("the application ends, after checking every page it ever wrote");
+        print_timed("the application ends, after checking every page it ever wrote");
         load.finish()?;
         drop(documents);
         self.cold_start(&mut claim, &node, directory)?;
         self.summary();
 
-        say("taking everything down");
+        print_timed("taking everything down");
         if self.mounted {
             self.orchestrator.unmount(&claim)?;
         }
@@ -195,13 +195,13 @@ impl Demo {
             demo.replicas = 4;
             demo.cluster()?.command(&["volume", "scale", volume, "--replicas", "4", "--wait"])
         })?;
-        let step = "quoin replica remove: one is taken away";
+        let step = "quoin replica remove: a replica is removed";
         self.step(step, claim, load, documents, |demo| {
             let pools = demo.pools_of(claim)?;
             demo.replicas -= 1;
             demo.cluster()?.command(&["replica", "remove", volume, &pools[0], "--wait"])
         })?;
-        let step = "quoin replica move: one goes to another pool";
+        let step = "quoin replica move: a replica moves to another pool";
         self.step(step, claim, load, documents, |demo| {
             let pools = demo.pools_of(claim)?;
             let free = POOL_NAMES.into_iter().find(|name| pools.iter().all(|pool| pool != name));
@@ -218,7 +218,7 @@ impl Demo {
         })
     }
 
-    fn wants(&self, step: &str) -> bool {
+    fn includes(&self, step: &str) -> bool {
         self.only.as_ref().is_none_or(|words| step.contains(words.as_str()))
     }
 
@@ -345,10 +345,10 @@ impl Demo {
         harm: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
         interrupt::check()?;
-        if !self.wants(step) {
+        if !self.includes(step) {
             return Ok(());
         }
-        say(step);
+        print_timed(step);
         let operations = load.operations();
         load.read(operations);
         let began = Instant::now();
@@ -420,7 +420,7 @@ impl Demo {
         while self.guid_in(claim, pool)? == before {
             interrupt::check()?;
             if began.elapsed() > FLOW_BUDGET {
-                bail!("the loss of the replica in {pool} is not noticed");
+                bail!("the loss of the replica in {pool} is not detected");
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -433,7 +433,7 @@ impl Demo {
             true => "kill -9 of everything with the mount in place, then a cold start",
             false => "kill -9 of everything, then a cold start",
         };
-        say(step);
+        print_timed(step);
         self.cluster.take().map_or(Ok(()), DevCluster::crash)?;
         let began = Instant::now();
         self.cluster = Some(DevCluster::start_again(directory, self.mounted)?);
@@ -456,7 +456,7 @@ impl Demo {
     }
 
     fn summary(&self) {
-        tell(&format!(
+        print_line(&format!(
             "\n{:<66} {:>10} {:>12}",
             "all files verified after each of", "IO paused", "whole again"
         ));
@@ -465,15 +465,15 @@ impl Demo {
             let recovered = outcome
                 .recovered
                 .map_or_else(|| "-".into(), |time| format!("{:.1} s", time.as_secs_f64()));
-            tell(&format!("{:<66} {pause:>10} {recovered:>12}", outcome.step));
+            print_line(&format!("{:<66} {pause:>10} {recovered:>12}", outcome.step));
         }
-        tell("errors seen by the application: none");
+        print_line("errors seen by the application: none");
         if !self.mounted {
-            tell(
+            print_line(
                 "the application used the volume over NBD; as root the same demo mounts it through CSI",
             );
         }
-        tell("");
+        print_line("");
     }
 }
 
@@ -489,13 +489,13 @@ fn millis(time: Duration) -> String {
     format!("{:.0} ms", time.as_secs_f64() * 1000.0)
 }
 
-fn say(line: &str) {
+fn print_timed(line: &str) {
     use std::sync::OnceLock;
     static BEGAN: OnceLock<Instant> = OnceLock::new();
     let began = BEGAN.get_or_init(Instant::now);
-    tell(&format!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64()));
+    print_line(&format!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64()));
 }
 
 fn note(line: &str) {
-    tell(&format!("          {line}"));
+    print_line(&format!("          {line}"));
 }

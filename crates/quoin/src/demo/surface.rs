@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_lie_as_direct_io_wants_them() {
+    fn pages_are_aligned_for_direct_io() {
         let mut pages = Pages::new(3);
         assert_eq!(pages.bytes().as_ptr() as usize % PAGE_BYTES, 0);
         pages.bytes_mut()[2 * PAGE_BYTES] = 7;

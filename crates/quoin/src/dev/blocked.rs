@@ -10,7 +10,7 @@ use quoin_attach::AttachClient;
 
 use super::keeper::Keeper;
 use super::layout::Layout;
-use super::{last_line, say};
+use super::{last_line, print_line};
 use crate::client;
 use crate::host::attacher::Attacher;
 use crate::host::devices::Device;
@@ -20,7 +20,7 @@ const ANSWER_BUDGET: Duration = Duration::from_secs(2);
 /// An attach process that gives no answer for this long after all else is up is reported as in the
 /// way.
 const READY_BUDGET: Duration = Duration::from_secs(20);
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Interval between two checks whether it is over.
 const AGAIN_EVERY: Duration = Duration::from_secs(2);
 
@@ -34,8 +34,8 @@ pub struct Blocked {
 
 async fn answers(layout: &Layout) -> bool {
     let client = AttachClient::new(layout.attach_socket());
-    let asked = tokio::time::timeout(ANSWER_BUDGET, client.list()).await;
-    asked.is_ok_and(|answer| answer.is_ok())
+    let reply = tokio::time::timeout(ANSWER_BUDGET, client.list()).await;
+    reply.is_ok_and(|answer| answer.is_ok())
 }
 
 /// Waits until block devices can be made; else what hinders it.
@@ -52,7 +52,7 @@ pub async fn wait(layout: &Layout, attach: &Keeper) -> Option<Blocked> {
         if is_hopeless || began.elapsed() > READY_BUDGET {
             return Some(Blocked::of(layout, attacher));
         }
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -86,23 +86,23 @@ impl Blocked {
     }
 
     /// Reports it as events: one for each volume that is held, or one for the node where none is.
-    pub async fn tell(&self, admin_socket: &Path, node: &str) {
+    pub async fn report(&self, admin_socket: &Path, node: &str) {
         let event = |volume: &str, held: &str| AgentEvent {
             severity: "Warning".into(),
             volume_id: volume.into(),
             replica_id: String::new(),
             reason: "CannotAttach".into(),
             message: match held {
-                "" => format!("no block device can be made: {}", self.why),
-                held => format!("{held}: no IO goes on, and nothing is attached: {}", self.why),
+                "" => format!("block devices cannot be made: {}", self.why),
+                held => format!("{held}: IO waits, and nothing is attached: {}", self.why),
             },
         };
         let mut events: Vec<_> = self.volumes.iter().map(|(id, held)| event(id, held)).collect();
         if events.is_empty() {
             events.push(event("", ""));
         }
-        if tell(admin_socket, node, events).await.is_none() {
-            say("the controller could not be told of it; it is told nowhere but here");
+        if report_events(admin_socket, node, events).await.is_none() {
+            print_line("the controller cannot be notified; this is the only report");
         }
     }
 
@@ -120,7 +120,7 @@ async fn name_of(admin_socket: &Path, id: &str) -> Option<String> {
 }
 
 /// Reports events in the node's name; the node's other properties stay as they are.
-async fn tell(admin_socket: &Path, name: &str, events: Vec<AgentEvent>) -> Option<()> {
+async fn report_events(admin_socket: &Path, name: &str, events: Vec<AgentEvent>) -> Option<()> {
     let mut cluster = client::connect(admin_socket).await.ok()?;
     let nodes = cluster.list_nodes(ListNodesRequest {}).await.ok()?.into_inner().nodes;
     let node = nodes.into_iter().find(|node| node.name == name)?;

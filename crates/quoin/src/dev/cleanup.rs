@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::layout::Layout;
-use super::{Ends, say};
+use super::{Ends, print_line};
 use crate::client;
 use crate::host::devices::{self, Device, Mount, MountElsewhere};
 use crate::host::lost;
@@ -35,12 +35,12 @@ struct Progress(HashMap<PathBuf, (u64, Instant)>);
 
 impl Progress {
     /// Whether the device gets nowhere, though it `has_work`; counted from its last IO.
-    fn is_at_standstill(&mut self, device: &Device, has_work: bool) -> bool {
+    fn is_stalled(&mut self, device: &Device, has_work: bool) -> bool {
         let (done, in_flight) = device.io().unwrap_or_default();
-        self.stands(&device.path, done, has_work || in_flight > 0, Instant::now())
+        self.has_no_progress(&device.path, done, has_work || in_flight > 0, Instant::now())
     }
 
-    fn stands(
+    fn has_no_progress(
         &mut self,
         device: &std::path::Path,
         done: u64,
@@ -65,15 +65,15 @@ enum Unmounted {
 
 /// Runs a call that may block in the kernel for ever; the receiver gets its result. The call has a
 /// thread of its own, because at its end the runtime waits for the threads that it lends.
-fn apart<T: Send + 'static>(
+fn on_a_thread<T: Send + 'static>(
     call: impl FnOnce() -> T + Send + 'static,
 ) -> tokio::sync::oneshot::Receiver<T> {
-    let (answer, asked) = tokio::sync::oneshot::channel();
+    let (answer, reply) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
         // The caller may have stopped waiting.
         let _ = answer.send(call());
     });
-    asked
+    reply
 }
 
 async fn unmount_in_time(
@@ -85,7 +85,7 @@ async fn unmount_in_time(
     let target = mount.target.clone();
     // Content is written back first: an unmount does so only for the last mount of a file system,
     // and another table of mounts may have a copy.
-    let mut outcome = apart(move || {
+    let mut outcome = on_a_thread(move || {
         let _ = sync(&target);
         unmount(&target, UnmountFlags::empty())
     });
@@ -93,12 +93,12 @@ async fn unmount_in_time(
     loop {
         if !is_told && began.elapsed() > SILENCE {
             is_told = true;
-            say(&waiting_for_io(layout, device, &mount.target).await);
+            print_line(&waiting_for_io(layout, device, &mount.target).await);
         }
         match tokio::time::timeout(RETRY, &mut outcome).await {
             Ok(Ok(Ok(()))) => return Unmounted::Yes,
             Ok(_) => return Unmounted::InUse,
-            Err(_) if progress.is_at_standstill(device, true) => return Unmounted::Stuck,
+            Err(_) if progress.is_stalled(device, true) => return Unmounted::Stuck,
             Err(_) => {}
         }
     }
@@ -126,7 +126,7 @@ impl InUse {
                 });
                 let shown: Vec<_> = shown.take(5).collect();
                 let at =
-                    if shown.is_empty() { "nobody tells where".into() } else { shown.join(", ") };
+                    if shown.is_empty() { "location unknown".into() } else { shown.join(", ") };
                 format!("{} is mounted in another mount namespace ({at})", device.path.display())
             }
         }
@@ -154,8 +154,8 @@ async fn unmount_volumes(
     for device in Device::over(&layout.run())? {
         for mount in device.mounts()?.into_iter().rev() {
             match unmount_in_time(layout, &device, &mount, progress).await {
-                Unmounted::Yes => say(&format!("unmounted {}", mount.target.display())),
-                Unmounted::InUse if progress.is_at_standstill(&device, false) => {
+                Unmounted::Yes => print_line(&format!("unmounted {}", mount.target.display())),
+                Unmounted::InUse if progress.is_stalled(&device, false) => {
                     stuck.push((device.clone(), mount));
                 }
                 Unmounted::InUse => busy.push(InUse::Here(device.clone(), mount)),
@@ -163,11 +163,11 @@ async fn unmount_volumes(
             }
         }
         if device.mounts()?.is_empty() && device.is_held_by_a_file_system() {
-            let asked = device.clone();
-            let elsewhere = apart(move || asked.mounts_elsewhere());
-            let elsewhere = tokio::time::timeout(REASON_BUDGET, elsewhere).await;
-            let elsewhere = elsewhere.ok().and_then(Result::ok).unwrap_or_default();
-            busy.push(InUse::Elsewhere(device, elsewhere));
+            let reply = device.clone();
+            let other_mounts = on_a_thread(move || reply.mounts_elsewhere());
+            let other_mounts = tokio::time::timeout(REASON_BUDGET, other_mounts).await;
+            let other_mounts = other_mounts.ok().and_then(Result::ok).unwrap_or_default();
+            busy.push(InUse::Elsewhere(device, other_mounts));
         }
     }
     Ok((busy, stuck))
@@ -184,7 +184,7 @@ fn bare_devices(layout: &Layout, progress: &mut Progress) -> Result<(Vec<Device>
             continue;
         }
         let gets_on = progress.0.get(&device.path).is_some_and(|(before, _)| *before != done);
-        match progress.is_at_standstill(&device, true) {
+        match progress.is_stalled(&device, true) {
             true => stuck.push(device),
             false if !gets_on => busy.push(device),
             false => {}
@@ -199,8 +199,8 @@ fn bare_devices(layout: &Layout, progress: &mut Progress) -> Result<(Vec<Device>
 ///
 /// # Errors
 /// File systems that were still in use then.
-pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
-    let mut told = String::new();
+pub async fn release_devices(layout: &Layout, ends: &mut Ends) -> Result<()> {
+    let mut reported = String::new();
     let mut problems = Vec::new();
     let mut progress = Progress::default();
     let mut cut = HashSet::new();
@@ -209,7 +209,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
         let (busy, stuck) = unmount_volumes(layout, &mut progress).await?;
         for (device, mount) in &stuck {
             problems.push(at_standstill(layout, device, &mount.target).await);
-            take_away(device, mount).await;
+            force_detach(device, mount).await;
         }
         let (bare_busy, mut bare_stuck) = bare_devices(layout, &mut progress)?;
         // Once for each device: a second attempt would not end it either.
@@ -230,23 +230,23 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             let since = bare.entry(device.path.clone()).or_insert_with(|| Some(Instant::now()));
             if since.is_some_and(|since| since.elapsed() > SILENCE) {
                 *since = None;
-                say(&waiting_for_io(layout, device, &device.path).await);
+                print_line(&waiting_for_io(layout, device, &device.path).await);
             }
         }
         bare.retain(|path, _| bare_busy.iter().any(|device| device.path == *path));
-        if text != told && !busy.is_empty() {
-            say(&format!(
+        if text != reported && !busy.is_empty() {
+            print_line(&format!(
                 "waiting: {text}. End these programs or leave the directory, and everything stops \
                  by itself. Ctrl-C again takes the device away: its programs then get IO errors"
             ));
-            told = text;
+            reported = text;
         }
         tokio::select! {
             () = tokio::time::sleep(RETRY) => {}
             () = ends.wait() => {
                 write_back(&busy).await;
                 for device in &bare_busy {
-                    problems.push(format!("{} was taken away", device.path.display()));
+                    problems.push(format!("{} was detached by force", device.path.display()));
                     cut_off(device).await;
                 }
                 for used in busy.iter().rev() {
@@ -256,7 +256,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
                     }
                 }
                 if !busy.is_empty() {
-                    problems.push(format!("taken away while in use: {told}"));
+                    problems.push(format!("detached by force while in use: {reported}"));
                 }
                 anyhow::bail!("{}", problems.join("; "));
             }
@@ -266,54 +266,54 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
 
 /// Message about a wait for IO that no program causes.
 async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
-    let (path, reason) = (path.display(), why_held(layout, device).await);
+    let (path, reason) = (path.display(), wait_reason(layout, device).await);
     format!(
-        "waiting: the IO of {path} does not get on, since its volume waits for {reason}. If that lasts \
-         {} s, it is taken away, and its IO fails; Ctrl-C again does so now",
+        "waiting: the IO of {path} makes no progress, since its volume waits for {reason}. If that \
+         lasts {} s, it is detached by force, and its IO fails; Ctrl-C again does so now",
         STANDSTILL.as_secs()
     )
 }
 
 /// Reports that the device or mount at `path` is taken away, and the reason.
 async fn at_standstill(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
-    let (path, reason) = (path.display(), why_held(layout, device).await);
-    say(&format!("{path} is at a standstill and is taken away"));
+    let (path, reason) = (path.display(), wait_reason(layout, device).await);
+    print_line(&format!("{path} makes no progress and is detached by force"));
     format!(
-        "{path} was taken away: its IO did not get on for {} s, since the volume waits for {reason}; \
-         what was not synced may be lost",
+        "{path} was detached by force: its IO made no progress for {} s, since the volume waits \
+         for {reason}; what was not synced may be lost",
         STANDSTILL.as_secs()
     )
 }
 
 /// Reason why the volume's IO waits, as the controller knows it.
-async fn why_held(layout: &Layout, device: &Device) -> String {
+async fn wait_reason(layout: &Layout, device: &Device) -> String {
     let ask = async {
         let mut cluster = client::connect(&layout.admin_socket()).await.ok()?;
         let volume = client::get_volume(&mut cluster, &device.volume).await.ok()?;
         Some(volume.waiting_for).filter(|waiting_for| !waiting_for.is_empty())
     };
-    let asked = tokio::time::timeout(REASON_BUDGET, ask).await;
-    asked.ok().flatten().unwrap_or_else(|| "something that nobody tells (see the logs)".to_owned())
+    let reply = tokio::time::timeout(REASON_BUDGET, ask).await;
+    reply.ok().flatten().unwrap_or_else(|| "an unknown reason (see the logs)".to_owned())
 }
 
 /// Fails the device's IO, so that no program waits for it any more.
 async fn cut_off(device: &Device) {
     let device = device.clone();
-    let cut = apart(move || device.cut_off());
+    let cut = on_a_thread(move || device.cut_off());
     // Whether it comes back or not, nothing more can be done about it.
     let _ = tokio::time::timeout(SYNC_BUDGET, cut).await;
 }
 
 /// Fails the device's IO, and takes the mount from the tree.
-async fn take_away(device: &Device, mount: &Mount) {
+async fn force_detach(device: &Device, mount: &Mount) {
     cut_off(device).await;
     let target = mount.target.clone();
-    let detached = apart(move || unmount(&target, UnmountFlags::DETACH));
+    let detached = on_a_thread(move || unmount(&target, UnmountFlags::DETACH));
     let _ = tokio::time::timeout(SYNC_BUDGET, detached).await;
 }
 
 /// Says what the attach process of an earlier supervisor holds on to; ends it if that is nothing.
-pub fn tell_of_what_stays(layout: &Layout, pid: Pid) {
+pub fn report_leftovers(layout: &Layout, pid: Pid) {
     let devices = Device::over(&layout.run()).unwrap_or_default();
     if devices.is_empty() {
         let _ = kill_process(pid, Signal::TERM);
@@ -324,8 +324,8 @@ pub fn tell_of_what_stays(layout: &Layout, pid: Pid) {
         let on = mounts.iter().map(|mount| format!(" on {}", mount.target.display()));
         format!("{}{}", device.path.display(), on.collect::<String>())
     });
-    say(&format!(
-        "left as they were by the last `quoin dev`, which was killed: {}. Process {pid} holds their \
+    print_line(&format!(
+        "unchanged since the last `quoin dev`, which was killed: {}. Process {pid} holds their \
          IO until the next start, whose Ctrl-C takes them down",
         shown.collect::<Vec<_>>().join(", ")
     ));
@@ -340,18 +340,19 @@ fn describe(mount: &Mount) -> String {
 
 /// Writes back to the volume what programs have written, while its device is still served.
 async fn write_back(busy: &[InUse]) {
-    say("writing back what the file systems hold, then taking the devices away");
+    print_line("writing back the file systems, then detaching the devices");
     for used in busy {
         let directories = used.directories();
-        let synced = apart(move || directories.iter().try_for_each(|directory| sync(directory)));
+        let synced =
+            on_a_thread(move || directories.iter().try_for_each(|directory| sync(directory)));
         if !matches!(tokio::time::timeout(SYNC_BUDGET, synced).await, Ok(Ok(Ok(())))) {
             let path = match used {
                 InUse::Here(_, mount) => mount.target.display(),
                 InUse::Elsewhere(device, _) => device.path.display(),
             };
-            say(&format!("{path} could not be written back whole"));
+            print_line(&format!("{path} could not be written back completely"));
             match used {
-                InUse::Here(device, mount) => take_away(device, mount).await,
+                InUse::Here(device, mount) => force_detach(device, mount).await,
                 InUse::Elsewhere(device, _) => cut_off(device).await,
             }
         }
@@ -405,21 +406,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_at_a_standstill_once_it_has_done_nothing_for_long_with_something_to_do() {
+    fn a_device_with_pending_io_and_no_progress_is_stalled_after_a_while() {
         let mut progress = Progress::default();
-        let mut stands = |done, has_work, seconds| {
+        let mut has_no_progress = |done, has_work, seconds| {
             static BEGAN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
             let now = *BEGAN.get_or_init(Instant::now) + Duration::from_secs(seconds);
-            progress.stands(std::path::Path::new("/dev/loop0"), done, has_work, now)
+            progress.has_no_progress(std::path::Path::new("/dev/loop0"), done, has_work, now)
         };
-        assert!(!stands(1, true, 0));
-        assert!(!stands(1, true, 19));
-        assert!(!stands(2, true, 20), "it got on");
-        assert!(!stands(2, true, 39));
-        assert!(stands(2, true, 40));
-        assert!(!stands(2, false, 60), "it is only open");
-        assert!(!stands(2, true, 79));
-        assert!(stands(2, true, 80));
+        assert!(!has_no_progress(1, true, 0));
+        assert!(!has_no_progress(1, true, 19));
+        assert!(!has_no_progress(2, true, 20), "it got on");
+        assert!(!has_no_progress(2, true, 39));
+        assert!(has_no_progress(2, true, 40));
+        assert!(!has_no_progress(2, false, 60), "it is only open");
+        assert!(!has_no_progress(2, true, 79));
+        assert!(has_no_progress(2, true, 80));
     }
 
     #[tokio::test]

@@ -98,7 +98,9 @@ pub async fn await_the_last(layout: &Layout, going_on: Option<Pid>) {
     while last.iter().any(is_ours) && began.elapsed() < STOP_BUDGET {
         if !is_told && began.elapsed() > SILENCE {
             is_told = true;
-            super::say("waiting: processes of the last `quoin dev`, which was killed, are ending");
+            super::print_line(
+                "waiting: processes of the last `quoin dev`, which was killed, are ending",
+            );
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -198,19 +200,19 @@ impl Keeper {
     }
 
     /// Ends the process and does not start it again; [`Keeper::stop`] is still to be called.
-    pub fn let_go(&self) {
+    pub fn request_stop(&self) {
         let _ = self.stop.send(true);
     }
 
-    /// Whether [`Keeper::let_go`] was called.
-    pub fn was_let_go(&self) -> bool {
+    /// Whether [`Keeper::request_stop`] was called.
+    pub fn was_asked_to_stop(&self) -> bool {
         *self.stop.borrow()
     }
 
     /// Ends the process by SIGTERM and waits; kills it if it does not drain in time.
     pub async fn stop(self) -> Result<()> {
         let _ = self.stop.send(true);
-        self.task.await.context("the keeper's task failed")?
+        self.task.await.context("the supervisor task failed")?
     }
 }
 
@@ -246,14 +248,14 @@ async fn keep(
         let (status, log) = (show_status(status), layout.log(&name));
         match failed_starts.get() {
             // Restarts go on: the obstacle may pass.
-            FAILED_STARTS_MAX => super::say(&format!(
-                "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is started every \
-                 {} s without a word until it stays, its log is {}",
+            FAILED_STARTS_MAX => super::print_line(&format!(
+                "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is restarted \
+                 every {} s without further messages until it stays up, its log is {}",
                 BACKOFF_MAX.as_secs(),
                 log.display()
             )),
             failed if failed > FAILED_STARTS_MAX => {}
-            _ => super::say(&format!(
+            _ => super::print_line(&format!(
                 "{name} ended ({status}); starting it again in {:.1} s, its log is {}",
                 backoff.as_secs_f64(),
                 log.display()
@@ -265,7 +267,7 @@ async fn keep(
         }
         // Devices that a holder keeps only wait for the next attach process.
         if process.outlives && quoin_attach::holder::held_at(&layout.holder_socket()).is_empty() {
-            super::tell_of_the_dead(&layout)?;
+            super::report_dead_mounts(&layout)?;
         }
         child = Running::Child(spawn(&process, &layout)?);
         roster.set(&name, child.pid());
@@ -309,7 +311,7 @@ fn spawn(process: &Process, layout: &Layout) -> Result<Child> {
 fn open_log(layout: &Layout, name: &str) -> Result<File> {
     let path = layout.log(name);
     if std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() > LOG_BYTES_MAX) {
-        std::fs::rename(&path, path.with_extension("log.old")).context("put an old log aside")?;
+        std::fs::rename(&path, path.with_extension("log.old")).context("rename an old log")?;
     }
     OpenOptions::new()
         .create(true)
@@ -341,8 +343,8 @@ async fn end(name: &str, child: &mut Running, log: &Path) -> Result<()> {
             kill_process(pid, Signal::KILL).context("kill a process")?;
             if tokio::time::timeout(KILL_BUDGET, child.wait()).await.is_err() {
                 bail!(
-                    "{name} (process {pid}) was killed and is held by the kernel, in IO that nobody \
-                     answers"
+                    "{name} (process {pid}) was killed and is held by the kernel, in IO that is \
+                     not answered"
                 );
             }
             bail!(

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_of_something_else_is_left_alone() {
+    fn a_directory_with_other_files_is_not_changed() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("thesis.tex"), "x").unwrap();
         let message = Layout::open(directory.path()).unwrap_err().to_string();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_was_refused_leaves_nothing_of_what_it_made_and_all_that_was_there() {
+    fn a_refused_start_removes_its_own_files_and_keeps_all_others() {
         let directory = tempfile::tempdir().unwrap();
         let deep = directory.path().join("a/b");
         Layout::open(&deep).unwrap().discard_unused();
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_socket_below_the_longest_root_still_fits_an_address() {
+    fn the_longest_socket_path_fits_an_address() {
         let root = PathBuf::from("/").join("r".repeat(ROOT_BYTES_MAX - 1));
         let socket = Layout::at(&root).nbd().join(format!("{}.sock", "0".repeat(32)));
         assert_eq!(socket.as_os_str().len(), 107);

@@ -11,11 +11,11 @@ use std::time::Duration;
 use super::keeper::Keeper;
 use super::layout::Layout;
 use super::settings::{PoolSettings, Settings};
-use super::{processes, say};
+use super::{print_line, processes};
 use crate::client::{self, Cluster, refusal};
 
 /// Interval between two checks for pools that were removed and certificates that expired.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Gives a certificate, by a token as on any other host, to a member that has none or whose own
 /// expired while all of it was off.
@@ -59,7 +59,7 @@ pub async fn pools_to_start<'a>(
         // A pool's data are made after it joined, and then it reports at once.
         let was_there = Identity::load(&directory).is_ok() && layout.pool_data(&pool.name).exists();
         if was_there && !known.iter().any(|known| known.name == pool.name) {
-            tell_of_the_removed(layout, &pool.name, "is not started");
+            report_removed_pool(layout, &pool.name, "is not started");
             continue;
         }
         pools.push(pool);
@@ -67,8 +67,8 @@ pub async fn pools_to_start<'a>(
     Ok(pools)
 }
 
-fn tell_of_the_removed(layout: &Layout, pool: &str, what: &str) {
-    say(&format!(
+fn report_removed_pool(layout: &Layout, pool: &str, what: &str) {
+    print_line(&format!(
         "{pool} was removed from the cluster and {what}; delete {} to have a new, empty pool of \
          that name at the next start",
         layout.pool(pool).display()
@@ -76,14 +76,14 @@ fn tell_of_the_removed(layout: &Layout, pool: &str, what: &str) {
 }
 
 /// Handles pools that users remove while this runs, and members whose certificates expired.
-pub async fn look_after(layout: &Layout, settings: &Settings, keepers: &[Keeper]) -> Infallible {
+pub async fn watch_members(layout: &Layout, settings: &Settings, keepers: &[Keeper]) -> Infallible {
     let mut refused = BTreeSet::new();
     loop {
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         let Ok(mut cluster) = client::connect(&layout.admin_socket()).await else { continue };
         // The controller may be away for a moment: the next check is soon.
         let _ = end_removed_pools(&mut cluster, layout, keepers).await;
-        for keeper in keepers.iter().filter(|keeper| !keeper.was_let_go()) {
+        for keeper in keepers.iter().filter(|keeper| !keeper.was_asked_to_stop()) {
             let (role, directory) = match &*keeper.name {
                 "node" => (Role::Node, layout.node()),
                 name if is_pool(keeper) => (Role::Pool, layout.pool(name)),
@@ -109,7 +109,7 @@ pub async fn look_after(layout: &Layout, settings: &Settings, keepers: &[Keeper]
                     keeper.name
                 ),
             };
-            say(&line);
+            print_line(&line);
         }
     }
 }
@@ -131,10 +131,10 @@ async fn end_removed_pools(
         return Ok(());
     }
     // All of them were online before this began.
-    for keeper in keepers.iter().filter(|keeper| is_pool(keeper) && !keeper.was_let_go()) {
+    for keeper in keepers.iter().filter(|keeper| is_pool(keeper) && !keeper.was_asked_to_stop()) {
         if !pools.iter().any(|pool| pool.name == keeper.name) {
-            keeper.let_go();
-            tell_of_the_removed(layout, &keeper.name, "is ended");
+            keeper.request_stop();
+            report_removed_pool(layout, &keeper.name, "is ended");
         }
     }
     Ok(())

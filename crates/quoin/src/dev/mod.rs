@@ -73,7 +73,7 @@ pub struct DevOptions {
 }
 
 /// Prints one line for the user of `quoin dev`.
-fn say(line: &str) {
+fn print_line(line: &str) {
     let mut output = std::io::stdout().lock();
     // A closed terminal must not end the cluster.
     let _ = writeln!(output, "{line}");
@@ -88,11 +88,11 @@ pub fn run(options: DevOptions) -> Result<()> {
         Settings::load_or_create(&layout, options.pools.map(usize::from), options.pool_size);
     let (settings, notes) = settings.inspect_err(|_| layout.discard_unused())?;
     for note in notes {
-        say(&note);
+        print_line(&note);
     }
-    let attaching = Attaching::possible(options.no_attach);
+    let attaching = Attaching::of_this_host(options.no_attach);
     if let Attaching::No { reason } = &attaching {
-        say(&format!("volumes are served as NBD sockets only: {reason}"));
+        print_line(&format!("volumes are served as NBD sockets only: {reason}"));
     }
     // Single thread: the kernel ends the children with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -148,32 +148,35 @@ async fn supervise(
                 greet(layout, settings, pools, attaching, blocked.as_ref()).await;
                 tokio::select! {
                     () = ends.wait() => Ok(()),
-                    never = tell_when_over(layout, blocked) => match never {},
-                    error = first_that_gave_up(&keepers) => Err(error),
-                    never = members::look_after(layout, settings, &keepers) => match never {},
+                    never = report_when_unblocked(layout, blocked) => match never {},
+                    error = first_failure(&keepers) => Err(error),
+                    never = members::watch_members(layout, settings, &keepers) => match never {},
                 }
             }
             Err(error) => Err(error),
         },
         () = ends.wait() => Ok(()),
     };
-    say("stopping");
+    print_line("stopping");
     let stopped = stop(layout, keepers, &mut ends).await;
     outcome.and(stopped)
 }
 
 /// Reports once that block devices can be made again, where they could not.
-async fn tell_when_over(layout: &Layout, blocked: Option<Blocked>) -> std::convert::Infallible {
+async fn report_when_unblocked(
+    layout: &Layout,
+    blocked: Option<Blocked>,
+) -> std::convert::Infallible {
     if let Some(blocked) = blocked {
         blocked.over(layout).await;
-        say("block devices can be made again");
+        print_line("block devices can be made again");
     }
     std::future::pending().await
 }
 
 /// Says which file systems died with the process that served their devices, and frees what of
 /// those is not mounted. What is still served is left alone.
-fn tell_of_the_dead(layout: &Layout) -> Result<()> {
+fn report_dead_mounts(layout: &Layout) -> Result<()> {
     for (device, mount) in cleanup::release_leftovers(layout, Dead::Stays)? {
         let (device, target) = (device.path.display(), mount.target.display());
         let users = mount.users();
@@ -181,7 +184,7 @@ fn tell_of_the_dead(layout: &Layout) -> Result<()> {
             true => (String::new(), ""),
             false => (format!(", and is in use by {}", users.join(", ")), "end its users, "),
         };
-        say(&format!(
+        print_line(&format!(
             "{target} is dead: {device} below it was lost with the process that served it{used}. \
              Nothing can be read or written there. To have it back: {end}run `umount {target}`, \
              then attach and mount the volume again: what was synced is there"
@@ -203,7 +206,7 @@ async fn start(
     let left = keeper::listener_of(&layout.attach_socket()).await;
     keeper::await_the_last(layout, left).await;
     let roster = Roster::new(layout);
-    tell_of_the_dead(layout)?;
+    report_dead_mounts(layout)?;
     let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
 
     processes::init_controller(layout, policy).await?;
@@ -215,8 +218,8 @@ async fn start(
         let directory = layout.pool(&pool.name);
         if Identity::load(&directory).is_ok() && !layout.pool_data(&pool.name).exists() {
             let name = &pool.name;
-            say(&format!(
-                "{name} has no file any more: an empty one is made, and what it held is rebuilt"
+            print_line(&format!(
+                "the file of {name} is missing: an empty one is made, and its replicas are rebuilt"
             ));
         }
         members::join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
@@ -229,7 +232,7 @@ async fn start(
         wait_for_holder(layout, keepers, began).await?;
     }
     if let Some(pid) = left {
-        say("attached devices of the last `quoin dev`, which was killed, go on");
+        print_line("attached devices of the last `quoin dev`, which was killed, continue");
         let (layout, roster) = (layout.clone(), roster.clone());
         keepers.push(Keeper::adopt(processes::attach(&layout, settings), pid, layout, roster)?);
     } else if let Attaching::Yes = attaching {
@@ -242,7 +245,7 @@ async fn start(
         None => None,
     };
     if let Some(blocked) = &blocked {
-        blocked.tell(&layout.admin_socket(), &settings.node).await;
+        blocked.report(&layout.admin_socket(), &settings.node).await;
     }
     Ok((pools.len(), blocked))
 }
@@ -273,7 +276,7 @@ async fn wait_for_controller(
 
 /// "Quoin is up" promises that the attach process may be killed.
 async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) -> Result<()> {
-    while !quoin_attach::holder::is_at(&layout.holder_socket()) {
+    while !quoin_attach::holder::is_served(&layout.holder_socket()) {
         if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
             bail!(
                 "the attach holder does not answer; its log is {}",
@@ -322,7 +325,7 @@ async fn wait_until_all_are_online(
                 missing.push("node".into());
             }
             if missing.is_empty() {
-                failed.iter().for_each(|line| say(line));
+                failed.iter().for_each(|line| print_line(line));
                 return Ok(());
             }
         }
@@ -343,7 +346,7 @@ fn last_line(log: &Path) -> String {
     let text = std::fs::read(log).unwrap_or_default();
     let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]).into_owned();
     let last = tail.lines().rev().find(|line| !line.trim().is_empty());
-    last.map_or("it says nothing", |line| line.trim_start_matches("error: ")).to_owned()
+    last.map_or("its log is empty", |line| line.trim_start_matches("error: ")).to_owned()
 }
 
 async fn greet(
@@ -370,11 +373,11 @@ async fn greet(
         Some(blocked) => {
             let held = blocked.shown(&layout.admin_socket()).await;
             let held = if held.is_empty() { held } else { format!(" ({held})") };
-            format!(", but no block device can be made: {}{held}\n", blocked.why)
+            format!(", but block devices cannot be made: {}{held}\n", blocked.why)
         }
         None => ": ".to_owned(),
     };
-    say(&format!(
+    print_line(&format!(
         "Quoin is up{without}{} pools of up to {} each (sparse), node {}\n  data   {}\n  admin  {}\n  \
          csi    unix://{}\n  logs   {}\n\nIn another terminal:{socket}\n  \
          quoin volume create db --size 1GiB --replicas 3\n  {attach}\n  quoin events -w\n\n\
@@ -390,10 +393,10 @@ async fn greet(
 }
 
 /// Resolves when a process cannot be started any more (its binary or log is gone).
-async fn first_that_gave_up(keepers: &[Keeper]) -> anyhow::Error {
+async fn first_failure(keepers: &[Keeper]) -> anyhow::Error {
     loop {
-        let gave_up = |keeper: &&Keeper| keeper.has_ended() && !keeper.was_let_go();
-        if let Some(keeper) = keepers.iter().find(gave_up) {
+        let has_failed = |keeper: &&Keeper| keeper.has_ended() && !keeper.was_asked_to_stop();
+        if let Some(keeper) = keepers.iter().find(has_failed) {
             return anyhow::anyhow!("{} cannot be started again; see the line above", keeper.name);
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
@@ -409,7 +412,7 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
     let controller = if others.is_empty() { None } else { Some(others.remove(0)) };
     while let Some(keeper) = others.pop() {
         if keeper.name == "attach" {
-            let outcome = cleanup::let_go(layout, ends).await;
+            let outcome = cleanup::release_devices(layout, ends).await;
             // The holder goes first: what is in use even now would be left to it, and no attach
             // process will come to take it over.
             if others.last().is_some_and(|next| next.name == processes::HOLDER)
@@ -447,10 +450,10 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
     }
     // A start that was broken off before it came to the attach process of the last one.
     if let Some(pid) = keeper::listener_of(&layout.attach_socket()).await {
-        cleanup::tell_of_what_stays(layout, pid);
+        cleanup::report_leftovers(layout, pid);
     }
     if problems.is_empty() {
-        say("stopped; the data stays for the next start");
+        print_line("stopped; the data stays for the next start");
         return Ok(());
     }
     bail!("{}", problems.join("; "))

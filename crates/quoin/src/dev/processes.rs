@@ -17,8 +17,8 @@ pub enum Attaching {
 }
 
 impl Attaching {
-    pub fn possible(is_unwanted: bool) -> Self {
-        if is_unwanted {
+    pub fn of_this_host(is_disabled: bool) -> Self {
+        if is_disabled {
             return Self::No { reason: "--no-attach was given".into() };
         }
         match crate::host::can_attach() {

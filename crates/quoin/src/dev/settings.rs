@@ -96,7 +96,7 @@ impl Settings {
                 {
                     notes.push(format!(
                         "{} pools of up to {} were made here at the first start: --pools and \
-                         --pool-size change nothing now; use another --dir for others",
+                         --pool-size have no effect now; use another --dir for others",
                         settings.pools.len(),
                         crate::size::show_size(size)
                     ));
@@ -118,8 +118,7 @@ impl Settings {
         pool_bytes: Option<u64>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
-        let filesystem =
-            rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
+        let filesystem = rustix::fs::statvfs(layout.root()).context("query the free disk space")?;
         let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
         let capacity_bytes = pool_bytes.unwrap_or(default_pool_bytes(free, pools));
         if pool_bytes.is_none() && capacity_bytes < POOL_BYTES_MIN {
@@ -142,7 +141,7 @@ impl Settings {
         }
         quoin_store::FileDisk::rehearse(&layout.root().join("pool"), capacity_bytes, true)
             .with_context(|| {
-                format!("--pool-size {} is not possible", crate::size::show_size(capacity_bytes))
+                format!("--pool-size {} is too large", crate::size::show_size(capacity_bytes))
             })?;
         if capacity_bytes.saturating_mul(pools as u64) > free {
             notes.push(format!(
@@ -235,12 +234,12 @@ impl Ports {
     /// its process restarts. Between its choice and the start of that process a port looks free to
     /// others, so each process chooses in a row of its own first.
     fn next(&mut self) -> Result<SocketAddr> {
-        static LOOKED_AT: AtomicU32 = AtomicU32::new(0);
+        static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
         let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
         let count = lasting.len() as u32;
         let first = std::process::id().wrapping_mul(PORTS_IN_A_ROW);
         let chosen = (0..count)
-            .map(|_| first.wrapping_add(LOOKED_AT.fetch_add(1, Ordering::Relaxed)) % count)
+            .map(|_| first.wrapping_add(NEXT_OFFSET.fetch_add(1, Ordering::Relaxed)) % count)
             .map(|offset| lasting.start + offset as u16)
             // The kernel's choice where none of those is free.
             .chain([0])
@@ -261,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_start_keeps_names_sizes_and_free_ports_and_replaces_taken_ones() {
+    fn a_second_start_keeps_names_sizes_and_ports_and_replaces_occupied_ports() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
         let (first, notes) = Settings::load_or_create(&layout, None, None).unwrap();
@@ -279,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_chosen_where_no_outgoing_connection_takes_them() {
+    fn ports_are_chosen_outside_the_ephemeral_range() {
         if first_ephemeral_port() <= LASTING_PORTS.start {
             return;
         }
@@ -315,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_pool_takes_almost_nothing_of_the_disk_that_it_may_grow_into() {
+    fn a_new_pool_is_sparse() {
         use std::os::unix::fs::MetadataExt;
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
@@ -333,10 +332,10 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_pool_can_have_are_refused_and_forgotten_and_large_ones_are_noted() {
+    fn impossible_pool_sizes_are_refused_and_large_ones_are_noted() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is not possible")] {
+        for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is too large")] {
             let error = Settings::load_or_create(&layout, None, Some(size)).unwrap_err();
             assert!(error.to_string().contains(words), "{error:#}");
             assert!(!layout.settings().exists());

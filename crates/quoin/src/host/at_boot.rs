@@ -154,7 +154,7 @@ impl Etc {
         };
         if let Some(line) = text.lines().find(is_there) {
             bail!(
-                "{} has another file system for {shown}: `{}`. Take that line away, or name another \
+                "{} has another file system for {shown}: `{}`. Remove that line, or name another \
                  path by --mount",
                 self.fstab().display(),
                 line.trim()
@@ -259,7 +259,7 @@ fn file_system(device: &Path) -> Result<FileSystem> {
         .arg(device)
         .stdin(Stdio::null())
         .output()
-        .context("start blkid, which tells what is on a device")?;
+        .context("start blkid, which reads the type of a file system")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let value = |key: &str| {
         let mut lines = text.lines();
@@ -302,7 +302,7 @@ pub fn mount(path: &Path) -> Result<()> {
 }
 
 /// Tells systemd of a unit that is wanted now; nothing where systemd does not run.
-pub fn tell_systemd(volume: &AtBoot, is_wanted: bool) -> Result<()> {
+pub fn notify_systemd(volume: &AtBoot, is_wanted: bool) -> Result<()> {
     if !Path::new("/run/systemd/system").exists() {
         return Ok(());
     }
@@ -326,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_instances_are_what_systemd_escape_makes_of_the_name() {
+    fn names_of_instances_equal_the_output_of_systemd_escape() {
         for (name, escaped) in [
             ("db", "db"),
             ("my-db", "my\\x2ddb"),
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_added_for_a_volume_is_found_again_and_taken_back_and_all_else_stays() {
+    fn the_line_of_a_volume_is_added_found_and_removed_and_other_lines_stay() {
         let directory = tempfile::tempdir().unwrap();
         let etc = Etc(directory.path().into());
         let before = "# local\nUUID=1 / ext4 defaults 0 1\n/dev/sdb1 /srv/other xfs defaults 0 2\n";
@@ -364,8 +364,8 @@ mod tests {
         etc.check_mount(&volume, Path::new("/srv/db")).unwrap();
         let other = AtBoot::new("other", "4567", 4096, false);
         for (of, taken) in [(&volume, "/srv/other"), (&other, "/srv/db")] {
-            let said = etc.check_mount(of, Path::new(taken)).unwrap_err().to_string();
-            assert!(said.contains(taken) && said.contains("another path"), "{said}");
+            let message = etc.check_mount(of, Path::new(taken)).unwrap_err().to_string();
+            assert!(message.contains(taken) && message.contains("another path"), "{message}");
         }
         assert!(etc.check_mount(&volume, Path::new("srv/db")).is_err());
 

@@ -32,7 +32,7 @@ impl Attacher {
         let pid = self.pid;
         match self.state {
             'T' | 't' => format!(
-                "`kill -CONT {pid}` lets it go on, `kill -9 {pid}` gives its devices up (their IO \
+                "`kill -CONT {pid}` continues it, `kill -9 {pid}` ends its devices (their IO \
                  fails)"
             ),
             'D' | 'Z' | 'X' => {
@@ -47,13 +47,13 @@ impl Attacher {
 impl fmt::Display for Attacher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pid = self.pid;
-        let standing = match self.state {
+        let state = match self.state {
             'T' | 't' => "was stopped by a signal",
-            'D' => "is held by the kernel, in IO that nobody answers",
-            'Z' | 'X' => "has ended, but for IO that nobody answers",
+            'D' => "is held by the kernel, in IO that is not answered",
+            'Z' | 'X' => "has ended, except for IO that is not answered",
             _ => "runs, and does not answer",
         };
-        write!(f, "process {pid} (`quoin attach`) {standing}")
+        write!(f, "process {pid} (`quoin attach`) {state}")
     }
 }
 
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_lock_is_read_from_the_kernels_table() {
+    fn the_holder_of_a_lock_is_read_from_the_table_of_the_kernel() {
         let table = "1: POSIX  ADVISORY  WRITE 7 08:01:42 0 EOF\n\
                      2: FLOCK  ADVISORY  WRITE 1234 08:01:42 0 EOF\n\
                      2: -> FLOCK  ADVISORY  WRITE 99 08:01:42 0 EOF\n\
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn each_standing_has_its_way_out() {
+    fn each_state_has_its_way_out() {
         let of = |state| Attacher { pid: 12, state };
         assert!(!of('S').is_stuck() && of('D').is_stuck() && of('T').is_stuck());
         assert!(of('T').way_out().contains("kill -CONT 12"));
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_nobody_has_and_a_lock_of_another_program_are_nobodys() {
+    fn an_unlocked_directory_and_the_lock_of_another_program_have_no_holder() {
         let directory = tempfile::tempdir().unwrap();
         assert_eq!(Attacher::of(directory.path()), None);
         std::fs::create_dir(directory.path().join("attach")).unwrap();

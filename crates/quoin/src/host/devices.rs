@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mount_lines_give_device_number_target_with_blanks_and_file_system() {
+    fn mount_lines_are_parsed_to_device_number_target_and_file_system() {
         let line = "36 35 7:3 / /mnt/my\\040disk rw,noatime master:1 - ext4 /dev/loop3 rw";
         let parsed = Mount::parse(line).unwrap();
         assert_eq!(parsed.number, "7:3");
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_has_done_and_does_is_read_from_its_line() {
+    fn completed_and_pending_io_are_parsed_from_the_line_of_a_device() {
         let line = "  1 0 8 0  2 0 16 0  3 4 5  6 0 0 0  7 0\n";
         assert_eq!(counted(line), Some((1 + 2 + 6 + 7, 3)));
         assert_eq!(counted("1 2 3"), None);
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_file_open_on_a_mount_is_found_by_name_and_pid() {
+    fn a_program_with_an_open_file_on_a_mount_is_found_by_name_and_pid() {
         let directory = tempfile::tempdir().unwrap();
         let open = fs::File::create(directory.path().join("open")).unwrap();
         let device = open.metadata().unwrap().dev();

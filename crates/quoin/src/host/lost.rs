@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_is_gone_or_lives_anew_is_forgotten_and_so_is_a_damaged_file() {
+    fn a_removed_or_reused_device_is_forgotten_and_a_damaged_file_names_none() {
         let directory = tempfile::tempdir().unwrap();
         let gone =
             r#"{"path":"/dev/no-such-loop","file":"/f","volume":"7","number":"7:99","sequence":3}"#;

@@ -56,14 +56,17 @@ mod tests {
     fn a_missing_device_and_a_file_in_its_place_are_refused_with_the_way_out() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fuse");
-        let said = check_device(&path, (10, 229), "fuse").unwrap_err();
-        assert!(said.contains("there is no") && said.contains("modprobe fuse"), "{said}");
+        let message = check_device(&path, (10, 229), "fuse").unwrap_err();
+        assert!(message.contains("there is no") && message.contains("modprobe fuse"), "{message}");
         std::fs::write(&path, "").unwrap();
-        let said = check_device(&path, (10, 229), "fuse").unwrap_err();
-        assert!(said.contains("not the kernel's device") && said.contains("mknod"), "{said}");
+        let message = check_device(&path, (10, 229), "fuse").unwrap_err();
+        assert!(
+            message.contains("not the kernel's device") && message.contains("mknod"),
+            "{message}"
+        );
         // Another device is not it either.
-        let said = check_device(Path::new("/dev/null"), (10, 229), "fuse").unwrap_err();
-        assert!(said.contains("not the kernel's device"), "{said}");
+        let message = check_device(Path::new("/dev/null"), (10, 229), "fuse").unwrap_err();
+        assert!(message.contains("not the kernel's device"), "{message}");
         check_device(Path::new("/dev/null"), (1, 3), "mem").unwrap();
     }
 }

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_listens_on_a_port_is_found_by_name_and_pid() {
+    fn a_program_that_listens_on_a_port_is_found_by_name_and_pid() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let found = super::listener(address).unwrap();

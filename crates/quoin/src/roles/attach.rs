@@ -60,7 +60,7 @@ pub fn run(options: AttachOptions) -> Result<()> {
     let metrics = Metrics::default();
     let (shown, health) = (metrics.clone(), metrics.clone());
     let source = Source::new(move || shown.render(), move || health.health());
-    let within = super::ending::WITHIN + Duration::from_secs(options.drain);
+    let within = super::shutdown::WITHIN + Duration::from_secs(options.drain);
     super::run_ending_within(within, &options.role, source, |shutdown| async move {
         let mut attach = quoin_attach::Options::new(options.run.join("attach"));
         attach.drain_timeout = Duration::from_secs(options.drain);

@@ -271,7 +271,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             control.replicas_max = options.max_replicas;
             control.lifetimes = options.lifetime.into();
             control.backups = options.backups.schedule();
-            options.healing.tell(&mut control);
+            options.healing.apply_to(&mut control);
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());

@@ -62,7 +62,7 @@ fn number() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'sta
 
 impl HealingOptions {
     /// Writes the flags to a controller's options.
-    pub fn tell(&self, control: &mut quoin_control::Options) {
+    pub fn apply_to(&self, control: &mut quoin_control::Options) {
         control.replace_after = self.replace_after;
         control.heals_per_pool = self.heals_per_pool;
         control.rebalance_at = self.rebalance_at;
@@ -103,7 +103,7 @@ mod tests {
         let matches = command.try_get_matches_from(arguments)?;
         let options = HealingOptions::from_arg_matches(&matches)?;
         let mut control = quoin_control::Options::new("/nowhere");
-        options.tell(&mut control);
+        options.apply_to(&mut control);
         // Flags that a supervisor passes on mean the same.
         let flags = options.flags();
         let words: Vec<_> = flags.iter().flat_map(|(f, value)| [*f, value.as_str()]).collect();
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_reach_the_controller_through_a_supervisor_and_without_any_it_has_its_own_defaults() {
+    fn flags_are_passed_to_the_controller_and_defaults_are_its_own() {
         let none = parse(&[]).unwrap();
         assert_eq!(format!("{none:?}"), format!("{:?}", quoin_control::Options::new("/nowhere")));
         let told = parse(&[
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_its_flag() {
+    fn nonsensical_values_are_refused_by_flag() {
         for (flag, value) in [
             ("--replace-after", "soon"),
             ("--heals-per-pool", "0"),
@@ -160,8 +160,8 @@ mod tests {
             ("--dying-bad-copies", "0"),
             ("--dying-stalls", "0"),
         ] {
-            let said = parse(&[flag, value]).unwrap_err().to_string();
-            assert!(said.contains(flag), "{said}");
+            let message = parse(&[flag, value]).unwrap_err().to_string();
+            assert!(message.contains(flag), "{message}");
         }
     }
 }

@@ -100,8 +100,8 @@ pub async fn join(options: JoinOptions, client: &ClientOptions, format: Format) 
             view.good_for_days
         ),
         context => format!(
-            "context {context} leads to {} as {}, and is the current one: commands use it where no \
-             controller runs on their host",
+            "context {context} connects to {} as {}, and is the current one: commands use it where \
+             no controller runs on their host",
             view.controller,
             identity.peer()
         ),
@@ -114,8 +114,8 @@ fn directory_of(contexts: &Contexts, name: &str, controller: &str) -> Result<Pat
         let there = contexts.load(name)?;
         if there.controller != controller {
             bail!(
-                "context {name} leads to {}: give this one another name with --context, or remove \
-                 that one first (`quoin context remove {name}`)",
+                "context {name} connects to {}: give this one another name with --context, or \
+                 remove that one first (`quoin context remove {name}`)",
                 there.controller
             );
         }

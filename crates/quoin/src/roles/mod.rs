@@ -6,11 +6,11 @@
 mod attach;
 mod controller;
 mod data_path;
-mod ending;
 mod healing;
 mod join;
 mod node;
 mod pool;
+mod shutdown;
 mod target;
 
 pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
@@ -44,7 +44,7 @@ pub struct RoleOptions {
     pub log_json: bool,
 }
 
-/// Runs a role until it ends or a signal asks it to, and then for [`ending::WITHIN`] at most.
+/// Runs a role until it ends or a signal asks it to, and then for [`shutdown::WITHIN`] at most.
 pub fn run<F>(
     options: &RoleOptions,
     source: Source,
@@ -53,7 +53,7 @@ pub fn run<F>(
 where
     F: Future<Output = Result<()>>,
 {
-    run_ending_within(ending::WITHIN, options, source, role)
+    run_ending_within(shutdown::WITHIN, options, source, role)
 }
 
 /// Like [`run`], for a role that may need longer for its end.
@@ -68,7 +68,7 @@ where
 {
     start_logs(options.log_json);
     raise_open_files();
-    let shutdown = ending::on_signal(within)?;
+    let shutdown = shutdown::on_signal(within)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -81,7 +81,7 @@ where
         }
         role(shutdown).await
     });
-    ending::leave_behind(runtime);
+    shutdown::shut_down_runtime(runtime);
     outcome
 }
 
@@ -89,7 +89,7 @@ where
 fn raise_open_files() {
     match quoin_reactor::descriptors::raise_limit() {
         Ok(limit) => tracing::debug!(?limit, "open files"),
-        Err(error) => tracing::warn!(%error, "the limit of open files stays as it is"),
+        Err(error) => tracing::warn!(%error, "the limit of open files is unchanged"),
     }
 }
 
@@ -156,7 +156,7 @@ pub fn check_run_directory(run: &Path) -> Result<()> {
     let run = std::path::absolute(run)?;
     match run.parent() {
         Some(parent) if !parent.is_dir() => anyhow::bail!(
-            "there is no directory {} to make {} in: mend --run",
+            "there is no directory {} to create {} in: correct --run",
             parent.display(),
             run.display()
         ),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::attach::HostOptions;
 use crate::client::ClientOptions;
-use crate::host::at_boot::{AtBoot, Etc, mount, tell_systemd};
+use crate::host::at_boot::{AtBoot, Etc, mount, notify_systemd};
 use crate::output;
 
 /// What a host is to have of a volume after a boot.
@@ -54,7 +54,7 @@ impl AtBootOptions {
     pub fn check(&self, volume: &Volume) -> Result<()> {
         if self.changes() && !rustix::process::geteuid().is_root() {
             bail!(
-                "what happens at boot is written to /etc, which needs root: run the command with sudo"
+                "attachment at boot is written to /etc, which needs root: run the command with sudo"
             );
         }
         match &self.mount {
@@ -75,7 +75,7 @@ impl AtBootOptions {
         for path in Etc::default().add(&record, device)? {
             eprintln!("wrote {path}");
         }
-        tell_systemd(&record, true)?;
+        notify_systemd(&record, true)?;
         match &record.mount {
             Some(path) => mount(path),
             None => Ok(()),
@@ -93,7 +93,7 @@ pub fn forget(volume: &Volume) -> Result<()> {
     for path in etc.remove(&record)? {
         eprintln!("removed {path}");
     }
-    tell_systemd(&record, false)
+    notify_systemd(&record, false)
 }
 
 /// Command of `quoin-volume@.service`. The records have the volume attached to this host, so its
@@ -103,7 +103,7 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     let name = output::quoted(&options.volume);
     let Some(record) = Etc::default().find(&options.volume, &options.volume)? else {
         bail!(
-            "{name} is not attached at boot here: `quoin volume attach {name} --at-boot` has it so"
+            "{name} is not attached at boot here: `quoin volume attach {name} --at-boot` sets that"
         );
     };
     let run = client.run_directory();

@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::HereView;
+use super::LocalDeviceView;
 use super::at_boot::AtBootOptions;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::attacher::Attacher;
@@ -108,7 +108,7 @@ pub async fn attach(
         );
     }
     if is_elsewhere && options.boot.changes() {
-        bail!("what happens at boot is a host's own: run the command on {node}");
+        bail!("attachment at boot is set on the host itself: run the command on {node}");
     }
     if is_elsewhere && options.nbd.is_none() {
         let request = super::remote::Request { volume, node, read_only: options.read_only };
@@ -183,7 +183,7 @@ pub async fn attach(
             "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
         )?,
     };
-    warn_of_the_dead(&volume, client);
+    warn_about_dead_mounts(&volume, client);
     let after = options.boot.apply(&volume, options.read_only, &attached.device);
     after.with_context(|| format!("the volume is attached as {}", attached.device.display()))?;
     // A device without a link is a device all the same: an older attach process makes none, and
@@ -210,7 +210,7 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
     let attacher = Attacher::of(&client.run_directory());
     if let Some(stuck) = attacher.filter(Attacher::is_stuck) {
         bail!(
-            "no block device can be made here: {stuck}. {}; or take an NBD address with --nbd",
+            "this host cannot make block devices: {stuck}. {}; or take an NBD address with --nbd",
             stuck.way_out()
         );
     }
@@ -242,7 +242,7 @@ pub(super) async fn attached_here(volume: &Volume, client: &ClientOptions) -> Op
 }
 
 /// Devices and mounts of a volume on this host; `None` where there is nothing to report.
-pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
+pub async fn local_device(volume: &Volume, client: &ClientOptions) -> Option<LocalDeviceView> {
     // The daemon is busy with the volume itself for as long as an attach takes.
     let asked = tokio::time::timeout(Duration::from_secs(2), attached_here(volume, client));
     let attached = asked.await.ok().flatten();
@@ -262,7 +262,7 @@ pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     if device.is_none() && dead.is_empty() && stuck.is_none() {
         return None;
     }
-    Some(HereView {
+    Some(LocalDeviceView {
         device: device.map(|device| device.display().to_string()).unwrap_or_default(),
         link: link.map(|link| link.display().to_string()).unwrap_or_default(),
         ended,
@@ -273,7 +273,7 @@ pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
 }
 
 /// Warns of file systems that lost their device: they still look mounted.
-pub(super) fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
+pub(super) fn warn_about_dead_mounts(volume: &Volume, client: &ClientOptions) {
     for (device, mount) in lost::mounts_of(&client.run_directory(), &volume.id) {
         let (device, target) = (device.path.display(), mount.target.display());
         eprintln!(
@@ -285,7 +285,7 @@ pub(super) fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
 
 /// This host's device of the volume, where the attach process of another run directory serves it: a
 /// wrong directory must not look like a host without a device.
-pub(super) fn elsewhere(
+pub(super) fn other_daemons_device(
     volume: &Volume,
     client: &ClientOptions,
 ) -> Result<Option<devices::Device>> {
@@ -303,7 +303,7 @@ pub(super) fn elsewhere(
 /// commands by which the file systems on it follow.
 pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
     let Some(device) = device_here(volume, client).await else {
-        if let Some(device) = elsewhere(volume, client)? {
+        if let Some(device) = other_daemons_device(volume, client)? {
             eprintln!(
                 "warning: {} is this volume, served by another `quoin attach` than the one of {}: it \
                  grows when this is run again with the right --run",

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::at_boot;
 use super::attach::{
-    HostOptions, attach_daemon, attached_here, elsewhere, here, node_here, warn_of_the_dead,
+    HostOptions, attach_daemon, attached_here, local_device, node_here, other_daemons_device,
+    warn_about_dead_mounts,
 };
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::devices;
@@ -39,7 +40,7 @@ pub struct DetachOptions {
 /// Result for a volume that was to be taken away.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct GoneView {
+pub struct DetachedView {
     pub volume: String,
     pub id: String,
     /// "detached", "deleted" or, where a pool is still waited for, "deleting"; "removed": what this
@@ -57,7 +58,7 @@ pub async fn detach(
 ) -> Result<()> {
     let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
-    if let Some(device) = elsewhere(&volume, client)? {
+    if let Some(device) = other_daemons_device(&volume, client)? {
         bail!(
             "volume {} is a device of this host, {}, served by another `quoin attach` than the one \
              of {}: name the directory of its cluster with --run",
@@ -70,11 +71,11 @@ pub async fn detach(
     let is_elsewhere = options.node.is_some() && node_here.is_some() && options.node != node_here;
     // Device first: it must not be left over a socket without a server.
     let here = match is_elsewhere {
-        true => Here::Nothing,
-        false => take_down_here(&volume, &options, client).await?,
+        true => LocalDevice::Nothing,
+        false => detach_local_device(&volume, &options, client).await?,
     };
-    warn_of_the_dead(&volume, client);
-    let gone = |state| GoneView {
+    warn_about_dead_mounts(&volume, client);
+    let gone = |state| DetachedView {
         volume: options.volume.clone(),
         id: volume.id.clone(),
         state,
@@ -93,7 +94,7 @@ pub async fn detach(
     }
     let Some(node) = node_to_detach(&options, node_here.as_deref(), here, &nodes) else {
         let on = nodes.join(", ");
-        if here == Here::Nothing {
+        if here == LocalDevice::Nothing {
             bail!(
                 "volume {} is attached to {on}, not to this host: name the node that it is to be \
                  taken from with --node",
@@ -102,16 +103,17 @@ pub async fn detach(
         }
         let view = gone("removed");
         return output::print_one(format, &view, || {
-            let was = if here == Here::WasDead { " from an earlier use" } else { "" };
+            let was = if here == LocalDevice::WasDead { " from an earlier use" } else { "" };
             let volume = &view.volume;
             format!(
-                "what this host had of volume {volume}{was} is removed; it stays attached to {on}"
+                "the device of volume {volume} on this host{was} is removed; the volume stays \
+                 attached to {on}"
             )
         });
     };
     // A host that has just taken its device down knows that the volume is unused. A node that has
     // the volume from now on is not to be forced.
-    let is_unused = here == Here::TakenDown && node_here.as_ref() == Some(&node);
+    let is_unused = here == LocalDevice::TakenDown && node_here.as_ref() == Some(&node);
     let forced = options.force && !nodes.is_empty();
     let request = UnpublishVolumeRequest {
         volume: Some(id_ref(&volume.id)),
@@ -153,7 +155,7 @@ pub async fn detach(
 fn node_to_detach(
     options: &DetachOptions,
     node_here: Option<&str>,
-    here: Here,
+    here: LocalDevice,
     attached_to: &[&str],
 ) -> Option<String> {
     if let Some(node) = &options.node {
@@ -162,15 +164,15 @@ fn node_to_detach(
     let is_of_this_host = node_here.is_some_and(|here| attached_to.contains(&here));
     match (attached_to, node_here) {
         ([], _) => Some(String::new()),
-        (_, Some(node)) if is_of_this_host && here != Here::WasDead => Some(node.to_owned()),
-        (_, None) if here == Here::Nothing => Some(String::new()),
+        (_, Some(node)) if is_of_this_host && here != LocalDevice::WasDead => Some(node.to_owned()),
+        (_, None) if here == LocalDevice::Nothing => Some(String::new()),
         _ => None,
     }
 }
 
 /// Result for the device of this host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Here {
+enum LocalDevice {
     /// There was none.
     Nothing,
     TakenDown,
@@ -179,18 +181,18 @@ enum Here {
 }
 
 /// Takes this host's device of the volume away; with force, also one in use.
-async fn take_down_here(
+async fn detach_local_device(
     volume: &Volume,
     options: &DetachOptions,
     client: &ClientOptions,
-) -> Result<Here> {
+) -> Result<LocalDevice> {
     let daemon = attach_daemon(client);
     let answer_max = client.timeout().min(Duration::from_secs(2));
-    let asked = tokio::time::timeout(answer_max, attached_here(volume, client)).await;
-    let before = match asked.ok().flatten() {
-        Some(attached) if attached.dead.is_empty() => Here::TakenDown,
-        Some(_) => Here::WasDead,
-        None => Here::Nothing,
+    let attached = tokio::time::timeout(answer_max, attached_here(volume, client)).await;
+    let before = match attached.ok().flatten() {
+        Some(attached) if attached.dead.is_empty() => LocalDevice::TakenDown,
+        Some(_) => LocalDevice::WasDead,
+        None => LocalDevice::Nothing,
     };
     if options.force {
         let did = match tokio::time::timeout(client.timeout(), daemon.end(&volume.id)).await {
@@ -201,26 +203,26 @@ async fn take_down_here(
         // On stderr: what became of the volume is the command's answer.
         did.iter().for_each(|did| eprintln!("this host's device: {did}"));
         return Ok(match before {
-            _ if did.is_empty() => Here::Nothing,
+            _ if did.is_empty() => LocalDevice::Nothing,
             // The attach process did not report what it has.
-            Here::Nothing => Here::TakenDown,
+            LocalDevice::Nothing => LocalDevice::TakenDown,
             before => before,
         });
     }
     match daemon.detach(&volume.id).await {
         Ok(()) => Ok(before),
         // No daemon, no device.
-        Err(AttachError::Daemon { .. }) => Ok(Here::Nothing),
+        Err(AttachError::Daemon { .. }) => Ok(LocalDevice::Nothing),
         Err(AttachError::Refused { kind: Kind::Busy, .. }) => {
-            let here = here(volume, client).await;
+            let here = local_device(volume, client).await;
             let (device, mounts) = here.map(|here| (here.device, here.mounts)).unwrap_or_default();
             let mounted = match mounts.as_slice() {
                 [] => "close it".into(),
                 mounts => format!("unmount {}", mounts.join(" and ")),
             };
             bail!(
-                "volume {} is in use as {device}: {mounted} first (--force ends it all the same: its \
-                 IO fails)",
+                "volume {} is in use as {device}: {mounted} first (--force ends it anyway: its IO \
+                 fails)",
                 options.volume
             );
         }
@@ -241,7 +243,7 @@ fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
         did.push(format!("the connection below {path} is aborted, its IO fails from now on"));
         device.free()?;
         did.push(match device.still_there() {
-            true => format!("{path} goes when its last user does: unmount it, end its users"),
+            true => format!("{path} goes with its last user: unmount it, end its users"),
             false => format!("{path} is freed"),
         });
     }
@@ -278,7 +280,7 @@ async fn unpublish(
         if !std::io::stdin().is_terminal() {
             return Err(refusal(refused));
         }
-        eprint!("{}\nType the volume's name to detach it all the same: ", refused.message());
+        eprint!("{}\nType the volume's name to detach it anyway: ", refused.message());
         let mut answer = String::new();
         std::io::stdin().lock().read_line(&mut answer)?;
         if answer.trim() != name {
@@ -300,10 +302,10 @@ mod tests {
     }
 
     /// The node of `detach db` with these arguments.
-    fn taken_from(
+    fn detach_node(
         arguments: &[&str],
         node_here: Option<&str>,
-        here: Here,
+        here: LocalDevice,
         attached_to: &[&str],
     ) -> Option<String> {
         let line = Line::parse_from([&["detach", "db"], arguments].concat());
@@ -311,24 +313,24 @@ mod tests {
     }
 
     #[test]
-    fn a_host_takes_a_volume_from_itself_alone_unless_another_one_is_named() {
-        let all = [Here::Nothing, Here::TakenDown, Here::WasDead];
+    fn a_host_detaches_only_its_own_attachment_unless_another_node_is_named() {
+        let all = [LocalDevice::Nothing, LocalDevice::TakenDown, LocalDevice::WasDead];
         for forced in [&[][..], &["--force"]] {
             for here in all {
-                assert_eq!(taken_from(forced, Some("h1"), here, &["h2"]), None, "{here:?}");
-                assert_eq!(taken_from(forced, Some("h1"), here, &[]).as_deref(), Some(""));
+                assert_eq!(detach_node(forced, Some("h1"), here, &["h2"]), None, "{here:?}");
+                assert_eq!(detach_node(forced, Some("h1"), here, &[]).as_deref(), Some(""));
                 let named = [forced, &["--node", "h2"]].concat();
-                let named = taken_from(&named, Some("h1"), here, &["h2"]);
+                let named = detach_node(&named, Some("h1"), here, &["h2"]);
                 assert_eq!(named.as_deref(), Some("h2"), "{here:?}");
             }
-            let own = |here| taken_from(forced, Some("h1"), here, &["h1"]);
-            assert_eq!(own(Here::Nothing).as_deref(), Some("h1"));
-            assert_eq!(own(Here::TakenDown).as_deref(), Some("h1"));
-            assert_eq!(own(Here::WasDead), None, "what it has today is another use");
+            let own = |here| detach_node(forced, Some("h1"), here, &["h1"]);
+            assert_eq!(own(LocalDevice::Nothing).as_deref(), Some("h1"));
+            assert_eq!(own(LocalDevice::TakenDown).as_deref(), Some("h1"));
+            assert_eq!(own(LocalDevice::WasDead), None, "what it has today is another use");
             // A host that is no node only asks, unless it had a device, which must be of some node.
-            let asks = |here| taken_from(forced, None, here, &["h2"]);
-            assert_eq!(asks(Here::Nothing).as_deref(), Some(""));
-            assert_eq!((asks(Here::TakenDown), asks(Here::WasDead)), (None, None));
+            let asks = |here| detach_node(forced, None, here, &["h2"]);
+            assert_eq!(asks(LocalDevice::Nothing).as_deref(), Some(""));
+            assert_eq!((asks(LocalDevice::TakenDown), asks(LocalDevice::WasDead)), (None, None));
         }
     }
 }

@@ -22,11 +22,11 @@ use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_
 use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{number_within, parse_size, show_size};
-use detach::GoneView;
+use detach::DetachedView;
 use options::OptionFlags;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
-pub use view::{HereView, VolumeView};
+pub use view::{LocalDeviceView, VolumeView};
 
 #[derive(Subcommand)]
 pub enum VolumeCommand {
@@ -52,8 +52,8 @@ pub enum VolumeCommand {
     },
     /// Make a volume a block device of this host, or of another, and print the device.
     #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/quoin/db\n  \
-                            quoin volume attach db --nbd    prints an NBD address; needs no root\n  \
-                            quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
+                            quoin volume attach db --nbd    prints an NBD address; needs no root\n \
+                             quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
     Attach(attach::AttachOptions),
     /// Attach and mount again what this host has at boot; run by quoin-volume@.service.
     #[command(hide = true)]
@@ -180,7 +180,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Get { volume, manifest: false, host } => {
             let volume = get_volume(&mut cluster, &volume).await?;
-            let here = attach::here(&volume, &host.client(client)).await;
+            let here = attach::local_device(&volume, &host.client(client)).await;
             let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
@@ -227,7 +227,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             output::print_one(format, &view, || match view.state {
                 "deleted" => format!("volume {} is deleted", view.volume),
                 _ => format!(
-                    "volume {} is being deleted and goes by itself; it waits for {}",
+                    "volume {} is being deleted; the deletion continues by itself and waits for {}",
                     view.volume, view.waiting_for
                 ),
             })
@@ -241,10 +241,10 @@ async fn wait_until_deleted(
     name: String,
     id: &str,
     client: &ClientOptions,
-) -> Result<GoneView> {
+) -> Result<DetachedView> {
     let began = Instant::now();
     let view =
-        |state, waiting_for| GoneView { volume: name, id: id.to_owned(), state, waiting_for };
+        |state, waiting_for| DetachedView { volume: name, id: id.to_owned(), state, waiting_for };
     loop {
         let request = GetVolumeRequest { volume: Some(volume_ref(id)) };
         let volume = match cluster.get_volume(request).await {
@@ -291,8 +291,8 @@ async fn create(
     while !options.no_wait && volume.phase == "Pending" {
         if began.elapsed() > client.timeout() {
             bail!(
-                "volume {} is made but not ready after {} s; it waits for: {}. It goes on by itself: \
-                 watch it with `quoin volume get {}`",
+                "volume {} is made but not ready after {} s; it waits for: {}. It continues by \
+                 itself: watch it with `quoin volume get {}`",
                 options.name,
                 client.timeout,
                 volume.waiting_for,
@@ -306,7 +306,7 @@ async fn create(
     output::print_one(format, &view, || {
         let more = match view.size_bytes > options.size {
             true => format!(
-                " ({} were asked for; a volume has whole blocks of 4 KiB, at least 1 MiB)",
+                " ({} were requested; a volume has whole blocks of 4 KiB, at least 1 MiB)",
                 show_size(options.size)
             ),
             false => String::new(),
@@ -372,11 +372,11 @@ fn in_flags(status: tonic::Status) -> anyhow::Error {
 fn confirm_delete(volume: &str) -> Result<()> {
     if !std::io::stdin().is_terminal() {
         bail!(
-            "deleting destroys the data of volume `{}`: add --yes to do it without being asked",
+            "deleting destroys the data of volume `{}`: add --yes to do it without the question",
             output::plain(volume)
         );
     }
-    print!("This destroys all data of volume {volume}. Type its name to go on: ");
+    print!("This destroys all data of volume {volume}. Type its name to continue: ");
     std::io::stdout().flush()?;
     let mut answer = String::new();
     std::io::stdin().lock().read_line(&mut answer)?;
@@ -391,13 +391,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_of_a_creation_name_the_flags_that_a_person_typed() {
+    fn a_refused_creation_names_the_flags_of_the_command() {
         let status = tonic::Status::invalid_argument(
             "consistencyFactor: too low; accept that with allowLossOnSingleFailure",
         );
-        let said = in_flags(status).to_string();
-        assert!(said.contains("--consistency-factor: too low"), "{said}");
-        assert!(said.ends_with("--allow-loss-on-single-failure"), "{said}");
+        let message = in_flags(status).to_string();
+        assert!(message.contains("--consistency-factor: too low"), "{message}");
+        assert!(message.ends_with("--allow-loss-on-single-failure"), "{message}");
     }
 
     #[test]

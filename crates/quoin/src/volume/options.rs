@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn each_option_is_a_flag_of_its_name_and_says_what_is_given() {
+    fn each_option_is_a_flag_of_its_name_with_its_values() {
         let line = Line::try_parse_from([
             "create",
             "--on-quorum-loss",

@@ -11,9 +11,9 @@ use super::attach::{AttachedView, USAGE};
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format};
 
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between two lines about the same.
-const SAY_EVERY: Duration = Duration::from_secs(5);
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
 pub struct Request {
     pub volume: Volume,
@@ -72,7 +72,7 @@ async fn follow(
     client: &ClientOptions,
 ) -> Result<Result<String, String>> {
     let began = Instant::now();
-    let mut said = (String::new(), Instant::now());
+    let mut last_report = (String::new(), Instant::now());
     loop {
         let now = get_volume(cluster, id).await?;
         let Some(attachment) = now.attachments.iter().find(|found| found.node == node) else {
@@ -94,11 +94,13 @@ async fn follow(
                 output::quoted(name)
             );
         }
-        if began.elapsed() > SAY_EVERY && (said.0 != waits || said.1.elapsed() > SAY_EVERY) {
+        if began.elapsed() > REPORT_INTERVAL
+            && (last_report.0 != waits || last_report.1.elapsed() > REPORT_INTERVAL)
+        {
             eprintln!("node {node}: {waits}");
-            said = (waits, Instant::now());
+            last_report = (waits, Instant::now());
         }
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -107,9 +109,9 @@ fn waits(volume: &Volume, attachment: &Attachment) -> String {
     let causes = [&attachment.device_message, &attachment.message, &volume.waiting_for];
     match causes.into_iter().find(|cause| !cause.is_empty()) {
         Some(cause) => cause.clone(),
-        None => {
-            "its target has not told of the device yet; one of an older version never does".into()
-        }
+        None => "its target has not reported the device yet; a target of an older version never \
+             does"
+            .into(),
     }
 }
 
@@ -118,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_where_there_is_none() {
+    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_without_one() {
         let mut attachment = Attachment::default();
         let mut volume = Volume::default();
         assert!(waits(&volume, &attachment).contains("older version"));

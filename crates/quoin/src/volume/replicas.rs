@@ -245,7 +245,7 @@ async fn relocate(
         (answer, _) => answer.map_err(refusal)?.into_inner(),
     };
     match settled(&before, &volume, &replica_id, replica, pool.as_deref()) {
-        Some(said) => output::print_one(format, &VolumeView::from(volume), || said),
+        Some(message) => output::print_one(format, &VolumeView::from(volume), || message),
         None => finish(cluster, volume, wait, client, format).await,
     }
 }
@@ -268,7 +268,7 @@ fn settled(
     let held = named == *on || id.starts_with(&named.to_ascii_lowercase());
     let moved = before.replicas.iter().filter(|r| r.replica_id == *id).count() > 1;
     Some(match pool {
-        Some(_) if moved => format!("replica {id} stays on pool {on}: its move is taken back"),
+        Some(_) if moved => format!("replica {id} stays on pool {on}: its move is cancelled"),
         Some(_) if held => format!("replica {id} is on pool {on} already"),
         Some(_) => format!(
             "pool {named} holds no replica of the volume, and replica {id} is on pool {on} already"
@@ -325,7 +325,7 @@ pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
                 .collect::<Vec<_>>()
                 .join(", ")
         ),
-        _ => bail!("{named} begins several replica ids of volume {name}: give more of it"),
+        _ => bail!("{named} matches several replica ids of volume {name}: give more digits"),
     }
 }
 
@@ -381,7 +381,7 @@ impl UnderWay for Volume {
         left(self)
     }
 
-    fn standing(&self) -> String {
+    fn state_text(&self) -> String {
         // Positions of those that are in sync go on with every write.
         let replica = |r: &Replica| match r.phase.as_str() {
             "InSync" => format!("{} {}", r.guid, r.phase),
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_is_named_by_its_pool_or_by_the_beginning_of_its_id() {
+    fn a_replica_is_named_by_its_pool_or_a_prefix_of_its_id() {
         let volume = volume(vec![
             replica("aabb01", "pool-a", 0, 0),
             replica("aabb02", "pool-b", 0, 0),
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_a_move_again_hears_that_it_is_made_and_other_names_are_refused() {
+    fn a_repeated_move_reports_the_present_pool_and_wrong_names_are_refused() {
         let known = |id: &str, pool: &str| Replica {
             known: true,
             phase: "InSync".into(),
@@ -482,34 +482,41 @@ mod tests {
         };
         let mut volume = volume(vec![known("aabb01", "pool-d"), known("aabb02", "pool-b")]);
         for (named, id) in [("aabb01", "aabb01"), ("pool-d", "aabb01"), ("pool-a", "")] {
-            let said = settled(&volume, &volume, id, named, Some("pool-d")).unwrap_or_default();
-            assert!(said.contains("replica aabb01 is on pool pool-d already"), "{named}: {said}");
-            assert_eq!(said.contains("pool pool-a holds no replica"), named == "pool-a", "{said}");
+            let message = settled(&volume, &volume, id, named, Some("pool-d")).unwrap_or_default();
+            assert!(
+                message.contains("replica aabb01 is on pool pool-d already"),
+                "{named}: {message}"
+            );
+            assert_eq!(
+                message.contains("pool pool-a holds no replica"),
+                named == "pool-a",
+                "{message}"
+            );
         }
-        let said = settled(&volume, &volume, "aabb01", "aabb01", None).unwrap();
-        assert!(said.contains("in sync on pool pool-d"), "{said}");
+        let message = settled(&volume, &volume, "aabb01", "aabb01", None).unwrap();
+        assert!(message.contains("in sync on pool pool-d"), "{message}");
         let back = volume.clone();
         volume.replicas.push(replica("aabb01", "pool-c", 0, 0));
         let on_its_way = settled(&back, &volume, "aabb01", "aabb01", Some("pool-c"));
         assert_eq!(on_its_way, None);
         assert_eq!(settled(&back, &volume, "aabb01", "aabb01", None), None);
-        let said = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
-        assert_eq!(said, "replica aabb01 stays on pool pool-d: its move is taken back");
+        let message = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
+        assert_eq!(message, "replica aabb01 stays on pool pool-d: its move is cancelled");
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }
 
     #[test]
-    fn a_name_that_no_pool_has_is_told_with_those_that_there_are() {
+    fn an_unknown_pool_name_is_refused_with_the_existing_names() {
         let pools = ["pool-a".to_owned(), "pool-b".to_owned()];
-        let said = no_pool("pool-x", &pools);
-        assert_eq!(said.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
+        let message = no_pool("pool-x", &pools);
+        assert_eq!(message.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
         assert_eq!(no_pool("pool-b", &pools), None, "it holds none of the volume");
         assert_eq!(no_pool("aabb0", &pools), None, "an id");
     }
 
     #[test]
-    fn progress_says_what_each_pool_has_gone_through_and_how_long_it_takes() {
+    fn progress_shows_the_bytes_of_each_pool_and_the_time_left() {
         let volume = volume(vec![replica("aabb01", "pool-a", 250, 1000)]);
         assert_eq!(left(&volume), 750);
         let text = progress(&volume, "; 50 B/s, about 15 s left");

@@ -20,7 +20,7 @@ use crate::size::show_size;
 /// Exit code where something is bad, differs or is lost.
 const FOUND: i32 = 3;
 /// Interval between two polls of the progress.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Findings shown to people; programs get all that are remembered.
 const SHOWN: usize = 16;
 
@@ -231,8 +231,8 @@ impl VerificationView {
         } else if self.differing > 0 && open > 0 {
             let _ = writeln!(
                 text,
-                "next: quoin volume repair {name} --from REPLICA, for the replica to believe, or \
-                 quoin replica replace the others"
+                "next: quoin volume repair {name} --from REPLICA, for the replica with the right \
+                 data, or quoin replica replace the others"
             );
         }
         text
@@ -253,7 +253,7 @@ pub async fn verify(
     let volume = ask(cluster, &volume, action, String::new()).await?;
     if options.stop {
         let name = volume.spec.map(|spec| spec.name).unwrap_or_default();
-        return output::print_line(&format!("volume {name} is not being verified any more"));
+        return output::print_line(&format!("volume {name} is no longer being verified"));
     }
     finish(cluster, volume, &options.follow, client, format).await
 }
@@ -342,13 +342,13 @@ async fn follow(
             bar.finish_and_clear();
             let waits = if last.message.is_empty() { "" } else { ": it waits " };
             bail!(
-                "volume {name}: nothing has moved for {} s{waits}{}; it goes on by itself \
+                "volume {name}: nothing has moved for {} s{waits}{}; it continues by itself \
                  (--timeout waits longer, `quoin volume get` shows how far it is)",
                 client.timeout,
                 last.message
             );
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         volume = get_volume(cluster, &id).await?;
     }
 }
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_clean_where_nothing_is_bad_or_all_of_it_was_repaired() {
+    fn a_report_is_clean_without_damage_or_with_all_damage_repaired() {
         assert!(view(0, 0, 0).is_clean() && view(3, 3, 0).is_clean());
         assert!(!view(3, 2, 0).is_clean() && !view(0, 0, 1).is_clean());
         let running = VerificationView { state: "running".into(), ..view(0, 0, 0) };
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_names_what_is_bad_and_where_and_what_helps() {
+    fn a_report_names_the_damage_its_place_and_the_remedy() {
         let text = view(20, 0, 0).text("db");
         assert!(text.contains("bad on pool pool-b: 4096 bytes at offset 8192"), "{text}");
         assert!(text.contains("and 4 more places"), "{text}");

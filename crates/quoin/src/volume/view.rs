@@ -49,7 +49,7 @@ pub struct VolumeView {
     pub verification: Option<VerificationView>,
     /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub here: Option<HereView>,
+    pub here: Option<LocalDeviceView>,
 }
 
 /// A block device of a volume, as its node reports it.
@@ -90,7 +90,7 @@ impl DeviceView {
 /// A volume's block device on this host.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct HereView {
+pub struct LocalDeviceView {
     /// Empty: there is none.
     pub device: String,
     /// The link to it under the volume's name; empty: there is none.
@@ -107,7 +107,7 @@ pub struct HereView {
     pub dead_mounts: Vec<String>,
 }
 
-impl HereView {
+impl LocalDeviceView {
     fn device(&self) -> String {
         let device = match self.link.as_str() {
             "" => self.device.clone(),
@@ -226,7 +226,7 @@ impl VolumeView {
                 },
             ),
             ("blocked", self.here.as_ref().map(|here| here.blocked.clone()).unwrap_or_default()),
-            ("dead mounts", self.here.as_ref().map(HereView::dead).unwrap_or_default()),
+            ("dead mounts", self.here.as_ref().map(LocalDeviceView::dead).unwrap_or_default()),
             ("changing", self.changing.clone()),
             ("waits for", self.waiting_for.clone()),
             ("contract", self.contract.clone()),

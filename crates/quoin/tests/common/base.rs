@@ -182,7 +182,7 @@ grep -vF " $0/" | while read -r mount; do umount -l "$mount" 2>&-; done; "#;
 
 /// Returns a command in a mount table of its own, without the mounts of other tests than that of
 /// `scratch`: a copy of theirs would keep their devices busy after they unmounted them.
-pub fn apart(scratch: &Path) -> Command {
+pub fn isolated_command(scratch: &Path) -> Command {
     let mut command = Command::new("unshare");
     let script = format!("{FORGET_MOUNTS} exec \"$@\"");
     command.args(["--mount", "sh", "-c", &script]).arg(scratch);
@@ -191,8 +191,8 @@ pub fn apart(scratch: &Path) -> Command {
 
 pub fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {printed}");
 }
 
 /// Returns a port of the loopback that is free, and that no outgoing connection gets before it is

@@ -10,10 +10,10 @@ fn ip(arguments: &str) -> Output {
     Command::new("ip").args(arguments.split(' ')).output().unwrap()
 }
 
-fn must(arguments: &str) {
+fn ip_ok(arguments: &str) {
     let output = ip(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "ip {arguments}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "ip {arguments}: {printed}");
 }
 
 /// Most networks that one process of tests has at a time.
@@ -55,20 +55,20 @@ impl Network {
             names: Vec::new(),
             subnet: format!("10.{}.{}", 64 + id % 128, id / 128),
         };
-        must(&format!("addr add {}.254/24 dev {}", network.subnet, network.bridge));
-        must(&format!("link set {} up", network.bridge));
+        ip_ok(&format!("addr add {}.254/24 dev {}", network.subnet, network.bridge));
+        ip_ok(&format!("link set {} up", network.bridge));
         for (index, host) in hosts.iter().enumerate() {
             let name = format!("qt{id}-{host}");
-            must(&format!("netns add {name}"));
+            ip_ok(&format!("netns add {name}"));
             network.names.push(name.clone());
             let (outer, inner) = (format!("qv{id}-{index}"), format!("qi{id}-{index}"));
-            must(&format!("link add {outer} type veth peer name {inner}"));
-            must(&format!("link set {outer} master {} up", network.bridge));
-            must(&format!("link set {inner} netns {name}"));
+            ip_ok(&format!("link add {outer} type veth peer name {inner}"));
+            ip_ok(&format!("link set {outer} master {} up", network.bridge));
+            ip_ok(&format!("link set {inner} netns {name}"));
             let address = format!("{}.{}", network.subnet, index + 1);
-            must(&format!("-n {name} addr add {address}/24 dev {inner}"));
-            must(&format!("-n {name} link set {inner} up"));
-            must(&format!("-n {name} link set lo up"));
+            ip_ok(&format!("-n {name} addr add {address}/24 dev {inner}"));
+            ip_ok(&format!("-n {name} link set {inner} up"));
+            ip_ok(&format!("-n {name} link set lo up"));
         }
         Some(network)
     }
@@ -82,7 +82,7 @@ impl Network {
 
     /// Cuts or restores the link of a host; neither side is informed.
     pub fn link(&self, index: usize, state: &str) {
-        must(&format!("link set qv{}-{index} {state}", self.id));
+        ip_ok(&format!("link set qv{}-{index} {state}", self.id));
     }
 }
 

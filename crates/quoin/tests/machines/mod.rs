@@ -33,12 +33,13 @@ exec chroot "$1/root" sh -c 'read line'
 "#;
 
 /// Returns whether machines can be made here; prints why not.
-pub fn possible() -> bool {
-    let possible = is_root() && ["dpkg-deb", "nsenter", "ip"].into_iter().all(have) && can_attach();
-    if !possible {
+pub fn is_supported() -> bool {
+    let is_supported =
+        is_root() && ["dpkg-deb", "nsenter", "ip"].into_iter().all(have) && can_attach();
+    if !is_supported {
         skipped("machines need root, dpkg, util-linux, iproute2, FUSE and loop devices");
     }
-    possible
+    is_supported
 }
 
 /// A copy-on-write machine.
@@ -78,9 +79,9 @@ impl Machine {
     #[track_caller]
     pub fn ok(&self, line: &str) -> String {
         let output = self.run(line);
-        let said = String::from_utf8_lossy(&output.stderr);
+        let errors = String::from_utf8_lossy(&output.stderr);
         let printed = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        assert!(output.status.success(), "{}# {line}: {printed}\n{said}", self.name);
+        assert!(output.status.success(), "{}# {line}: {printed}\n{errors}", self.name);
         printed
     }
 
@@ -189,9 +190,9 @@ impl Machine {
         let package = fs::File::open(package).unwrap();
         let line = "cat > /tmp/quoin.deb && dpkg -i /tmp/quoin.deb && rm /tmp/quoin.deb";
         let output = dpkg.args(["-c", line]).stdin(package).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "dpkg: {said}");
-        said
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "dpkg: {printed}");
+        printed
     }
 }
 
@@ -238,8 +239,8 @@ impl Switch {
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.pid.to_string(), "--net", "ip"]).args(arguments.split(' '));
         let output = command.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "ip {arguments}: {said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "ip {arguments}: {printed}");
     }
 }
 
@@ -284,7 +285,7 @@ pub fn build_package(output: &Path, revision: u32) -> PathBuf {
         .arg(output)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&built.stderr);
-    assert!(built.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&built.stderr);
+    assert!(built.status.success(), "{printed}");
     PathBuf::from(String::from_utf8_lossy(&built.stdout).trim())
 }

@@ -194,8 +194,8 @@ impl Services {
 
     fn ok(&self, line: &str) -> String {
         let output = self.shell(line);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{}# {line}: {said}", self.host);
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}# {line}: {printed}", self.host);
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     }
 

@@ -42,12 +42,12 @@ impl Load {
     }
 
     /// Waits until so many more operations are done.
-    pub fn goes_on(&self, dev: &Dev, operations: u64) {
-        self.goes_on_or(operations, || dev.show_logs());
+    pub fn assert_progress(&self, dev: &Dev, operations: u64) {
+        self.assert_progress_or(operations, || dev.show_logs());
     }
 
-    /// Waits as [`Self::goes_on`] does, where the processes are not those of a [`Dev`].
-    pub fn goes_on_or(&self, operations: u64, show_logs: impl Fn()) {
+    /// Waits as [`Self::assert_progress`] does, where the processes are not those of a [`Dev`].
+    pub fn assert_progress_or(&self, operations: u64, show_logs: impl Fn()) {
         let (from, began) = (self.done.load(Ordering::Relaxed), Instant::now());
         while self.done.load(Ordering::Relaxed) < from + operations {
             if began.elapsed() > BUDGET || self.writers.iter().any(|w| w.is_finished()) {

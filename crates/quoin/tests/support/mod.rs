@@ -98,15 +98,15 @@ pub fn test_blocks(path: &Path) -> BTreeMap<(u64, u64), Vec<u64>> {
     let found = blocks_of(path, |block| {
         block.starts_with(b"TESTDATA").then(|| (number(&block[8..16]), number(&block[16..24])))
     });
-    let mut places = BTreeMap::<_, Vec<u64>>::new();
+    let mut offsets = BTreeMap::<_, Vec<u64>>::new();
     for (offset, key) in found {
-        places.entry(key).or_default().push(offset);
+        offsets.entry(key).or_default().push(offset);
     }
-    places
+    offsets
 }
 
 /// Flips bits of one byte of a file.
-pub fn rot(path: &Path, offset: u64) {
+pub fn damage(path: &Path, offset: u64) {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).unwrap();

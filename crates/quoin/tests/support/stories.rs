@@ -31,8 +31,8 @@ pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
     // One object a line.
     let events = dev.ok(&["events", "-o", "json"]);
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let told = events.filter(|e| e["reason"] == reason);
-    told.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
+    let reported = events.filter(|e| e["reason"] == reason);
+    reported.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
 }
 
 /// Returns the target's own answer under a path, whether or not a controller answers.
@@ -78,7 +78,7 @@ pub fn held(dev: &Dev, pool: &str) -> u64 {
 pub fn volume(dev: &Dev, replicas: &str) -> Load {
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", replicas]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(dev, 100);
+    load.assert_progress(dev, 100);
     load
 }
 
@@ -92,7 +92,7 @@ pub fn factors(volume: &Value) -> [u64; 3] {
         .map(|key| volume[key].as_u64().unwrap())
 }
 
-pub fn whole(volume: &Value) -> bool {
+pub fn all_in_sync(volume: &Value) -> bool {
     is_online(volume)
         && volume["changing"] == ""
         && volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
@@ -109,14 +109,14 @@ pub fn known(dev: &Dev) -> Vec<(String, String, String)> {
 
 /// Stops the load and the cluster, and compares the content of each copy alone with the others.
 pub fn end(scratch: &Scratch, dev: Dev, load: Load, copies: usize) {
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     load.verify();
     compare(scratch, dev, copies);
 }
 
 /// Stops the cluster, and compares the content of each copy alone with the others.
 pub fn compare(scratch: &Scratch, dev: Dev, copies: usize) {
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let known = known(&dev);
     assert_eq!(known.len(), copies);
     let files: Vec<(PathBuf, String)> =

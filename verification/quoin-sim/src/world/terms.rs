@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_types::message::{Failure, FromReplica};
-use quoin_types::term::Standing;
+use quoin_types::term::TermOrder;
 use quoin_types::{Epoch, Incarnation, SessionKey, Term, TermId, mutant};
 
 use super::World;
@@ -144,7 +144,7 @@ impl World {
     /// By the controller's orders, or by a grant.
     pub(super) fn pool_hears(&mut self, pool: usize, term: Term) {
         let heard = self.terms.pools.entry(pool).or_default();
-        if term.standing(heard.known) == Standing::Higher {
+        if term.compare_with(heard.known) == TermOrder::Higher {
             heard.known = term;
         }
         if term.number > heard.told.number {
@@ -177,7 +177,7 @@ impl World {
         let term = self.terms.grant_of(session);
         self.pool_hears(pool, term);
         let Heard { told, known } = self.terms.pools.get(&pool).copied().unwrap_or_default();
-        if !term.standing(known).is_refused() {
+        if !term.compare_with(known).is_refused() {
             if is_over(term, told) {
                 let detail = format!("pool {pool} lets {term:?} in after it heard of {told:?}");
                 self.violate("TermRules", detail);
@@ -205,13 +205,13 @@ impl World {
     /// A session that was let in opens nothing once its pool heard of a newer term.
     pub(crate) fn still_opens(&self, pool: usize, session: SessionKey) -> bool {
         let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
-        !self.terms.grant_of(session).standing(known).is_refused()
+        !self.terms.grant_of(session).compare_with(known).is_refused()
     }
 
     /// The target remembers, and its controller hears of it with the next call.
     fn target_hears(&mut self, target: usize, term: Term) {
         let heard = self.terms.targets.entry(target).or_default();
-        if term.standing(*heard) == Standing::Higher {
+        if term.compare_with(*heard) == TermOrder::Higher {
             *heard = term;
         }
         let Some(former) = self.terms.former.as_mut().filter(|former| former.target == target)
@@ -309,7 +309,7 @@ impl World {
     /// Whether the controller of this term orders anything at the pool.
     pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
         let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
-        !term.standing(known).is_refused()
+        !term.compare_with(known).is_refused()
     }
 
     /// A target that serves does so in no term before one that served, nor in its rival.

@@ -107,7 +107,7 @@ impl Writer {
         let (began, before) = (Instant::now(), self.writes());
         while self.writes() < before + 5 {
             ensure!(!self.has_ended(), "the writer got an error");
-            ensure!(began.elapsed() < budget, "IO stands still for {} s", budget.as_secs());
+            ensure!(began.elapsed() < budget, "IO makes no progress for {} s", budget.as_secs());
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())

@@ -27,25 +27,30 @@ const THREAD: &str = "signals";
 pub fn on_signal(within: Duration) -> Result<watch::Receiver<bool>> {
     let (stop, shutdown) = watch::channel(false);
     let (armed, is_armed) = mpsc::channel();
-    let hear = move || {
+    let handle = move || {
         let (runtime, terminate, interrupt) = match arm() {
             Ok(signals) => signals,
             // Received below.
             Err(error) => return drop(armed.send(Err(error))),
         };
         let _ = armed.send(Ok(()));
-        runtime.block_on(either(terminate, interrupt));
+        runtime.block_on(wait_for_signal(terminate, interrupt));
         tracing::info!("asked to stop");
         stop.send_replace(true);
         std::thread::sleep(within);
         let waits_for = threads();
-        tracing::error!(within_s = within.as_secs(), waits_for, "the end is not waited for longer");
+        tracing::error!(
+            within_s = within.as_secs(),
+            waits_for,
+            "the shutdown took too long; \
+                                                                 ending now"
+        );
         // Not `exit`, which runs handlers that other parts of the process registered for its end.
         // SAFETY: it takes a number, and ends this process.
         unsafe { libc::_exit(1) }
     };
-    std::thread::Builder::new().name(THREAD.into()).spawn(hear).context("hear signals")?;
-    is_armed.recv().context("hear signals")?.context("hear signals")?;
+    std::thread::Builder::new().name(THREAD.into()).spawn(handle).context("handle signals")?;
+    is_armed.recv().context("handle signals")?.context("handle signals")?;
     Ok(shutdown)
 }
 
@@ -57,7 +62,7 @@ fn arm() -> std::io::Result<(Runtime, Signal, Signal)> {
     Ok((runtime, signals.0, signals.1))
 }
 
-async fn either(mut terminate: Signal, mut interrupt: Signal) {
+async fn wait_for_signal(mut terminate: Signal, mut interrupt: Signal) {
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
@@ -66,7 +71,7 @@ async fn either(mut terminate: Signal, mut interrupt: Signal) {
 
 /// Ends the runtime of a role that has ended. Threads in a system call or in foreign code cannot be
 /// stopped; they end with the process.
-pub fn leave_behind(runtime: Runtime) {
+pub fn shut_down_runtime(runtime: Runtime) {
     runtime.shutdown_timeout(LEFT_BEHIND_MAX);
     let left = threads();
     if !left.is_empty() {

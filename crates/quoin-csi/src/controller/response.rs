@@ -64,7 +64,7 @@ pub fn same_parameters(
     keys.sort();
     for (key, value) in keys {
         if own.and_then(|own| own.get(key)) != Some(value) {
-            return Err(format!("parameters has another {key:?} than the volume was made with"));
+            return Err(format!("parameters has another {key:?} than the volume was created with"));
         }
     }
     Ok(())
@@ -90,7 +90,7 @@ mod tests {
     proptest! {
         /// Proves CSI-SIZE-01: for messages with parts of unknown length.
         #[test]
-        fn what_is_cut_has_128_bytes_at_most_and_says_so(text: String) {
+        fn a_truncated_text_has_at_most_128_bytes_and_is_marked(text: String) {
             let cut = cut(text.clone());
             prop_assert!(cut.len() <= 128);
             prop_assert!(cut == text || cut.ends_with('…'));
@@ -99,7 +99,7 @@ mod tests {
 
     /// Proves CSI-CONDITION-01, CSI-CONDITION-02: as the controller sees it.
     #[test]
-    fn only_a_ready_and_online_volume_is_normal_and_a_condition_always_says_something() {
+    fn only_a_ready_and_online_volume_is_normal_and_every_condition_has_a_text() {
         for phase in ["Pending", "Ready", "Deleting"] {
             for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
                 let volume = api::Volume {

@@ -17,7 +17,7 @@ use std::path::Path;
 /// # Safety
 /// Other threads may hold any lock at the moment of the fork: `act` must only make system calls,
 /// and neither allocate nor panic. No descriptor but the standard ones is open in the child.
-pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+pub(crate) unsafe fn in_child(act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     let mut every = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
     // SAFETY: both sets are filled by these calls before they are read.
@@ -55,12 +55,12 @@ pub(crate) unsafe fn apart(act: impl FnOnce() -> io::Result<()>) -> io::Result<(
     match libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)) {
         Some(0) => Ok(()),
         Some(errno) => Err(io::Error::from_raw_os_error(errno)),
-        None => Err(io::Error::other("the process that looked at it was killed")),
+        None => Err(io::Error::other("the child process of this system call was killed")),
     }
 }
 
 /// Makes the kernel query a file's size; `ERANGE` if the size differs.
-pub(crate) fn look(path: &Path, size_bytes: u64) -> io::Result<()> {
+pub(crate) fn check_file_size(path: &Path, size_bytes: u64) -> io::Result<()> {
     let path = c_string(path)?;
     let act = || {
         let mut found = MaybeUninit::<libc::stat>::uninit();
@@ -75,7 +75,7 @@ pub(crate) fn look(path: &Path, size_bytes: u64) -> io::Result<()> {
         }
     };
     // SAFETY: one system call and a comparison.
-    unsafe { apart(act) }
+    unsafe { in_child(act) }
 }
 
 /// Opens a path in the child, where it is never closed.
@@ -100,19 +100,20 @@ mod tests {
     fn the_size_of_a_file_is_checked_and_an_error_is_returned() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
-        assert_eq!(look(&path, 5).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        assert_eq!(check_file_size(&path, 5).unwrap_err().raw_os_error(), Some(libc::ENOENT));
         std::fs::write(&path, "hello").unwrap();
-        look(&path, 5).unwrap();
-        assert_eq!(look(&path, 4096).unwrap_err().raw_os_error(), Some(libc::ERANGE));
+        check_file_size(&path, 5).unwrap();
+        assert_eq!(check_file_size(&path, 4096).unwrap_err().raw_os_error(), Some(libc::ERANGE));
     }
 
     #[test]
-    fn the_child_keeps_nothing_open() {
+    fn the_child_has_no_descriptor_of_its_parent_open() {
         use std::os::fd::AsRawFd;
         let kept = std::fs::File::open("/proc/self/exe").unwrap();
         let descriptor = kept.as_raw_fd();
         // SAFETY: one system call.
-        let outcome = unsafe { apart(|| check(libc::fcntl(descriptor, libc::F_GETFD)).map(drop)) };
+        let outcome =
+            unsafe { in_child(|| check(libc::fcntl(descriptor, libc::F_GETFD)).map(drop)) };
         assert_eq!(outcome.unwrap_err().raw_os_error(), Some(libc::EBADF));
     }
 }

@@ -23,8 +23,8 @@ fn pool(dev: &Dev, name: &str) -> Value {
 fn wait_until_emptied(dev: &Dev, name: &str, why: &str) {
     dev.eventually(&format!("{name} is called dying"), || {
         let events = dev.ok(&["events"]);
-        let told = |line: &&str| line.contains("PoolDying") && line.contains(name);
-        let line = events.lines().find(told)?.to_owned();
+        let reported = |line: &&str| line.contains("PoolDying") && line.contains(name);
+        let line = events.lines().find(reported)?.to_owned();
         assert!(line.contains(why), "{line}");
         Some(())
     });
@@ -41,7 +41,7 @@ fn replica_pools(dev: &Dev) -> Vec<String> {
 }
 
 #[test]
-fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data_is_there() {
+fn a_pool_with_a_failing_disk_is_drained_before_it_is_lost() {
     if !can_attach() {
         return skipped("a disk that fails on demand needs root and /dev/fuse");
     }
@@ -73,19 +73,19 @@ fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data
     let dev = Dev::start(&scratch.cluster(), &flags);
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 17);
-    load.goes_on(&dev, 200);
+    load.assert_progress(&dev, 200);
     dev.wait_for_volume("db", "online", is_online);
     let taken = replica_pools(&dev);
     assert!(["pool-a", "pool-b"].iter().all(|pool| taken.iter().any(|t| t == pool)), "{taken:?}");
 
     disks[0].refuse_syncs(5);
     wait_until_emptied(&dev, "pool-a", "its disk refused");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.wait_for_volume("db", "whole", |volume| is_online(volume) && volume["changing"] == "");
 
     disks[1].stall_a_sync(STALL);
     wait_until_emptied(&dev, "pool-b", "took far too long");
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     dev.wait_for_volume("db", "whole", |volume| is_online(volume) && volume["changing"] == "");
 
     let mut left = replica_pools(&dev);

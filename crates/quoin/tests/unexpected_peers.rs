@@ -56,7 +56,7 @@ fn only_known_ones_connect(dev: &Dev, drf: u64, stranger: &str) {
         assert!(now.all() <= drf, "{now:?}");
         (now == Connected { in_sync: drf, ..Connected::default() }).then_some(())
     });
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let list = known(dev);
     assert!(list.len() as u64 == drf && list.iter().all(|(.., guid)| guid != stranger));
 }
@@ -107,19 +107,19 @@ fn comes_back_and_is_cleared(dev: &Dev, pool: &str, drf: u64, stranger: &str) {
 
 /// Proves SCALE-TEST-01.
 #[test]
-fn an_old_replica_is_started_and_does_not_connect() {
+fn an_old_replica_that_is_started_does_not_connect() {
     let (scratch, dev) = cluster("old", "4");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let (pool, _, old) = known(&dev)[0].clone();
     let pid = dev.pid(&pool).unwrap();
     signal(pid, "STOP");
     waiting(&dev, &["replica", "replace", "db", &pool]);
     // Writes that it misses.
-    load.goes_on(&dev, 200);
+    load.assert_progress(&dev, 200);
     signal(pid, "KILL");
     comes_back_and_is_cleared(&dev, &pool, 3, &old);
-    load.goes_on(&dev, 100);
+    load.assert_progress(&dev, 100);
     end(&scratch, dev, load, 3);
 }
 
@@ -135,16 +135,16 @@ fn there_are_never_more_than_the_desired_number_of_quorum_replicas() {
             }
             let output = dev.quoin(&["volume", "get", "db", "-o", "json"]);
             let volume = serde_json::from_slice(&output.stdout).ok()?;
-            (whole(&volume) && reached(&volume)).then_some(())
+            (all_in_sync(&volume) && reached(&volume)).then_some(())
         });
     };
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     dev.ok(&["volume", "scale", "db", "--replicas", "3"]);
     at_most(&dev, 3, "it grows", &|volume| factors(volume) == [3, 2, 3]);
     for part in ["target", "pool-a", "controller", "pool-b"] {
         dev.kill(part);
         at_most(&dev, 3, "it is whole again", &|_| true);
-        load.goes_on(&dev, 50);
+        load.assert_progress(&dev, 50);
     }
     // One of the three is replaced while its pool is away, and comes back.
     let (pool, _, old) = known(&dev)[2].clone();
@@ -159,18 +159,18 @@ fn there_are_never_more_than_the_desired_number_of_quorum_replicas() {
     comes_back_and_is_cleared(&dev, &pool, 3, &old);
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
     at_most(&dev, 4, "it grows", &|volume| factors(volume) == [4, 3, 4]);
-    load.goes_on(&dev, 50);
+    load.assert_progress(&dev, 50);
     end(&scratch, dev, load, 4);
 }
 
 /// Proves SCALE-TEST-03.
 #[test]
-fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are() {
+fn no_replica_without_quorum_connects_beside_all_desired_ones_with_quorum() {
     let (scratch, dev) = cluster("none-beside", "4");
     dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
     let load = Load::start(dev.client("db"), 3);
-    load.goes_on(&dev, 100);
-    dev.wait_for_volume("db", "whole", whole);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     // A fourth is desired, and hangs before it has all: it is connected, beside three of four.
     let target = dev.pid("target").unwrap();
@@ -181,7 +181,7 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     let pid = dev.pid(pool).unwrap();
     signal(pid, "STOP");
     signal(target, "CONT");
-    load.goes_on(&dev, 50);
+    load.assert_progress(&dev, 50);
     // The fourth is given up: the known ones stay, and it belongs to no list when it comes back.
     dev.ok(&["replica", "remove", "db", pool]);
     dev.wait_for_volume("db", "desired as before", |volume| factors(volume) == [3, 2, 3]);
@@ -190,7 +190,7 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     signal(pid, "CONT");
     comes_back_and_is_cleared(&dev, pool, 3, stranger);
     assert_eq!(known(&dev), before, "those that had quorum are the ones that are kept");
-    load.goes_on(&dev, 50);
+    load.assert_progress(&dev, 50);
     end(&scratch, dev, load, 3);
 }
 
@@ -200,24 +200,24 @@ fn whichever_parts_restart(scratch: &str, lose: impl Fn(&Dev, &str, &str, &str, 
     let (scratch, dev) = cluster(scratch, "4");
     let load = volume(&dev, "3");
     for combination in RESTARTS {
-        dev.wait_for_volume("db", "whole", whole);
+        dev.wait_for_volume("db", "whole", all_in_sync);
         let (pool, id, old) = known(&dev)[usize::from(combination) % 3].clone();
         let pid = dev.pid(&pool).unwrap();
         signal(pid, "STOP");
         lose(&dev, &pool, &id, &old, spare(&dev));
         let list = known(&dev);
-        load.goes_on(&dev, 30);
+        load.assert_progress(&dev, 30);
         restart(&dev, combination, &pool, pid);
         comes_back_and_is_cleared(&dev, &pool, 3, &old);
         assert_eq!(known(&dev), list, "after restart {combination:03b}");
-        load.goes_on(&dev, 30);
+        load.assert_progress(&dev, 30);
     }
     end(&scratch, dev, load, 3);
 }
 
 /// Proves SCALE-TEST-07, SCALE-KNOWN-02, SCALE-ID-03.
 #[test]
-fn only_replicas_of_the_list_connect_whichever_parts_restart() {
+fn only_replicas_of_the_list_connect_after_any_restart() {
     whichever_parts_restart("listed", |dev, pool, id, old, to| {
         waiting(dev, &["replica", "replace", "db", pool]);
         let list = known(dev);
@@ -228,7 +228,7 @@ fn only_replicas_of_the_list_connect_whichever_parts_restart() {
 
 /// Proves SCALE-TEST-08, SCALE-SHORT-04.
 #[test]
-fn replicas_that_are_not_on_the_list_do_not_connect_whichever_parts_restart() {
+fn replicas_outside_the_list_do_not_connect_after_any_restart() {
     whichever_parts_restart("unlisted", |dev, pool, id, old, to| {
         // Removed by name and another one added: its id is on no list.
         let removed = waiting(dev, &["replica", "remove", "db", pool]);
@@ -241,11 +241,11 @@ fn replicas_that_are_not_on_the_list_do_not_connect_whichever_parts_restart() {
 
 /// Proves SCALE-TEST-10, SCALE-VALID-01.
 #[test]
-fn a_desired_factor_below_the_present_one_is_refused_and_both_stay() {
+fn a_desired_factor_below_the_present_one_is_refused_and_changes_nothing() {
     let (scratch, dev) = cluster("smaller", "4");
     let file = scratch.0.join("db.yaml");
     let load = volume(&dev, "3");
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let before = known(&dev);
     let declare = |drf: u32| {
         let head = "apiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\n";
@@ -269,19 +269,21 @@ fn a_desired_factor_below_the_present_one_is_refused_and_both_stay() {
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 4]);
     assert_eq!(known(&dev), before);
     signal(target, "CONT");
-    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
-    load.goes_on(&dev, 50);
+    dev.wait_for_volume("db", "whole", |volume| {
+        all_in_sync(volume) && factors(volume) == [4, 3, 4]
+    });
+    load.assert_progress(&dev, 50);
     end(&scratch, dev, load, 4);
 }
 
 /// Proves SCALE-SHORT-03, SCALE-IO-02.
 #[test]
-fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
+fn two_replaced_replicas_are_no_quorum_without_the_list() {
     let (scratch, dev) = cluster("no-quorum", "5");
     dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
     let client = dev.client("db");
     client.write(0, block(0, 1).into(), true).unwrap();
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     // One after the other is lost and replaced; each misses the writes since.
     let mut lost = Vec::new();
     for (version, spare) in [(2, "pool-d"), (3, "pool-e")] {
@@ -293,7 +295,7 @@ fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
         client.write(0, block(0, version).into(), true).unwrap();
         lost.push((pool, pid, guid));
     }
-    dev.wait_for_volume("db", "whole", whole);
+    dev.wait_for_volume("db", "whole", all_in_sync);
     let list = known(&dev);
     assert!(lost.iter().all(|(.., old)| list.iter().all(|(.., guid)| guid != old)));
     let away: Vec<_> = list.iter().map(|(pool, ..)| dev.pid(pool).unwrap()).collect();

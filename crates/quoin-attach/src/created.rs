@@ -22,14 +22,14 @@ use crate::loopdev::LoopDevice;
 const NAME_BYTES_MAX: usize = 255;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct MadeDevice {
+struct CreatedDevice {
     volume: String,
     path: PathBuf,
     sequence: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct MadeLink {
+struct CreatedLink {
     volume: String,
     link: PathBuf,
     device: PathBuf,
@@ -41,23 +41,23 @@ struct Content {
     #[serde(default)]
     boot: String,
     #[serde(default)]
-    devices: Vec<MadeDevice>,
+    devices: Vec<CreatedDevice>,
     /// Volumes whose device is being made, and has no number yet.
     #[serde(default)]
     intended: Vec<String>,
     #[serde(default)]
-    links: Vec<MadeLink>,
+    links: Vec<CreatedLink>,
 }
 
 /// The record, written to disk with every change.
-pub(super) struct Made {
+pub(super) struct Created {
     file: PathBuf,
     /// Directory of the links.
     directory: PathBuf,
     content: Mutex<Content>,
 }
 
-impl Made {
+impl Created {
     /// Reads the file in `own`, as far as it is of this boot. An unreadable file names nothing.
     pub(super) fn open(own: &Path, links: &Path) -> Self {
         let file = own.join("made.json");
@@ -72,21 +72,22 @@ impl Made {
     /// is the directory of their files.
     pub(super) fn devices(&self, mounts: &Path) -> io::Result<Vec<LoopDevice>> {
         let content = self.lock();
-        let known = |made: &MadeDevice| LoopDevice::of(made.path.clone(), Some(made.sequence));
+        let known =
+            |created: &CreatedDevice| LoopDevice::of(created.path.clone(), Some(created.sequence));
         let mut devices: Vec<_> = content.devices.iter().map(known).collect();
         // Only the path is known for a device whose process was killed while it made the device.
         if !content.intended.is_empty() {
             let files: Vec<_> = content.intended.iter().map(|volume| mounts.join(volume)).collect();
-            let found = LoopDevice::all_under(mounts)?;
-            let is_it =
+            let found = LoopDevice::list_under(mounts)?;
+            let matches =
                 |found: &LoopDevice| found.backing_file().is_some_and(|f| files.contains(&f));
-            devices.extend(found.into_iter().filter(is_it));
+            devices.extend(found.into_iter().filter(matches));
         }
         Ok(devices)
     }
 
     /// Records that a device is about to be made.
-    pub(super) fn intend(&self, volume: &str) -> io::Result<()> {
+    pub(super) fn record_intent(&self, volume: &str) -> io::Result<()> {
         let mut content = self.lock();
         content.intended.push(volume.to_owned());
         self.write(&content)
@@ -96,12 +97,12 @@ impl Made {
     pub(super) fn add(&self, volume: &str, device: &LoopDevice) -> io::Result<()> {
         // A kernel without sequence numbers (before Linux 5.15) leaves only the path.
         let Some(sequence) = device.sequence() else { return Ok(()) };
-        let made =
-            MadeDevice { volume: volume.to_owned(), path: device.path().to_owned(), sequence };
+        let created =
+            CreatedDevice { volume: volume.to_owned(), path: device.path().to_owned(), sequence };
         let mut content = self.lock();
         content.intended.retain(|intended| intended != volume);
-        content.devices.retain(|known| known.volume != volume && known.path != made.path);
-        content.devices.push(made);
+        content.devices.retain(|known| known.volume != volume && known.path != created.path);
+        content.devices.push(created);
         self.write(&content)
     }
 
@@ -110,10 +111,11 @@ impl Made {
         let mut content = self.lock();
         content.devices.retain(|known| known.volume != volume);
         content.intended.retain(|intended| intended != volume);
-        let (gone, stay) =
-            std::mem::take(&mut content.links).into_iter().partition(|made| made.volume == volume);
-        content.links = stay;
-        let gone: Vec<MadeLink> = gone;
+        let (gone, keep_bound) = std::mem::take(&mut content.links)
+            .into_iter()
+            .partition(|created| created.volume == volume);
+        content.links = keep_bound;
+        let gone: Vec<CreatedLink> = gone;
         gone.iter().for_each(remove_link);
         if let Err(error) = self.write(&content) {
             tracing::warn!(file = %self.file.display(), %error, "cannot be written");
@@ -121,12 +123,12 @@ impl Made {
     }
 
     /// Removes links without a device, of volumes that are not among `attached`.
-    pub(super) fn keep_only(&self, attached: &[String]) {
+    pub(super) fn remove_all_but(&self, attached: &[String]) {
         let gone: Vec<String> = {
             let content = self.lock();
-            let devices = content.devices.iter().map(|made| &made.volume);
+            let devices = content.devices.iter().map(|created| &created.volume);
             let all = devices.chain(&content.intended);
-            let all = all.chain(content.links.iter().map(|made| &made.volume));
+            let all = all.chain(content.links.iter().map(|created| &created.volume));
             all.filter(|volume| !attached.contains(volume)).cloned().collect()
         };
         gone.iter().for_each(|volume| self.remove(volume));
@@ -138,29 +140,36 @@ impl Made {
     /// The obstacle, as text.
     pub(super) fn link(&self, volume: &str, name: &str, device: &Path) -> Result<PathBuf, String> {
         let file_name = file_name(name).ok_or_else(|| {
-            format!("the name of volume {volume} is too long for a file's: it has no link")
+            format!(
+                "the name of volume {volume} is too long for a file name, so the volume has no link"
+            )
         })?;
         let link = self.directory.join(file_name);
-        let wanted =
-            MadeLink { volume: volume.to_owned(), link: link.clone(), device: device.to_owned() };
+        let wanted = CreatedLink {
+            volume: volume.to_owned(),
+            link: link.clone(),
+            device: device.to_owned(),
+        };
         let mut content = self.lock();
-        if content.links.contains(&wanted) && leads_to(&link, device) {
+        if content.links.contains(&wanted) && points_to(&link, device) {
             return Ok(link);
         }
         let failed = |error: io::Error| format!("cannot make {}: {error}", link.display());
         fs::create_dir_all(&self.directory).map_err(failed)?;
         let is_ours = |found: &Path| {
-            let known = |made: &MadeLink| made.link == link && made.device == found;
+            let known = |created: &CreatedLink| created.link == link && created.device == found;
             content.links.iter().any(known)
         };
         match fs::read_link(&link) {
             Ok(found) if found == device || is_ours(&found) || is_free(&found) => {}
             Ok(found) => {
                 let (link, found) = (link.display(), found.display());
-                return Err(format!("{link} leads to {found}, which is in use: it stays"));
+                return Err(format!(
+                    "{link} points to {found}, which is in use: the link is not replaced"
+                ));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(_) => return Err(format!("{} is no link: it stays", link.display())),
+            Err(_) => return Err(format!("{} is not a link and is not replaced", link.display())),
         }
         // The link is created under another name first, so that it exists at every moment.
         let beside = self.directory.join(format!(".{volume}.{}", std::process::id()));
@@ -168,14 +177,14 @@ impl Made {
         std::os::unix::fs::symlink(device, &beside)
             .and_then(|()| fs::rename(&beside, &link))
             .map_err(failed)?;
-        let former: Vec<MadeLink> = {
+        let former: Vec<CreatedLink> = {
             let all = std::mem::take(&mut content.links);
-            let (of_it, others) = all.into_iter().partition(|made| made.volume == volume);
+            let (of_volume, others) = all.into_iter().partition(|created| created.volume == volume);
             content.links = others;
-            of_it
+            of_volume
         };
-        former.iter().filter(|made| made.link != link).for_each(remove_link);
-        content.links.retain(|made| made.link != link);
+        former.iter().filter(|created| created.link != link).for_each(remove_link);
+        content.links.retain(|created| created.link != link);
         content.links.push(wanted);
         self.write(&content).map_err(failed)?;
         Ok(link)
@@ -184,8 +193,8 @@ impl Made {
     /// Returns the link of a volume to this device, if it exists.
     pub(super) fn link_of(&self, volume: &str, device: &Path) -> Option<PathBuf> {
         let content = self.lock();
-        let made = content.links.iter().find(|made| made.volume == volume)?;
-        leads_to(&made.link, device).then(|| made.link.clone())
+        let created = content.links.iter().find(|created| created.volume == volume)?;
+        points_to(&created.link, device).then(|| created.link.clone())
     }
 
     fn write(&self, content: &Content) -> io::Result<()> {
@@ -204,14 +213,14 @@ fn boot() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-fn leads_to(link: &Path, device: &Path) -> bool {
+fn points_to(link: &Path, device: &Path) -> bool {
     fs::read_link(link).is_ok_and(|found| found == device)
 }
 
-fn remove_link(made: &MadeLink) {
-    if leads_to(&made.link, &made.device) {
+fn remove_link(created: &CreatedLink) {
+    if points_to(&created.link, &created.device) {
         // A link that stays is replaced by the next one.
-        let _ = fs::remove_file(&made.link);
+        let _ = fs::remove_file(&created.link);
     }
 }
 
@@ -250,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_are_no_file_names_become_some_and_no_two_become_one() {
+    fn every_volume_name_becomes_a_file_name_of_its_own() {
         assert_eq!(file_name("db-1.x").as_deref(), Some("db-1.x"));
         assert_eq!(file_name("../etc/passwd").as_deref(), Some("%2E.%2Fetc%2Fpasswd"));
         assert_eq!(file_name(".").as_deref(), Some("%2E"));
@@ -262,56 +271,56 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_made_replaced_and_removed_only_where_it_is_ours_or_stale() {
+    fn a_link_is_replaced_and_removed_only_if_it_is_our_own_or_stale() {
         let directory = tempfile::tempdir().unwrap();
         let links = directory.path().join("links");
-        let made = Made::open(directory.path(), &links);
+        let created = Created::open(directory.path(), &links);
         let free = Path::new("/dev/loop4000001");
-        let link = made.link("1", "db", free).unwrap();
+        let link = created.link("1", "db", free).unwrap();
         assert_eq!(link, links.join("db"));
-        assert_eq!(made.link_of("1", free), Some(link.clone()));
+        assert_eq!(created.link_of("1", free), Some(link.clone()));
 
         // The next process recognizes it as its own, with another device.
-        let made = Made::open(directory.path(), &links);
+        let created = Created::open(directory.path(), &links);
         let next = Path::new("/dev/loop4000002");
-        assert_eq!(made.link("1", "db", next), Ok(link.clone()));
+        assert_eq!(created.link("1", "db", next), Ok(link.clone()));
         assert_eq!(fs::read_link(&link).unwrap(), next);
         // The former link is removed when the name changes.
-        let renamed = made.link("1", "db2", next).unwrap();
+        let renamed = created.link("1", "db2", next).unwrap();
         assert!(!link.exists() && fs::symlink_metadata(&link).is_err());
-        made.remove("1");
+        created.remove("1");
         assert!(fs::symlink_metadata(&renamed).is_err());
 
         // A file that is no link, and a link to something that exists, stay.
         fs::write(links.join("file"), "kept").unwrap();
-        assert!(made.link("2", "file", free).unwrap_err().contains("no link"));
+        assert!(created.link("2", "file", free).unwrap_err().contains("not a link"));
         std::os::unix::fs::symlink("/dev/null", links.join("null")).unwrap();
-        assert!(made.link("2", "null", free).unwrap_err().contains("stays"));
+        assert!(created.link("2", "null", free).unwrap_err().contains("not replaced"));
         assert_eq!(fs::read_link(links.join("null")).unwrap(), Path::new("/dev/null"));
         // A link to a free loop device was left by an earlier process.
         std::os::unix::fs::symlink(next, links.join("stale")).unwrap();
-        made.link("2", "stale", free).unwrap();
+        created.link("2", "stale", free).unwrap();
         // A link that another program changed meanwhile is not removed.
         fs::remove_file(links.join("stale")).unwrap();
         std::os::unix::fs::symlink("/dev/null", links.join("stale")).unwrap();
-        made.remove("2");
+        created.remove("2");
         assert!(fs::symlink_metadata(links.join("stale")).is_ok());
     }
 
     /// The process may be killed between making a device and recording its number.
     #[test]
-    fn a_device_that_is_about_to_be_made_is_written_down_until_it_is_made_or_given_up() {
+    fn an_intended_device_is_recorded_until_it_is_made_or_given_up() {
         let directory = tempfile::tempdir().unwrap();
-        let open = || Made::open(directory.path(), &directory.path().join("links"));
+        let open = || Created::open(directory.path(), &directory.path().join("links"));
         let intended = || open().lock().intended.clone();
-        let made = open();
-        made.intend("1").unwrap();
-        made.intend("2").unwrap();
+        let created = open();
+        created.record_intent("1").unwrap();
+        created.record_intent("2").unwrap();
         assert_eq!(intended(), ["1", "2"]);
-        made.add("1", &LoopDevice::of("/dev/loop4000001".into(), Some(3))).unwrap();
+        created.add("1", &LoopDevice::of("/dev/loop4000001".into(), Some(3))).unwrap();
         assert_eq!(intended(), ["2"]);
         assert_eq!(open().lock().devices.len(), 1);
-        made.remove("2");
+        created.remove("2");
         assert_eq!(intended(), [""; 0]);
     }
 
@@ -323,7 +332,8 @@ mod tests {
         let text =
             r#"{"boot":"another","devices":[{"volume":"1","path":"/dev/loop0","sequence":1}]}"#;
         fs::write(&file, text).unwrap();
-        let found = || Made::open(mounts, Path::new("/dev/quoin")).devices(mounts).unwrap().len();
+        let found =
+            || Created::open(mounts, Path::new("/dev/quoin")).devices(mounts).unwrap().len();
         assert_eq!(found(), 0);
         fs::write(&file, text.replace("another", &boot())).unwrap();
         assert_eq!(found(), 1);

@@ -26,10 +26,10 @@ fn has_exited(pid: u32) -> bool {
 
 fn ends(cluster: &mut Cluster, name: &str) {
     let pid = cluster.process(name).pid();
-    let asked = Instant::now();
+    let requested = Instant::now();
     signal(pid, "TERM");
     while !has_exited(pid) {
-        if asked.elapsed() > BOUND {
+        if requested.elapsed() > BOUND {
             let log = cluster.log(name);
             panic!("{name} has not ended after {BOUND:?}: {log}");
         }
@@ -38,7 +38,7 @@ fn ends(cluster: &mut Cluster, name: &str) {
 }
 
 #[test]
-fn a_target_whose_pools_hang_ends_within_its_bound_with_a_write_under_way() {
+fn a_target_with_hanging_pools_ends_within_its_bound_during_a_write() {
     let mut cluster = Cluster::start("endtarget", &Place::here(), &["--default-spread", "pool"]);
     for pool in ["p1", "p2", "p3"] {
         cluster.pool(&Place::here(), pool, &[]);
@@ -63,7 +63,7 @@ fn a_target_whose_pools_hang_ends_within_its_bound_with_a_write_under_way() {
 }
 
 #[test]
-fn a_pool_whose_disk_hangs_in_a_sync_ends_within_its_bound_and_says_what_it_did_not_wait_for() {
+fn a_pool_with_a_hanging_disk_ends_within_its_bound_with_a_report() {
     if !rustix::process::geteuid().is_root() || !std::path::Path::new("/dev/fuse").exists() {
         return skipped("needs root and /dev/fuse");
     }
@@ -85,11 +85,11 @@ fn a_pool_whose_disk_hangs_in_a_sync_ends_within_its_bound_and_says_what_it_did_
     disk.stall_a_sync(HANGS);
     ends(&mut cluster, "p1");
     let log = cluster.log("p1");
-    assert!(log.contains("not waited for longer") && log.contains("disk"), "{log}");
+    assert!(log.contains("took too long") && log.contains("disk"), "{log}");
 }
 
 #[test]
-fn a_node_whose_attach_process_hangs_ends_within_its_bound_and_says_so() {
+fn a_node_with_a_hanging_attach_process_ends_within_its_bound_with_a_report() {
     let mut cluster = Cluster::start("endnode", &Place::here(), &[]);
     cluster.node(&Place::here(), "n1", &[], &[]);
     // The listener accepts connections, and never answers.
@@ -118,5 +118,5 @@ fn a_node_whose_attach_process_hangs_ends_within_its_bound_and_says_so() {
     assert!(!call.is_finished(), "it waits for the attach process");
     ends(&mut cluster, "all");
     let log = cluster.log("all");
-    assert!(log.contains("not waited for longer"), "{log}");
+    assert!(log.contains("took too long"), "{log}");
 }

@@ -8,15 +8,15 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::fuse::server::Ending;
+use crate::fuse::server::AbortHandle;
 
 /// The existing devices, by volume. Cheap to clone.
 #[derive(Clone, Default)]
-pub(crate) struct Fates(Arc<Mutex<BTreeMap<String, Ending>>>);
+pub(crate) struct AbortHandles(Arc<Mutex<BTreeMap<String, AbortHandle>>>);
 
-impl Fates {
-    pub(crate) fn add(&self, volume: &str, ending: Ending) {
-        self.lock().insert(volume.to_owned(), ending);
+impl AbortHandles {
+    pub(crate) fn add(&self, volume: &str, abort_handle: AbortHandle) {
+        self.lock().insert(volume.to_owned(), abort_handle);
     }
 
     pub(crate) fn forget(&self, volume: &str) {
@@ -25,20 +25,22 @@ impl Fates {
 
     /// Fails waiting and later IO on the volume's device.
     pub(crate) fn end(&self, volume: &str, why: &str) {
-        let ending = self.lock().get(volume).cloned();
-        if let Some(ending) = ending {
-            ending.end(why);
+        let abort_handle = self.lock().get(volume).cloned();
+        if let Some(abort_handle) = abort_handle {
+            abort_handle.end(why);
         }
     }
 
-    /// Same as [`Fates::end`], for a device that was made for a use before the one since this
-    /// epoch. Returns true the first time.
+    /// Same as [`AbortHandles::end`], for a device that was made for a use before the one since
+    /// this epoch. Returns true the first time.
     pub(crate) fn end_before(&self, volume: &str, since_epoch: u64, why: &str) -> bool {
-        let ending = self.lock().get(volume).cloned();
-        ending.is_some_and(|ending| ending.since_epoch() < since_epoch && ending.end(why))
+        let abort_handle = self.lock().get(volume).cloned();
+        abort_handle.is_some_and(|abort_handle| {
+            abort_handle.since_epoch() < since_epoch && abort_handle.end(why)
+        })
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Ending>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, AbortHandle>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

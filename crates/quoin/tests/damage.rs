@@ -11,7 +11,7 @@ use bytes::Bytes;
 use common::{Cluster, Place, free_port};
 use quoin_nbd::client::{Address, Client, ClientOptions, RequestError};
 use support::stories::ask;
-use support::{Dev, Scratch, block, blocks_of, is_online, rot, signal, test_blocks};
+use support::{Dev, Scratch, block, blocks_of, damage, is_online, signal, test_blocks};
 
 const BLOCK: u64 = 4096;
 /// More than a sixteenth of a pool, so that the log is folded into the map.
@@ -46,14 +46,14 @@ fn wait_until_repaired(dev: &Dev, pool: &str) {
     });
 }
 
-fn says(dev: &Dev, words: &str) -> bool {
+fn has_event(dev: &Dev, words: &str) -> bool {
     dev.ok(&["events"]).contains(words)
 }
 
 /// Proves: a corrupted byte anywhere in a pool file is found, answered from another replica,
 /// repaired, reported; all replicas of a block bad: EIO.
 #[test]
-fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
+fn damage_in_a_pool_file_is_detected_repaired_and_reported() {
     let scratch = Scratch::new("rot");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
@@ -63,9 +63,9 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
 
     // Bytes of blocks, in a pool whose volume is in use.
     let file = dev.pool_file("pool-b");
-    let places = test_blocks(&file);
-    let harmed: Vec<u64> = (0..20).map(|n| places[&(n * 300 + 7, 1)][0]).collect();
-    harmed.iter().for_each(|offset| rot(&file, offset + 2000));
+    let offsets = test_blocks(&file);
+    let harmed: Vec<u64> = (0..20).map(|n| offsets[&(n * 300 + 7, 1)][0]).collect();
+    harmed.iter().for_each(|offset| damage(&file, offset + 2000));
     let done = scrub(&dev, "pool-b");
     assert!(done["found"].as_u64().unwrap() >= 20, "{done}");
     wait_until_repaired(&dev, "pool-b");
@@ -82,8 +82,8 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
         assert!(good, "block {lba} is not whole in the file");
     }
     dev.eventually("the events tell it", || {
-        let told = ["BadBlocks", "BadBlocksRepaired", "ScrubEnded"];
-        told.iter().all(|reason| says(&dev, reason)).then_some(())
+        let reported = ["BadBlocks", "BadBlocksRepaired", "ScrubEnded"];
+        reported.iter().all(|reason| has_event(&dev, reason)).then_some(())
     });
     check(&client, 1);
 
@@ -91,21 +91,21 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     dev.eventually("the log was folded into a map", || (!nodes(&file).is_empty()).then_some(()));
     signal(dev.pid("pool-b").unwrap(), "STOP");
     let nodes = nodes(&file);
-    nodes.iter().for_each(|offset| rot(&file, *offset));
+    nodes.iter().for_each(|offset| damage(&file, *offset));
     dev.kill("pool-b");
     dev.wait_for_volume("db", "whole again", |volume| {
         volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
     });
     scrub(&dev, "pool-b");
     wait_until_repaired(&dev, "pool-b");
-    dev.eventually("the mended map is told", || says(&dev, "MapRepaired").then_some(()));
+    dev.eventually("the mended map is told", || has_event(&dev, "MapRepaired").then_some(()));
     check(&client, 1);
 
     // The repair waits without a target, and reports that.
     client.stop();
     dev.ok(&["volume", "detach", "db"]);
     let lonely = test_blocks(&file)[&(4242, 1)].clone();
-    lonely.iter().for_each(|offset| rot(&file, offset + 100));
+    lonely.iter().for_each(|offset| damage(&file, offset + 100));
     scrub(&dev, "pool-b");
     dev.wait_for_volume("db", "waiting for an attachment", |volume| {
         volume["waitingFor"].as_str().unwrap().contains("attachment")
@@ -117,12 +117,12 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
     // All copies of one block: an error for this block and for no other, until it is written.
     for pool in ["pool-a", "pool-b", "pool-c"] {
         let file = dev.pool_file(pool);
-        test_blocks(&file)[&(100, 1)].iter().for_each(|offset| rot(&file, offset + 3000));
+        test_blocks(&file)[&(100, 1)].iter().for_each(|offset| damage(&file, offset + 3000));
     }
     assert_eq!(client.read(100 * BLOCK, 4096), Err(RequestError::Refused(EIO)));
     assert_eq!(client.read(99 * BLOCK, 4096).unwrap(), block(99, 1));
     assert_eq!(client.read(101 * BLOCK, 4096).unwrap(), block(101, 1));
-    dev.eventually("the loss is told", || says(&dev, "BlockLost").then_some(()));
+    dev.eventually("the loss is told", || has_event(&dev, "BlockLost").then_some(()));
     client.write(100 * BLOCK, Bytes::from(block(100, 1)), false).unwrap();
     check(&client, 1);
     client.stop();
@@ -147,7 +147,7 @@ fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
 /// Proves: corruption is found by the schedule of the pool alone, repaired from another replica and
 /// reported, and no pool reads more often than configured.
 #[test]
-fn rot_is_found_repaired_and_told_by_the_schedule_alone() {
+fn damage_is_detected_repaired_and_reported_by_the_scheduled_scrub() {
     const BLOCKS: u64 = 400;
     let flags = ["--default-spread", "pool"];
     let mut cluster = Cluster::start("schedule", &Place::here(), &flags);
@@ -173,17 +173,17 @@ fn rot_is_found_repaired_and_told_by_the_schedule_alone() {
     assert_eq!(of(1, "bad_copies_found"), Some(0), "nothing is bad yet");
 
     let file = cluster.scratch.0.join("p2-data");
-    let places = test_blocks(&file);
+    let offsets = test_blocks(&file);
     for n in 0..10 {
-        rot(&file, places[&(n * 40 + 3, 1)][0] + 2000);
+        damage(&file, offsets[&(n * 40 + 3, 1)][0] + 2000);
     }
     cluster.eventually("it is found and repaired", || {
         (of(1, "bad_copies_found")? >= 10 && of(1, "bad_copies_repaired")? >= 10).then_some(())
     });
     cluster.eventually("it is told", || {
-        let told = cluster.ok(&["events"]);
+        let reported = cluster.ok(&["events"]);
         let reasons = ["BadBlocks ", "BadBlocksRepaired", "ScrubEnded"];
-        reasons.iter().all(|reason| told.contains(reason)).then_some(())
+        reasons.iter().all(|reason| reported.contains(reason)).then_some(())
     });
     cluster.eventually("nothing bad is left", || {
         let replicas = cluster.json(&["replica", "list", "db"]);
