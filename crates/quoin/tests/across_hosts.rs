@@ -216,6 +216,7 @@ fn commands_run_on_any_host_by_a_context_until_its_admin_is_removed() {
 
 #[test]
 fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
+    // `/dev/quoin` is one directory for all tests of this kernel: the name is this test's own.
     if !can_attach() {
         return;
     }
@@ -227,14 +228,14 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
     person.ok(&[
         "volume",
         "create",
-        "db",
+        "lent",
         "--size",
         "16MiB",
         "--replicas",
         "1",
         "--allow-loss-on-single-failure",
     ]);
-    let refused = person.refused(&["volume", "attach", "db"]);
+    let refused = person.refused(&["volume", "attach", "lent"]);
     assert!(refused.contains("quoin target") && !refused.contains("node run"), "{refused}");
 
     let run = cluster.path("n1-run");
@@ -251,7 +252,7 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
 
     // The node's host makes no devices yet: the command names the missing part, and continues
     // later.
-    let attach = ["volume", "attach", "db", "--node", "n1"];
+    let attach = ["volume", "attach", "lent", "--node", "n1"];
     let refused = person.refused(&[&attach[..], &["--timeout", "3"]].concat());
     assert!(refused.contains("quoin attach") && refused.contains("n1"), "{refused}");
     let arguments = ["attach", "--run", &run].map(String::from).to_vec();
@@ -260,7 +261,7 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
     let kind = std::fs::metadata(&device).unwrap().file_type();
     assert!(kind.is_block_device(), "{device}");
     assert_eq!(person.ok(&attach), device, "a second time it is the same");
-    let shown = person.ok(&["volume", "get", "db"]);
+    let shown = person.ok(&["volume", "get", "lent"]);
     assert!(shown.contains(&format!("{device} on node n1")), "{shown}");
     let mut file = std::fs::File::options().write(true).open(&device).unwrap();
     file.write_all(&[7; 4096]).unwrap();
@@ -269,7 +270,7 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
 
     // The command on the host itself calls its own attach process, with no node named.
     let there = Admin { place: network.place(2), home: person.home.clone() };
-    assert_eq!(there.ok(&["volume", "attach", "db", "--run", &run]), device);
+    assert_eq!(there.ok(&["volume", "attach", "lent", "--run", &run]), device);
 
     // The device is removed with the attachment, and the data is there on the next one.
     unpublish(&cluster);
@@ -281,7 +282,7 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
     let mut bytes = [0; 4096];
     std::fs::File::open(&device).unwrap().read_exact(&mut bytes).unwrap();
     assert_eq!(bytes, [7; 4096]);
-    there.ok(&["volume", "detach", "db", "--run", &run]);
+    there.ok(&["volume", "detach", "lent", "--run", &run]);
 }
 
 /// Unpublishes the volume as the command on another host does. The command itself reads the devices
@@ -289,7 +290,7 @@ fn a_volume_becomes_a_device_of_a_named_host_without_csi() {
 fn unpublish(cluster: &Cluster) {
     use quoin_api::control::cluster_client::ClusterClient;
     use quoin_api::control::{UnpublishVolumeRequest, VolumeRef};
-    let volume = Some(VolumeRef { id: String::new(), name: "db".into() });
+    let volume = Some(VolumeRef { id: String::new(), name: "lent".into() });
     let request = UnpublishVolumeRequest { volume, ..UnpublishVolumeRequest::default() };
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
