@@ -134,9 +134,8 @@ impl World {
                 self.violate("StableSurvives", why);
                 return;
             } else {
-                // It was made just before, and that was not on media yet: nobody has heard of it.
-                // (Before its first answer its promise, and so its creation, is on media, but for a
-                // disk that loses what it said it has.)
+                // Its creation was not on media yet. Its first answer comes only after its promise
+                // is on media, unless the disk loses what it reported as synced.
                 self.pools[pool].gone = true;
                 let delay = self.random.between(500, 4000) * MILLISECOND;
                 self.schedule.after(delay, Event::Recreate { pool });
@@ -531,8 +530,7 @@ impl World {
                     ReplicaNote::DiskFailed(_) => {
                         self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);
                     }
-                    // Blocks are judged by the replica, not by the frame: what was changed on its
-                    // way is refused there, and rightly.
+                    // The replica checks the blocks, not the frame: it refuses what changed.
                     ReplicaNote::InvariantRefused(
                         "SameBytesEverywhere"
                         | "a bad slot in an increment"
