@@ -1,7 +1,7 @@
 //! The deterministic simulator: the real core and store under one scheduler with simulated
 //! clocks, network, disks, control plane and clients.
 //!
-//! A run is a function of its seed. [`run`] builds a world, lets faults strike, lets everything
+//! A run is a function of its seed. [`run`] builds a world, injects faults, lets everything
 //! recover, and reports the first thing that the contract does not allow, if there is one:
 //!
 //! | checker | finds |
@@ -10,11 +10,11 @@
 //! | [`lineage`] | acknowledged, read or flushed entries that a later history lacks; two contents for one position |
 //! | `world::checks` | answers under an old epoch, wrong bytes, errors without a cause, replicas that differ at rest |
 //! | `world::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
-//! | `world::ending` | IO or replicas that do not come back after the last fault |
+//! | `world::quiesce` | IO or replicas that do not come back after the last fault |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |
 //!
-//! [`coverage`] counts which faults struck at which steps of the protocol, [`shrink`] makes a
+//! [`coverage`] counts which faults were injected at which steps of the protocol, [`shrink`] makes a
 //! failing run small and draws it.
 //!
 //! The world around the core is adversarial within what `docs/replication.md` assumes, and no

@@ -169,7 +169,7 @@ impl fmt::Display for Summary {
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;
         writeln!(f, "messages                     {:>12}", s.messages)?;
         writeln!(f, "connections cut in a frame   {:>12}", s.frames_cut)?;
-        writeln!(f, "faults that struck:")?;
+        writeln!(f, "faults injected:")?;
         for kind in FaultKind::ALL {
             writeln!(f, "  {:<40} {:>8}", kind.name(), s.faults.of(*kind))?;
         }

@@ -303,8 +303,8 @@ impl World {
         let is_known = |m: &Member| {
             rule.known.contains(m) || view.joint.as_ref().is_some_and(|r| r.known.contains(m))
         };
-        if let Some(stranger) = view.in_sync.iter().find(|m| !is_known(m)) {
-            let what = format!("the View at {lsn} counts {stranger:?}, which is not known");
+        if let Some(unlisted) = view.in_sync.iter().find(|m| !is_known(m)) {
+            let what = format!("the View at {lsn} counts {unlisted:?}, which is not known");
             return self.breaks("SCALE-LIST-06", what);
         }
         let before = admissions.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
@@ -338,8 +338,8 @@ impl World {
         admissions.counted_by.extend(view.joint.clone().map(|joint| (lsn, joint)));
         admissions.counted_by.drain(..admissions.counted_by.len().saturating_sub(RULES_MAX));
         for (yes, situation) in [
-            (beside, Situation::StrangerBesideTheList),
-            (fed, Situation::StrangerFed),
+            (beside, Situation::UnlistedBesideTheList),
+            (fed, Situation::UnlistedFed),
             (moved_on, Situation::RuledOnceRecorded),
         ] {
             if yes {
@@ -416,7 +416,7 @@ impl World {
             let what = format!("target {target} fails IO, and CF known ones hold {commit}");
             return self.breaks("SCALE-QUORUM-10", what);
         }
-        self.situations().add(Situation::NoQuorumTold);
+        self.situations().add(Situation::NoQuorumReported);
     }
 
     /// IO starts: as many known replicas have answered as the factors ask for.
@@ -435,17 +435,17 @@ impl World {
     }
 
     /// An open waits: would it find enough, if those counted that are not known (any more)?
-    pub(crate) fn note_strangers(&mut self, target: usize) {
+    pub(crate) fn note_unexpected(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
         let admissions = &process.admissions;
         let needed = needed_to_start(admissions.ruling.rf, admissions.ruling.cf);
-        let strangers = self.pools.iter().filter(|p| {
+        let unlisted = self.pools.iter().filter(|p| {
             !p.is_spare() && !p.gone && p.process.is_some() && !admissions.known(p.member)
         });
         let there = admissions.voters.len();
         let three_of_five = (admissions.ruling.rf, admissions.ruling.cf) == (5, 3) && there > 0;
-        if process.serving.is_none() && there < needed && there + strangers.count() >= needed {
-            self.situations().add(Situation::StrangersWereEnough);
+        if process.serving.is_none() && there < needed && there + unlisted.count() >= needed {
+            self.situations().add(Situation::UnlistedWereEnough);
             if three_of_five {
                 self.situations().add(Situation::SixthMadeThreeOfFive);
             }
@@ -534,9 +534,9 @@ impl Admissions {
             return (Some(("SCALE-ADMIT-08", format!("{lost:?} is known and not let in"))), seen);
         }
         let counted = status.replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
-        let mut strangers = counted.filter(|r| !self.known(r.member) && !self.is_joint(r.member));
-        if let Some(stranger) = strangers.next() {
-            return (Some(("SCALE-LIST-08", format!("{stranger:?} is counted"))), seen);
+        let mut unlisted = counted.filter(|r| !self.known(r.member) && !self.is_joint(r.member));
+        if let Some(unlisted) = unlisted.next() {
+            return (Some(("SCALE-LIST-08", format!("{unlisted:?} is counted"))), seen);
         }
         let beside = self.beside_the_list(status);
         let before = self.beside.replace(beside.clone());
@@ -623,7 +623,7 @@ impl Admissions {
                 return (Some(("SCALE-ADMIT-05", what)), seen);
             }
             if *too_many {
-                seen.push(Situation::ToldOfTooMany);
+                seen.push(Situation::TooManyReported);
             }
         }
         self.refused = refused.iter().map(|(member, _)| *member).collect();

@@ -344,7 +344,7 @@ impl World {
             let tag = content::tag_of(self.seed, at, piece)
                 .map_err(|wrong| format!("wrong bytes: {wrong:?}"))?;
             if !self.history.wrote(tag, at) {
-                return Err(format!("sector {at} claims op {tag}, which never wrote it"));
+                return Err(format!("sector {at} names op {tag}, which never wrote it"));
             }
             tags.push(tag);
         }

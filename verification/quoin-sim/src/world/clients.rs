@@ -26,7 +26,7 @@ impl World {
         let Some(draft) = self.next_draft(queue) else { return };
         let told = self.targets[home].process.as_ref().map_or(0, |p| p.told_blocks);
         if draft.range().is_some_and(|(first, count)| first + count > told * SECTORS as u64) {
-            self.ending.given_back(draft);
+            self.quiesce.given_back(draft);
             self.next_turn(queue, 50 * MILLISECOND);
             return self.move_client(queue);
         }
@@ -34,8 +34,8 @@ impl World {
     }
 
     fn next_draft(&mut self, queue: usize) -> Option<Draft> {
-        match self.ending.next_draft(self.setup.volume_blocks) {
-            ending @ (Some(Some(_)) | None) => ending.flatten(),
+        match self.quiesce.next_draft(self.setup.volume_blocks) {
+            last_round @ (Some(Some(_)) | None) => last_round.flatten(),
             Some(None) => Some(self.workload.next(queue, &mut self.random)),
         }
     }
@@ -60,14 +60,14 @@ impl World {
         }
         self.trace.line(self.schedule.now(), || format!("client {queue} has its answer to {tag}"));
         self.queues[queue].open = None;
-        self.ending.answered(queue);
+        self.quiesce.answered(queue);
         let asked = self.history.len() as u64;
-        let hurries = self.ending.in_a_hurry(asked, self.setup.ios_min);
+        let hurries = self.quiesce.in_a_hurry(asked, self.setup.ios_min);
         let delay = if hurries || self.queues[queue].burst > 0 {
             self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
             self.random.below(200 * MICROSECOND)
         } else {
-            self.random.delay(self.setup.think_ns).max(self.ending.rest(self.schedule.now()))
+            self.random.delay(self.setup.think_ns).max(self.quiesce.rest(self.schedule.now()))
         };
         self.next_turn(queue, delay);
     }
@@ -82,7 +82,7 @@ impl World {
     fn abandon(&mut self, queue: usize) {
         if let Some(tag) = self.queues[queue].open.take() {
             self.stats.ios_open += 1;
-            self.ending.given_back(self.history.op(tag).draft);
+            self.quiesce.given_back(self.history.op(tag).draft);
             let delay = self.random.between(1, 300) * MILLISECOND;
             self.next_turn(queue, delay);
         }
@@ -117,7 +117,7 @@ impl World {
         }
     }
 
-    /// Traffic for a fault to strike in the middle of.
+    /// Traffic in the middle of which a fault is injected.
     pub(crate) fn burst(&mut self) {
         for queue in 0..self.queues.len() {
             self.queues[queue].burst = self.random.between(5, 40) as u32;

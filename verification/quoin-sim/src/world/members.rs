@@ -14,7 +14,7 @@ use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaSto
 use quoin_types::membership::open_quorum;
 use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
 
-use super::strangers::Strangers;
+use super::unexpected_peers::UnexpectedPeers;
 use super::{Event, PoolHost, World};
 use crate::control::Record;
 use crate::faults::Profile;
@@ -36,7 +36,7 @@ pub(crate) struct Members {
     pub(super) random: Random,
     pub on: bool,
     telling: bool,
-    pub strangers: Strangers,
+    pub unexpected: UnexpectedPeers,
 }
 
 impl Members {
@@ -44,14 +44,14 @@ impl Members {
         let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
         let lies = matches!(profile, Profile::Liar { .. });
         let drawn = random.percent(RUNS_OF_HUNDRED);
-        let always = matches!(swarm, Swarm::Members | Swarm::Strangers | Swarm::Recoveries);
+        let always = matches!(swarm, Swarm::Members | Swarm::UnexpectedPeers | Swarm::Recoveries);
         let on = !lies && (always || (swarm == Swarm::Broad && drawn));
-        let strangers = Strangers::draw(swarm, &mut random);
-        Self { random, on, telling: false, strangers }
+        let unexpected = UnexpectedPeers::draw(swarm, &mut random);
+        Self { random, on, telling: false, unexpected }
     }
 
     pub fn spare_pools(&self) -> usize {
-        match (self.on, self.strangers.on) {
+        match (self.on, self.unexpected.on) {
             (false, _) => 0,
             (true, false) => SPARE_POOLS,
             (true, true) => 2 * SPARE_POOLS,
@@ -125,7 +125,7 @@ impl World {
         if self.backup.is_some() || self.recovery.is_under_way() {
             return;
         }
-        if self.members.strangers.on && self.strangers_turn() {
+        if self.members.unexpected.on && self.unexpected_turn() {
             return self.tell_desired();
         }
         if self.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
@@ -186,7 +186,7 @@ impl World {
     pub(super) fn forget_newcomer(&mut self, member: Member) {
         let Record { membership, desired, .. } = &mut self.record;
         desired.newcomers.retain(|n| n.member != member);
-        let invited = self.members.strangers.forget(member);
+        let invited = self.members.unexpected.forget(member);
         if !invited && !membership.known.iter().any(|known| known.id == member.id) {
             desired.drf -= 1;
         }
@@ -319,7 +319,7 @@ impl World {
             let Record { membership, desired, .. } = &self.record;
             let wanted = membership.contains(here.member)
                 || desired.newcomer(here.member).is_some()
-                || self.members.strangers.is_to_come(here.member);
+                || self.members.unexpected.is_to_come(here.member);
             if self.backup.is_some() || here.is_spare() || wanted || here.process.is_none() {
                 continue;
             }

@@ -5,11 +5,11 @@
 mod admissions;
 mod bulk;
 mod checks;
-mod claims;
+mod assertions;
 mod clients;
 mod clocks;
 mod control;
-mod ending;
+mod quiesce;
 mod fences;
 mod growth;
 mod lost_disks;
@@ -20,11 +20,11 @@ mod recognition;
 mod recovery;
 mod setup;
 mod snapshots;
-mod strangers;
-mod strikes;
+mod unexpected_peers;
+mod faults;
 mod targets;
 mod terms;
-mod verified;
+mod verification;
 
 use std::collections::BTreeMap;
 
@@ -173,7 +173,7 @@ pub(crate) enum Event {
     /// A fault that lasts comes to its end.
     Mend(Mend),
     FaultsEnd,
-    LookAtEnding,
+    CheckQuiesce,
 }
 
 #[derive(Debug, Clone)]
@@ -211,13 +211,13 @@ pub(crate) struct PoolHost {
     pub paused: bool,
     pub outage: crate::storage::Outage,
     pub slow: u64,
-    /// Since when what it holds may be less than it applied; for the check of loss claims.
+    /// Since when what it holds may be less than it applied; for the check of reported losses.
     pub cache_lost: bool,
     /// Its process has ended with all on media, and has recorded a clean stop.
     pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
-    pub said: claims::Said,
+    pub said: assertions::Said,
     /// Its disk has rotted or lied.
     pub hurt: bool,
     /// Pings as they came in, by its clock.
@@ -271,7 +271,7 @@ pub(crate) struct World {
     pub served: (Epoch, usize, u32),
     /// The newest epoch that served after giving up unflushed data.
     pub last_claim: Epoch,
-    /// Each with the event number at which it strikes at the latest.
+    /// Each with the event number at which it is injected at the latest.
     pub armed: Vec<(u64, Planned)>,
     /// What the control plane's backup holds, while an old one is in place.
     pub backup: Option<Record>,
@@ -280,7 +280,7 @@ pub(crate) struct World {
     /// An old copy has ruled for a while.
     pub rolled_back: bool,
     pub faults_over: bool,
-    pub ending: ending::Ending,
+    pub quiesce: quiesce::Quiesce,
     pub stats: Stats,
     pub trace: Trace,
     pub violation: Option<Violation>,
@@ -327,7 +327,7 @@ impl World {
 
     /// Runs to the end; the violation, if there was one, is in `self`.
     pub fn run(&mut self) {
-        while self.violation.is_none() && !self.ending.done() {
+        while self.violation.is_none() && !self.quiesce.done() {
             let Some(event) = self.schedule.take() else {
                 self.violate("Liveness", "nothing is going to happen any more");
                 break;
@@ -412,7 +412,7 @@ impl World {
             Event::Fault(planned) => self.arm(planned),
             Event::Mend(mend) => self.mend(mend),
             Event::FaultsEnd => self.faults_end(),
-            Event::LookAtEnding => self.look_at_ending(),
+            Event::CheckQuiesce => self.check_quiesce(),
         }
     }
 

@@ -434,8 +434,8 @@ impl World {
     }
 
     fn stop_without_room(&mut self, pool: usize) {
-        let strikes = self.setup.stops_without_room && !self.faults_over;
-        if strikes && !self.pools[pool].paused && self.random.percent(30) {
+        let stops = self.setup.stops_without_room && !self.faults_over;
+        if stops && !self.pools[pool].paused && self.random.percent(30) {
             self.pools[pool].paused = true;
             self.stats.faults.add(FaultKind::ReplicaPause);
             self.lasting(2400, Mend::ResumePool(pool));

@@ -13,7 +13,7 @@ use super::members::Members;
 use super::memory::Memory;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
-use super::{Event, PoolHost, Queue, TargetHost, World, ending};
+use super::{Event, PoolHost, Queue, TargetHost, World};
 use crate::clock::HostClock;
 use crate::control::Record;
 use crate::faults::{self, Profile};
@@ -79,7 +79,7 @@ pub struct RunOptions {
     pub trace: bool,
     /// Keep the trace for a drawing.
     pub keep: bool,
-    /// Bit i: the i-th planned fault does not strike.
+    /// Bit i: the i-th planned fault is left out.
     pub dropped: u32,
     /// Clients at most; 0: as many as are drawn.
     pub clients_max: u8,
@@ -189,7 +189,7 @@ impl World {
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
         let members_plan = Members::draw(options.seed, options.swarm, profile);
         // With an entry missing nobody else is dispensable.
-        let short = members_plan.strangers.list_is_short;
+        let short = members_plan.unexpected.list_is_short;
         let profile = if short { Profile::Power } else { profile };
         let hosts = replicas + 3 + members_plan.spare_pools();
         let control_host = replicas + 2;
@@ -238,7 +238,7 @@ impl World {
             haste: 1,
             stops_without_room: false,
         };
-        let listed = members.len() - usize::from(members_plan.strangers.list_is_short);
+        let listed = members.len() - usize::from(members_plan.unexpected.list_is_short);
         let membership = Membership {
             version: 1,
             rf,
@@ -317,7 +317,7 @@ impl World {
             old_record: None,
             rolled_back: false,
             faults_over: false,
-            ending: ending::Ending::default(),
+            quiesce: Default::default(),
             stats: Stats::default(),
             trace: Trace::new(options.trace, options.keep),
             violation: None,

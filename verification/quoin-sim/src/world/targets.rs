@@ -31,7 +31,7 @@ pub(crate) struct Process {
     pub waiting: String,
     /// The size that the controller has told it.
     pub told_blocks: u64,
-    pub word: super::claims::Word,
+    pub word: super::assertions::Word,
     pub admissions: super::admissions::Admissions,
     sessions: BTreeMap<Name, ConnectionId>,
 }
@@ -572,7 +572,7 @@ impl World {
             }
             PrimaryNote::Waiting(text) => {
                 process.waiting = text;
-                self.note_strangers(target);
+                self.note_unexpected(target);
             }
             PrimaryNote::NotAdmitted { member, refusal } => {
                 self.note_not_admitted(target, member, refusal.is_too_many());

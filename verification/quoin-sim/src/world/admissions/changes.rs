@@ -39,7 +39,7 @@ impl World {
         }
         let was_off = admissions.hellos.iter().any(|h| new.contains(&h.member) && !h.quorum);
         let rises = cf > admissions.ruling.cf && acknowledged > Lsn::ZERO;
-        self.situations().add(Situation::ToldTheRecord);
+        self.situations().add(Situation::SwapSent);
         if was_off {
             self.situations().add(Situation::TurnedOn);
         }

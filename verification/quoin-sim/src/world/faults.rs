@@ -1,4 +1,4 @@
-//! Faults strike, and those that last are mended.
+//! Faults are injected, and those that last are mended.
 
 use quoin_replication::Step;
 use quoin_replication::primary::PrimaryEvent;
@@ -16,7 +16,7 @@ use crate::storage::Outage;
 const AIM_PATIENCE: u64 = 8000;
 
 impl World {
-    /// The fault's time has come: requests begin to pour in, and some events later it strikes.
+    /// The fault's time has come: requests begin to pour in, and some events later it is injected.
     pub(crate) fn arm(&mut self, planned: Planned) {
         if self.faults_over {
             return;
@@ -49,9 +49,9 @@ impl World {
             // Each fault has its own chance: one that is left out does not change the others.
             let own = crate::random::Random::new(planned.seed);
             let shared = std::mem::replace(&mut self.random, own);
-            let struck = self.strike(planned.kind);
+            let injected = self.inject(planned.kind);
             self.random = shared;
-            if struck {
+            if injected {
                 self.stats.faults.add(planned.kind);
                 for step in steps {
                     self.stats.coverage.add(planned.kind, step);
@@ -101,8 +101,8 @@ impl World {
         if alive.is_empty() { self.record.owner } else { *self.random.pick(&alive) }
     }
 
-    /// False if there was nothing to strike.
-    fn strike(&mut self, kind: FaultKind) -> bool {
+    /// False if there was nothing to hit.
+    fn inject(&mut self, kind: FaultKind) -> bool {
         match kind {
             FaultKind::TargetCrash => {
                 let target = self.a_target();

@@ -45,7 +45,7 @@ enum Stage {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Ending {
+pub(crate) struct Quiesce {
     stage: Stage,
     since: Instant,
     /// A last round: the next block to read or trim, requests to repeat, the flush.
@@ -56,7 +56,7 @@ pub(crate) struct Ending {
     resumed: Vec<bool>,
 }
 
-impl Ending {
+impl Quiesce {
     /// What a client leaves at least between an answer and its next request.
     pub fn rest(&self, now: Instant) -> u64 {
         let rested = self.stage == Stage::Recovering && now - self.since > UNRESTED;
@@ -132,30 +132,30 @@ impl World {
         self.faults_over = true;
         self.armed.clear();
         self.mend_everything();
-        self.send_strangers_away();
-        self.ending.stage = Stage::Recovering;
-        self.ending.since = self.now();
-        self.ending.resumed = vec![false; self.queues.len()];
+        self.remove_unexpected();
+        self.quiesce.stage = Stage::Recovering;
+        self.quiesce.since = self.now();
+        self.quiesce.resumed = vec![false; self.queues.len()];
         self.trace.line(self.schedule.now(), || "no more faults".into());
-        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+        self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
-    pub(crate) fn look_at_ending(&mut self) {
+    pub(crate) fn check_quiesce(&mut self) {
         let now = self.now();
-        let waited = now - self.ending.since;
-        let stage = self.ending.stage;
+        let waited = now - self.quiesce.since;
+        let stage = self.quiesce.stage;
         match stage {
             Stage::Recovering if self.recovered().is_ok() => self.begin_round(Stage::Reading),
             Stage::Reading | Stage::Emptying
-                if self.ending.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
+                if self.quiesce.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
             {
                 let quiet = if stage == Stage::Reading { Stage::Quiet } else { Stage::Empty };
-                (self.ending.stage, self.ending.since) = (quiet, now);
+                (self.quiesce.stage, self.quiesce.since) = (quiet, now);
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
                 self.check_identical();
                 self.check_snapshots();
-                (self.ending.stage, self.ending.since) = (Stage::Verifying, now);
+                (self.quiesce.stage, self.quiesce.since) = (Stage::Verifying, now);
             }
             Stage::Verifying if self.verified() => {
                 self.delete_snapshots();
@@ -164,7 +164,7 @@ impl World {
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
                 self.check_identical();
                 self.check_space();
-                self.ending.stage = Stage::Done;
+                self.quiesce.stage = Stage::Done;
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
@@ -187,11 +187,11 @@ impl World {
             }
             _ => {}
         }
-        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+        self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
     fn begin_round(&mut self, stage: Stage) {
-        self.ending.begin_round(stage, self.schedule.now());
+        self.quiesce.begin_round(stage, self.schedule.now());
         for queue in 0..self.queues.len() {
             let turn = self.queues[queue].turn;
             self.schedule.after(0, Event::Client { queue, turn });
@@ -248,7 +248,7 @@ impl World {
         if process.serving.is_none() {
             return Err("the owner's target does not serve".into());
         }
-        if let Some(queue) = self.ending.resumed.iter().position(|r| !r) {
+        if let Some(queue) = self.quiesce.resumed.iter().position(|r| !r) {
             return Err(format!("client {queue} was not answered since the faults stopped"));
         }
         if let Some(member) =

@@ -1,5 +1,5 @@
-//! Replicas that connect and that nobody asked for: started by mistake, copied from others, of another
-//! volume, replaced long ago. Operators of the swarm `strangers` name them beside all that other
+//! Replicas that connect unasked: started by mistake, copied from others, of another
+//! volume, replaced long ago. Operators of the swarm `unexpected-peers` name them beside all that other
 //! operators do; before the run ends whatever there is no room for is taken off the record again.
 //!
 //! Some of these runs begin with a list that lacks an entry, which a newcomer has to fill.
@@ -14,7 +14,7 @@ use crate::schedule::MILLISECOND;
 use crate::storage::Outage;
 use crate::swarm::Swarm;
 
-/// Of a hundred turns of the operators so many bring a stranger.
+/// Of a hundred turns of the operators so many bring an unexpected peer.
 const TURNS_OF_HUNDRED: u64 = 60;
 /// Named at the same time, at most.
 const NAMED_MAX: usize = 5;
@@ -22,7 +22,7 @@ const NAMED_MAX: usize = 5;
 const SHORT_OF_HUNDRED: u64 = 25;
 
 #[derive(Default)]
-pub(crate) struct Strangers {
+pub(crate) struct UnexpectedPeers {
     pub on: bool,
     pub list_is_short: bool,
     /// Named without a raise of what is desired.
@@ -34,9 +34,9 @@ pub(crate) struct Strangers {
     drf_before: Option<u8>,
 }
 
-impl Strangers {
+impl UnexpectedPeers {
     pub fn draw(swarm: Swarm, random: &mut Random) -> Self {
-        if swarm != Swarm::Strangers {
+        if swarm != Swarm::UnexpectedPeers {
             return Self::default();
         }
         let list_is_short = random.percent(SHORT_OF_HUNDRED);
@@ -48,7 +48,7 @@ impl Strangers {
         [self.missing, self.late].contains(&Some(member))
     }
 
-    /// Whether it was a stranger.
+    /// Whether it was an unexpected one.
     pub fn forget(&mut self, member: Member) -> bool {
         let before = self.invited.len();
         self.invited.retain(|m| *m != member);
@@ -59,15 +59,15 @@ impl Strangers {
 impl World {
     /// The list lacks this one, whose replica is empty and does not count.
     pub(crate) fn begin_with_a_short_list(&mut self, missing: Member) {
-        self.members.strangers.missing = Some(missing);
+        self.members.unexpected.missing = Some(missing);
         if self.members.random.percent(50) {
             self.record.desired.drf += 1;
         }
         self.keep_telling();
     }
 
-    /// Whether this turn of the operators was for strangers. While the list is short, all are.
-    pub(super) fn strangers_turn(&mut self) -> bool {
+    /// Whether this turn of the operators was for unexpected peers. While the list is short, all are.
+    pub(super) fn unexpected_turn(&mut self) -> bool {
         self.crowd_goes_on();
         let membership = &self.record.membership;
         let short = membership.known.len() < usize::from(membership.rf);
@@ -89,7 +89,7 @@ impl World {
     }
 
     fn name_missing(&mut self) {
-        if let Some(member) = self.members.strangers.missing.take() {
+        if let Some(member) = self.members.unexpected.missing.take() {
             self.record.desired.newcomers.push(Newcomer { member, beside: false });
         }
     }
@@ -98,10 +98,10 @@ impl World {
     fn crowd(&mut self) {
         let known = self.record.membership.known.clone();
         let drf = self.record.desired.drf;
-        if self.members.strangers.drf_before.is_some() || drf >= RF_MAX {
+        if self.members.unexpected.drf_before.is_some() || drf >= RF_MAX {
             return;
         }
-        self.members.strangers.drf_before = Some(drf);
+        self.members.unexpected.drf_before = Some(drf);
         let away = self.members.random.between(1, known.len() as u64) as usize;
         for member in &known[..away] {
             if let Some(pool) = self.pools.iter().position(|p| p.member == *member && !p.gone) {
@@ -112,8 +112,8 @@ impl World {
         let stand_in =
             Member { id: known[0].id, guid: ReplicaGuid(self.members.random.wide() | 1) };
         let busy = self.record.desired.newcomers.iter().any(|n| n.member.id == stand_in.id);
-        if !busy && self.make_stranger(stand_in, false, false) {
-            self.members.strangers.late = Some(stand_in);
+        if !busy && self.make_unexpected(stand_in, false, false) {
+            self.members.unexpected.late = Some(stand_in);
         }
         let mut made = 0;
         let all = self.members.random.percent(60);
@@ -122,12 +122,12 @@ impl World {
             let member =
                 Member { id: ReplicaId(random.wide() | 1), guid: ReplicaGuid(random.wide() | 1) };
             let quorum = all || random.percent(50);
-            if !self.make_stranger(member, quorum, false) {
+            if !self.make_unexpected(member, quorum, false) {
                 break;
             }
             made += 1;
             self.record.desired.newcomers.push(Newcomer { member, beside: false });
-            self.members.strangers.invited.push(member);
+            self.members.unexpected.invited.push(member);
         }
         let full = (known.len() - away + made) as u8;
         self.record.desired.drf = full.clamp(drf + 1, RF_MAX);
@@ -135,8 +135,8 @@ impl World {
 
     /// What was begun with a crowd at the last turn: one more comes, or fewer are desired again.
     fn crowd_goes_on(&mut self) {
-        let fewer = self.members.strangers.drf_before.is_some() && self.members.random.percent(50);
-        if let Some(member) = self.members.strangers.late.take_if(|_| !fewer) {
+        let fewer = self.members.unexpected.drf_before.is_some() && self.members.random.percent(50);
+        if let Some(member) = self.members.unexpected.late.take_if(|_| !fewer) {
             let desired = &self.record.desired;
             let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
                 || desired.leaving.iter().any(|m| m.id == member.id);
@@ -144,8 +144,8 @@ impl World {
                 return;
             }
             self.record.desired.newcomers.push(Newcomer { member, beside: false });
-            self.members.strangers.invited.push(member);
-        } else if let Some(drf) = self.members.strangers.drf_before.take() {
+            self.members.unexpected.invited.push(member);
+        } else if let Some(drf) = self.members.unexpected.drf_before.take() {
             self.record.desired.drf = drf.max(self.record.membership.rf);
         }
     }
@@ -161,7 +161,7 @@ impl World {
         let quorum = random.percent(40) && !short;
         let turn = random.below(10);
         let is_made = match turn {
-            0..=4 => self.make_stranger(fresh, quorum, false).then_some(fresh),
+            0..=4 => self.make_unexpected(fresh, quorum, false).then_some(fresh),
             // A copied data set.
             5 => Some(Member { id: new_id, guid: like.guid }),
             // One that was replaced comes back.
@@ -175,18 +175,18 @@ impl World {
                 let desired = &self.record.desired;
                 let busy = desired.newcomers.iter().any(|n| n.member.id == like.id)
                     || desired.leaving.contains(&like);
-                (!busy && self.make_stranger(second, quorum, false)).then_some(second)
+                (!busy && self.make_unexpected(second, quorum, false)).then_some(second)
             }
-            _ => self.make_stranger(fresh, quorum, true).then_some(fresh),
+            _ => self.make_unexpected(fresh, quorum, true).then_some(fresh),
         };
         let Some(member) = is_made else { return };
         self.record.desired.newcomers.push(Newcomer { member, beside: false });
-        self.members.strangers.invited.push(member);
+        self.members.unexpected.invited.push(member);
         self.trace.line(self.schedule.now(), || format!("operators bring {member:?} by mistake"));
     }
 
     /// An empty replica in a pool that has none.
-    fn make_stranger(&mut self, member: Member, quorum: bool, foreign: bool) -> bool {
+    fn make_unexpected(&mut self, member: Member, quorum: bool, foreign: bool) -> bool {
         let has_room = |p: &super::PoolHost| p.is_spare() && p.process.is_some();
         let Some(pool) = self.pools.iter().position(has_room) else { return false };
         let (mut identity, meta) = self.newborn(member, quorum, self.record.membership.clone());
@@ -198,8 +198,8 @@ impl World {
 
     /// What there is no room for is taken off the record. An addition that had to turn back half
     /// way may count itself by now, and is made anew: such a one fills no list.
-    pub(crate) fn send_strangers_away(&mut self) {
-        if !self.members.strangers.on {
+    pub(crate) fn remove_unexpected(&mut self) {
+        if !self.members.unexpected.on {
             return;
         }
         self.crowd_goes_on();
@@ -254,7 +254,7 @@ impl World {
         let Record { membership, desired, .. } = &self.record;
         let is_short = membership.known.len() < usize::from(membership.rf);
         let is_meant = desired.newcomer(member).is_some();
-        if self.members.strangers.on && self.faults_over && is_short && is_meant {
+        if self.members.unexpected.on && self.faults_over && is_short && is_meant {
             self.make_again(member);
         }
     }
