@@ -22,7 +22,7 @@ const RULES_MAX: usize = 16;
 
 /// A replica that has answered a target's Open, as long as the session lasts.
 #[derive(Debug)]
-struct Hello {
+struct Peer {
     session: SessionKey,
     member: Member,
     quorum: bool,
@@ -38,7 +38,7 @@ struct Hello {
     listed: Option<Lsn>,
 }
 
-impl Hello {
+impl Peer {
     /// Its quorum was off, and no View counts it.
     fn is_off(&self) -> bool {
         !self.quorum && self.listed.is_none()
@@ -49,12 +49,12 @@ impl Hello {
 #[derive(Default, Debug)]
 pub(crate) struct Admissions {
     /// What was desired as it was told last.
-    told: Desired,
+    desired: Desired,
     /// The membership that answers of the control plane gave it.
     pub ruling: Membership,
-    hellos: Vec<Hello>,
+    peers: Vec<Peer>,
     /// What each replica has said that it applied, in this epoch.
-    heard: Vec<(ReplicaGuid, Lsn)>,
+    applied_by: Vec<(ReplicaGuid, Lsn)>,
     /// Known replicas that have answered this epoch's open, quorum on and whole.
     voters: Vec<Member>,
     /// Named by joint Views that the open brought.
@@ -73,7 +73,7 @@ pub(crate) struct Admissions {
     /// Whose quorum was seen to be on.
     seen_on: Vec<Member>,
     /// Refusals that were told, and whether of too many.
-    told_of: Vec<(Member, bool)>,
+    reported_refusals: Vec<(Member, bool)>,
     given_up: Vec<Member>,
     not_taken: Vec<Member>,
     below_cf: bool,
@@ -87,19 +87,19 @@ impl Admissions {
         self.ruling.known.contains(&member)
     }
 
-    fn hello(&mut self, session: SessionKey) -> Option<&mut Hello> {
-        self.hellos.iter_mut().find(|hello| hello.session == session)
+    fn peer(&mut self, session: SessionKey) -> Option<&mut Peer> {
+        self.peers.iter_mut().find(|peer| peer.session == session)
     }
 
-    fn heard(&mut self, guid: ReplicaGuid, lsn: Lsn, again: bool) {
-        match self.heard.iter_mut().find(|(of, _)| *of == guid) {
+    fn note_applied(&mut self, guid: ReplicaGuid, lsn: Lsn, again: bool) {
+        match self.applied_by.iter_mut().find(|(of, _)| *of == guid) {
             Some((_, has)) => *has = if again { lsn } else { lsn.max(*has) },
-            None => self.heard.push((guid, lsn)),
+            None => self.applied_by.push((guid, lsn)),
         }
     }
 
     fn holds(&self, member: Member, lsn: Lsn) -> bool {
-        self.heard.iter().any(|(of, has)| *of == member.guid && *has >= lsn)
+        self.applied_by.iter().any(|(of, has)| *of == member.guid && *has >= lsn)
     }
 
     /// The rules that its newest View counts by.
@@ -114,18 +114,18 @@ impl Admissions {
     }
 
     fn connected(&self, rule: &Rule) -> usize {
-        self.hellos.iter().filter(|hello| rule.known.contains(&hello.member)).count()
+        self.peers.iter().filter(|peer| rule.known.contains(&peer.member)).count()
     }
 
-    pub fn tell(&mut self, desired: &Desired) {
-        if self.told != *desired {
-            self.told = desired.clone();
+    pub fn set_desired(&mut self, desired: &Desired) {
+        if self.desired != *desired {
+            self.desired = desired.clone();
             self.is_dirty = true;
         }
     }
 
     /// What a replica said has arrived.
-    pub fn hear(
+    pub fn on_message(
         &mut self,
         member: Member,
         session: SessionKey,
@@ -143,8 +143,8 @@ impl Admissions {
                 if let Some((_, View { joint: Some(rule), .. })) = &ack.last_view {
                     self.named.extend(&rule.known);
                 }
-                self.hellos.retain(|hello| hello.member != member);
-                self.hellos.push(Hello {
+                self.peers.retain(|peer| peer.member != member);
+                self.peers.push(Peer {
                     session,
                     member,
                     quorum: ack.quorum,
@@ -164,19 +164,19 @@ impl Admissions {
                 }
             }
             FromReplica::Applied { applied, durable, .. } => {
-                let hello = self.hello(session)?;
-                hello.durable = hello.durable.max(*durable);
-                let guid = hello.member.guid;
-                self.heard(guid, *applied, false);
+                let peer = self.peer(session)?;
+                peer.durable = peer.durable.max(*durable);
+                let guid = peer.member.guid;
+                self.note_applied(guid, *applied, false);
             }
             FromReplica::IncrementDone { position, .. } => {
-                let hello = self.hello(session)?;
-                hello.durable = hello.durable.max(position.lsn);
-                hello.next = Some(position.lsn.next());
-                let guid = hello.member.guid;
-                self.heard(guid, position.lsn, true);
+                let peer = self.peer(session)?;
+                peer.durable = peer.durable.max(position.lsn);
+                peer.next = Some(position.lsn.next());
+                let guid = peer.member.guid;
+                self.note_applied(guid, position.lsn, true);
             }
-            FromReplica::Truncated { .. } => self.hello(session)?.is_live = true,
+            FromReplica::Truncated { .. } => self.peer(session)?.is_live = true,
             FromReplica::Refuse { .. } if foreign => seen.add(Situation::Foreign),
             _ => {}
         }
@@ -187,10 +187,10 @@ impl Admissions {
     pub fn opening(&mut self, epoch: Epoch) {
         let old = std::mem::take(self);
         *self = Self {
-            told: old.told,
+            desired: old.desired,
             ruling: old.ruling,
             refused: old.refused,
-            told_of: old.told_of,
+            reported_refusals: old.reported_refusals,
             given_up: old.given_up,
             not_taken: old.not_taken,
             is_dirty: true,
@@ -214,12 +214,12 @@ impl World {
     }
 
     /// A session of this target is over, by whichever end.
-    pub(crate) fn leaves_admission(&mut self, target: usize, session: SessionKey) {
+    pub(crate) fn end_admission(&mut self, target: usize, session: SessionKey) {
         let Some(admissions) = self.admissions(target) else { return };
-        let Some(at) = admissions.hellos.iter().position(|hello| hello.session == session) else {
+        let Some(at) = admissions.peers.iter().position(|peer| peer.session == session) else {
             return;
         };
-        admissions.hellos.swap_remove(at);
+        admissions.peers.swap_remove(at);
         admissions.is_dirty = true;
         admissions.is_unsettled = true;
         let short =
@@ -234,7 +234,7 @@ impl World {
         let Some(admissions) = self.admissions(target) else { return };
         admissions.is_dirty = true;
         let expected = admissions.known(member)
-            || admissions.told.newcomer(member).is_some()
+            || admissions.desired.newcomer(member).is_some()
             || admissions.is_joint(member)
             || admissions.named.contains(&member)
             || admissions.beside.as_ref().is_some_and(|beside| beside.contains(&member));
@@ -244,19 +244,19 @@ impl World {
     }
 
     /// What a target says to a replica.
-    pub(crate) fn say_hello(&mut self, target: usize, session: SessionKey, message: &ToReplica) {
+    pub(crate) fn note_sent(&mut self, target: usize, session: SessionKey, message: &ToReplica) {
         let Some(admissions) = self.admissions(target) else { return };
         match message {
             ToReplica::Append { entries, .. } => {
                 let (Some(first), Some(last)) = (entries.first(), entries.last()) else { return };
-                let Some(hello) = admissions.hello(session) else { return };
-                let expected = hello.next.unwrap_or(first.lsn);
-                hello.next = Some(expected.max(last.lsn.next()));
-                hello.is_fed = true;
-                if !hello.is_off() {
+                let Some(peer) = admissions.peer(session) else { return };
+                let expected = peer.next.unwrap_or(first.lsn);
+                peer.next = Some(expected.max(last.lsn.next()));
+                peer.is_fed = true;
+                if !peer.is_off() {
                     return;
                 }
-                let what = format!("{:?} is sent {} and lacks {expected}", hello.member, first.lsn);
+                let what = format!("{:?} is sent {} and lacks {expected}", peer.member, first.lsn);
                 if first.lsn > expected {
                     return self.breaks("SCALE-QUORUM-09", what);
                 }
@@ -265,18 +265,18 @@ impl World {
                 }
             }
             ToReplica::Truncate { keep, .. } => {
-                let Some(hello) = admissions.hello(session) else { return };
-                hello.next = Some(keep.next());
-                let guid = hello.member.guid;
-                admissions.heard(guid, *keep, true);
+                let Some(peer) = admissions.peer(session) else { return };
+                peer.next = Some(keep.next());
+                let guid = peer.member.guid;
+                admissions.note_applied(guid, *keep, true);
             }
             ToReplica::Read { .. } => {
-                let Some(hello) = admissions.hello(session) else { return };
-                if hello.is_off() {
-                    let what = format!("{:?} is asked to read", hello.member);
+                let Some(peer) = admissions.peer(session) else { return };
+                if peer.is_off() {
+                    let what = format!("{:?} is asked to read", peer.member);
                     return self.breaks("SCALE-QUORUM-03", what);
                 }
-                if admissions.hellos.iter().any(|hello| hello.is_off() && hello.is_fed) {
+                if admissions.peers.iter().any(|peer| peer.is_off() && peer.is_fed) {
                     self.situations().add(Situation::ReadBesideQuorumOff);
                 }
             }
@@ -295,7 +295,7 @@ impl World {
             return;
         };
         let (rule, ruling) = (&view.rule, &admissions.ruling);
-        let (room, drf) = (admissions.told.drf.max(ruling.rf), admissions.told.drf);
+        let (room, drf) = (admissions.desired.drf.max(ruling.rf), admissions.desired.drf);
         if (rule.rf, rule.cf) != (ruling.rf, ruling.cf) || rule.known != ruling.known {
             let what = format!("the View at {lsn} is by {rule:?}, the record has {ruling:?}");
             return self.breaks("SCALE-KNOWN-14", what);
@@ -322,11 +322,11 @@ impl World {
         }
         admissions.is_unsettled |= turns;
         admissions.is_dirty |= turns;
-        let beside = admissions.hellos.iter().any(|hello| !is_known(&hello.member));
-        let fed = admissions.hellos.iter().any(|hello| !is_known(&hello.member) && hello.is_fed);
-        for hello in &mut admissions.hellos {
-            if view.in_sync.contains(&hello.member) {
-                hello.listed.get_or_insert(lsn);
+        let beside = admissions.peers.iter().any(|peer| !is_known(&peer.member));
+        let fed = admissions.peers.iter().any(|peer| !is_known(&peer.member) && peer.is_fed);
+        for peer in &mut admissions.peers {
+            if view.in_sync.contains(&peer.member) {
+                peer.listed.get_or_insert(lsn);
             }
         }
         let version = rule.membership_version;
@@ -360,7 +360,7 @@ impl World {
             (rule.known.iter().filter(holds).count(), usize::from(rule.cf))
         });
         let short: Vec<(usize, usize)> = short.filter(|(holders, cf)| holders < cf).collect();
-        let off = admissions.hellos.iter().any(|hello| hello.is_off() && hello.is_fed);
+        let off = admissions.peers.iter().any(|peer| peer.is_off() && peer.is_fed);
         if let Some((holders, cf)) = short.first() {
             let row = if joint { "SCALE-KNOWN-12" } else { "SCALE-QUORUM-08" };
             let what = format!("{lsn} is acknowledged with {holders} known replicas, CF is {cf}");
@@ -407,7 +407,7 @@ impl World {
         let active = process.target.active_view().map_or(Lsn::ZERO, |(lsn, _)| lsn);
         let mut rules = admissions.counted_by.iter().filter(|(lsn, _)| *lsn >= active);
         let enough = rules.all(|(_, rule)| {
-            let live = |m: &&Member| admissions.hellos.iter().any(|h| h.member == **m && h.is_live);
+            let live = |m: &&Member| admissions.peers.iter().any(|h| h.member == **m && h.is_live);
             let holds = |m: &&Member| live(m) && counted(**m) && admissions.holds(**m, commit);
             let holders = rule.known.iter().filter(holds).count();
             holders >= usize::from(rule.cf)
@@ -453,16 +453,16 @@ impl World {
     }
 
     /// The session with one whose quorum is off is lost: IO goes on.
-    pub(crate) fn quorum_is_off(&self, target: usize, session: SessionKey) -> bool {
+    pub(crate) fn is_quorum_off(&self, target: usize, session: SessionKey) -> bool {
         let Some(process) = &self.targets[target].process else { return false };
         let admissions = &process.admissions;
         let waits = !process.waiting.is_empty();
         process.serving.is_some()
             && !waits
-            && admissions.hellos.iter().any(|hello| hello.session == session && hello.is_off())
+            && admissions.peers.iter().any(|peer| peer.session == session && peer.is_off())
     }
 
-    pub(crate) fn check_goes_on(&mut self, target: usize) {
+    pub(crate) fn check_io_continues(&mut self, target: usize) {
         let process = self.targets[target].process.as_ref();
         if process.is_none_or(|process| process.serving.is_none()) {
             let what = format!("target {target} stops as a quorum-off replica goes");
@@ -484,14 +484,14 @@ impl World {
 
     pub(crate) fn note_not_admitted(&mut self, target: usize, member: Member, too_many: bool) {
         if let Some(admissions) = self.admissions(target) {
-            admissions.told_of.push((member, too_many));
+            admissions.reported_refusals.push((member, too_many));
             admissions.is_dirty = true;
         }
-        self.fill_anew(member);
+        self.refill(member);
     }
 
     /// After a batch: who has a seat is who should have one.
-    pub(crate) fn look_at_admissions(&mut self, target: usize) {
+    pub(crate) fn check_admissions(&mut self, target: usize) {
         let Some(process) = &mut self.targets[target].process else { return };
         let admissions = &mut process.admissions;
         if !admissions.is_dirty {
@@ -510,7 +510,7 @@ impl World {
             return;
         }
         admissions.is_dirty = false;
-        let (broken, seen) = admissions.judge(&status);
+        let (broken, seen) = admissions.evaluate(&status);
         for situation in seen {
             self.situations().add(situation);
         }
@@ -527,7 +527,7 @@ impl Admissions {
         status.replicas.iter().map(|r| r.member).filter(|m| !self.known(*m)).collect()
     }
 
-    fn judge(&mut self, status: &PrimaryStatus) -> (Broken, Vec<Situation>) {
+    fn evaluate(&mut self, status: &PrimaryStatus) -> (Broken, Vec<Situation>) {
         let mut seen = Vec::new();
         let sits = |m: &Member| status.replicas.iter().any(|r| r.member == *m);
         if let Some(lost) = self.ruling.known.iter().find(|m| !sits(m)) {
@@ -541,23 +541,23 @@ impl Admissions {
         let beside = self.beside_the_list(status);
         let before = self.beside.replace(beside.clone());
         // In the first look of an epoch it is not known here who of several came first.
-        let several = self.told.newcomers.len() > 1;
+        let several = self.desired.newcomers.len() > 1;
         let Some(before) = before.or((!several).then(Vec::new)) else { return (None, seen) };
-        let hello = |m: Member| self.hellos.iter().find(|hello| hello.member == m);
+        let peer = |m: Member| self.peers.iter().find(|peer| peer.member == m);
         let mut seats: Vec<Seat> = self
-            .hellos
+            .peers
             .iter()
-            .filter(|hello| self.known(hello.member))
-            .map(|hello| Seat { member: hello.member, quorum: true })
+            .filter(|peer| self.known(peer.member))
+            .map(|peer| Seat { member: peer.member, quorum: true })
             .collect();
         let moving: Vec<Member> =
-            self.told.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
+            self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
         let mut callers: Vec<Caller> = Vec::new();
-        for newcomer in self.told.newcomers.iter().filter(|n| !self.known(n.member)) {
+        for newcomer in self.desired.newcomers.iter().filter(|n| !self.known(n.member)) {
             callers.push(Caller {
                 member: newcomer.member,
-                quorum: hello(newcomer.member).is_some_and(|hello| hello.quorum),
-                membership_version: hello(newcomer.member).map_or(0, |h| h.membership_version),
+                quorum: peer(newcomer.member).is_some_and(|peer| peer.quorum),
+                membership_version: peer(newcomer.member).map_or(0, |h| h.membership_version),
                 beside: newcomer.beside,
             });
         }
@@ -565,7 +565,8 @@ impl Admissions {
         callers.sort_by_key(|caller| !before.contains(&caller.member));
         let mut refused = Vec::new();
         for caller in &callers {
-            let (outcome, situations) = read(&self.ruling, self.told.drf, &seats, &moving, caller);
+            let (outcome, situations) =
+                read(&self.ruling, self.desired.drf, &seats, &moving, caller);
             let was = before.contains(&caller.member);
             let is_new = !was && !self.refused.contains(&caller.member);
             match outcome {
@@ -618,7 +619,7 @@ impl Admissions {
             if self.refused.contains(member) {
                 continue;
             }
-            if !self.told_of.contains(&(*member, *too_many)) {
+            if !self.reported_refusals.contains(&(*member, *too_many)) {
                 let what = format!("nobody is told that {member:?} is turned away");
                 return (Some(("SCALE-ADMIT-05", what)), seen);
             }
@@ -627,7 +628,7 @@ impl Admissions {
             }
         }
         self.refused = refused.iter().map(|(member, _)| *member).collect();
-        self.told_of.retain(|(member, _)| self.refused.contains(member));
+        self.reported_refusals.retain(|(member, _)| self.refused.contains(member));
         (None, seen)
     }
 }

@@ -19,7 +19,7 @@ const PINGS_MAX: usize = 256;
 
 /// What a replica has told the targets of itself.
 #[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Said {
+pub(crate) struct Reported {
     guid: ReplicaGuid,
     pub applied: Lsn,
     pub durable: Lsn,
@@ -30,7 +30,7 @@ pub(crate) struct Said {
     promised: Epoch,
 }
 
-impl Said {
+impl Reported {
     /// Whether a target has heard of this replica.
     pub fn has_answered(&self, guid: ReplicaGuid) -> bool {
         self.guid == guid && self.promised > Epoch::ZERO
@@ -46,7 +46,7 @@ impl Said {
 
 /// What the world remembers of one life of a target, to hold it to its word.
 #[derive(Default, Debug)]
-pub(crate) struct Word {
+pub(crate) struct Commitments {
     /// The version of the membership that it was granted or has swapped.
     pub membership: u64,
     /// The membership that it was granted last.
@@ -56,7 +56,7 @@ pub(crate) struct Word {
     /// Under which it last asked for an epoch.
     pub acquiring: Incarnation,
     /// The newest one that a replica has answered its present open with.
-    pub heard: u64,
+    pub reported_version: u64,
     /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
     pub swapping: Option<Lsn>,
     /// The last swap that it heard of: its version, and the record in the answer.
@@ -82,22 +82,22 @@ impl World {
     /// What a replica says against what it has said: one that is continuous holds all that it
     /// ever applied, any holds all that it called durable, and Views are on media before they
     /// count as applied.
-    pub(crate) fn check_said(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
+    pub(crate) fn check_report(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
         let epoch = session.epoch;
         let guid = self.pools[pool].member.guid;
         let media = self.setup.config.durability == Durability::Media;
         // Where its disk was hurt, it may have lost anything.
         let excused = self.may_be_damaged(pool) && self.pools[pool].hurt;
-        let said = &mut self.pools[pool].said;
-        if said.guid != guid {
-            *said = Said { guid, ..Said::default() };
+        let reported = &mut self.pools[pool].reported;
+        if reported.guid != guid {
+            *reported = Reported { guid, ..Reported::default() };
         }
         match message {
             FromReplica::Applied { applied, durable, ping } => {
-                self.note_ping(pool, session, *ping);
-                let said = &mut self.pools[pool].said;
-                said.applied = said.applied.max(*applied);
-                said.durable = said.durable.max(*durable);
+                self.note_lease(pool, session, *ping);
+                let reported = &mut self.pools[pool].reported;
+                reported.applied = reported.applied.max(*applied);
+                reported.durable = reported.durable.max(*durable);
                 self.note_durable(guid, *durable);
                 if !media && let Some(lsn) = self.unsynced_view(epoch, *durable, *applied) {
                     let detail = format!(
@@ -107,7 +107,7 @@ impl World {
                 }
             }
             FromReplica::IncrementDone { position, .. } => {
-                (said.applied, said.durable) = (position.lsn, position.lsn);
+                (reported.applied, reported.durable) = (position.lsn, position.lsn);
                 self.note_durable(guid, position.lsn);
             }
             FromReplica::OpenAck(ack) => {
@@ -127,7 +127,7 @@ impl World {
     }
 
     /// A ping that it acknowledges is a lease that it honours from the ping's receipt on.
-    fn note_ping(&mut self, pool: usize, session: SessionKey, ping: Ping) {
+    fn note_lease(&mut self, pool: usize, session: SessionKey, ping: Ping) {
         let there = &mut self.pools[pool];
         let arrived = there.pings.iter().rev().find(|(k, p, _)| (*k, *p) == (session, ping));
         if let Some((_, _, at)) = arrived {
@@ -141,7 +141,7 @@ impl World {
     /// A target that has sent Close has given up its lease (`check_reply` holds it to that), so the
     /// close may reach media, and the power go, before the replica has said so: its start then
     /// finds no session open, and owes nobody a lease.
-    pub(crate) fn hear_close(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
+    pub(crate) fn note_close(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
         let there = &mut self.pools[pool];
         let holder = there.honoured.map(|(holder, _)| holder);
         if matches!(message, ToReplica::Close) && holder == Some(session.incarnation) {
@@ -159,7 +159,7 @@ impl World {
     }
 
     /// The pings of a message, with the instant of their receipt.
-    pub(crate) fn hear_ping(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
+    pub(crate) fn note_pings(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
         let (ToReplica::Append { ping, .. }
         | ToReplica::Sync { ping, .. }
         | ToReplica::Ping { ping, .. }
@@ -182,8 +182,8 @@ impl World {
         let lease = Duration::from_millis(self.setup.config.lease_ms.into());
         let leased = self.setup.config.reads == ReadMode::Leased;
         let there = &mut self.pools[pool];
-        let promised = there.said.promised;
-        there.said.promised = promised.max(session.epoch);
+        let promised = there.reported.promised;
+        there.reported.promised = promised.max(session.epoch);
         if session.epoch < promised && !excused {
             let detail = format!(
                 "pool {pool} answers epoch {} after it has answered {promised}",
@@ -204,8 +204,8 @@ impl World {
     /// What a replica's promise is after a start: not less than it has answered.
     pub(crate) fn check_kept_promise(&mut self, pool: usize, promised: Epoch) {
         let there = &self.pools[pool];
-        let answered = there.said.promised;
-        let same = there.said.guid == there.member.guid;
+        let answered = there.reported.promised;
+        let same = there.reported.guid == there.member.guid;
         let excused = self.may_be_damaged(pool) && there.hurt;
         let excused = excused || there.rolled_back == Some(there.member.guid);
         if same && promised < answered && !excused {
@@ -215,11 +215,11 @@ impl World {
     }
 
     fn check_open_ack(&mut self, pool: usize, at: Lsn, continuous: bool, media: bool) {
-        let said = &mut self.pools[pool].said;
-        let (applied, durable, owes) = (said.applied, said.durable, said.owes);
+        let reported = &mut self.pools[pool].reported;
+        let (applied, durable, owes) = (reported.applied, reported.durable, reported.owes);
         // What was not durable may be gone; what is there counts from here.
-        said.applied = at;
-        said.owes = if continuous { Lsn::ZERO } else { owes.max(applied) };
+        reported.applied = at;
+        reported.owes = if continuous { Lsn::ZERO } else { owes.max(applied) };
         if at < durable {
             let detail = format!("pool {pool} opens at {at} and called {durable} durable");
             self.violate("DurableHolds", detail);
@@ -231,7 +231,7 @@ impl World {
     }
 
     fn note_durable(&mut self, guid: ReplicaGuid, lsn: Lsn) {
-        let known = self.durable_said.entry(guid.0).or_default();
+        let known = self.durable_reported.entry(guid.0).or_default();
         *known = (*known).max(lsn);
     }
 
@@ -245,13 +245,13 @@ impl World {
     pub(crate) fn check_activation(&mut self, target: usize) {
         let Some(process) = &mut self.targets[target].process else { return };
         let Some((lsn, view)) = process.target.active_view() else { return };
-        if std::mem::replace(&mut process.word.active, lsn) == lsn {
+        if std::mem::replace(&mut process.commitments.active, lsn) == lsn {
             return;
         }
         let rules = std::iter::once(&view.rule).chain(&view.joint);
         let holds = |member: &&Member, rule: &Rule| {
             rule.known.contains(member)
-                && self.durable_said.get(&member.guid.0).is_some_and(|durable| *durable >= lsn)
+                && self.durable_reported.get(&member.guid.0).is_some_and(|durable| *durable >= lsn)
         };
         let short = rules
             .map(|rule| (view.in_sync.iter().filter(|m| holds(m, rule)).count(), rule.cf))
@@ -266,7 +266,7 @@ impl World {
     /// may wait for this very rebuild.)
     pub(crate) fn check_boundary(&mut self, target: usize, message: &ToReplica) {
         let Some(process) = &self.targets[target].process else { return };
-        let boundaries = &process.word.boundaries;
+        let boundaries = &process.commitments.boundaries;
         let lsn = match message {
             ToReplica::Pull { view: ReadView::Snapshot(id), .. } => boundaries.get(id),
             // A boundary's name ends in its rebuild's.
@@ -283,7 +283,7 @@ impl World {
         let (_, stable) = process.target.reach();
         // Once begun it goes on: should its receiver count no more, then because of a View behind
         // the boundary, and whoever opens without the receiver has heard that View from a holder.
-        if lsn <= stable.max(process.word.settled_without_stable) {
+        if lsn <= stable.max(process.commitments.settled_without_stable) {
             return;
         }
         let replicas = process.target.status().replicas;
@@ -292,7 +292,7 @@ impl World {
             let detail = format!("a rebuild moves up to {lsn}, and stable is {stable}");
             self.violate("BoundarySettled", detail);
         } else if let Some(process) = &mut self.targets[target].process {
-            process.word.settled_without_stable = lsn;
+            process.commitments.settled_without_stable = lsn;
         }
     }
 
@@ -303,19 +303,20 @@ impl World {
         // Asking for what is so already changes nothing, and needs no second rule; the View that
         // says so may come after the question.
         let gone_by = process.target.status().membership;
-        let word = &mut process.word;
-        let rule = &word.rule;
+        let commitments = &mut process.commitments;
+        let rule = &commitments.rule;
         let factors = (next.rf, next.cf);
         let same = (&next.known, factors) == (&rule.known, (rule.rf, rule.cf))
             || (&next.known, factors) == (&gone_by.known, (gone_by.rf, gone_by.cf));
-        if word.swapping.is_some() || same {
+        if commitments.swapping.is_some() || same {
             return;
         }
         let before = &self.record.membership;
-        word.swapping = Some(word.sent);
-        let joint = word.joint;
+        commitments.swapping = Some(commitments.sent);
+        let joint = commitments.joint;
         let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
-        let durable = |m: &Member| self.durable_said.get(&m.guid.0).copied().unwrap_or_default();
+        let durable =
+            |m: &Member| self.durable_reported.get(&m.guid.0).copied().unwrap_or_default();
         let late = newcomers.filter(|m| durable(m) < joint).count();
         // (Operators may begin a change over an earlier one: which View is meant is not known here.)
         let known = self.members.spare_pools() == 0;
@@ -329,15 +330,18 @@ impl World {
     /// No target serves under a membership that a replica's answer has shown to be an old one.
     pub(crate) fn check_record(&mut self, target: usize, epoch: Epoch) {
         let Some(process) = &self.targets[target].process else { return };
-        let (own, heard) = (process.word.membership, process.word.heard);
-        let needed = process.word.open_quorum;
-        let answered = process.word.answered.len();
+        let (own, reported_version) =
+            (process.commitments.membership, process.commitments.reported_version);
+        let needed = process.commitments.open_quorum;
+        let answered = process.commitments.answered.len();
         if answered < needed {
             let detail = format!("epoch {epoch} serves after {answered} answers, {needed} needed");
             return self.violate("OpenQuorum", detail);
         }
-        if own < heard {
-            let detail = format!("epoch {epoch} serves under membership {own}, {heard} was heard");
+        if own < reported_version {
+            let detail = format!(
+                "epoch {epoch} serves under membership {own}, {reported_version} was heard"
+            );
             self.violate("MembershipMonotone", detail);
         }
     }
@@ -357,23 +361,23 @@ impl World {
     /// While a swap's outcome is unknown every new View is under both rules.
     pub(crate) fn check_joint(&mut self, target: usize, entry: &SharedEntry) {
         let Some(process) = &mut self.targets[target].process else { return };
-        let word = &mut process.word;
-        let new = entry.lsn > word.sent;
-        word.sent = word.sent.max(entry.lsn);
+        let commitments = &mut process.commitments;
+        let new = entry.lsn > commitments.sent;
+        commitments.sent = commitments.sent.max(entry.lsn);
         if let EntryKind::Snapshot { id, .. } = &entry.kind
             && new
         {
-            word.boundaries.insert(*id, entry.lsn);
+            commitments.boundaries.insert(*id, entry.lsn);
         }
         let EntryKind::View(view) = &entry.kind else { return };
-        let swapping = word.swapping;
-        let begins = new && view.joint.is_some() && !word.is_joint;
-        word.is_joint = if new { view.joint.is_some() } else { word.is_joint };
+        let swapping = commitments.swapping;
+        let begins = new && view.joint.is_some() && !commitments.is_joint;
+        commitments.is_joint = if new { view.joint.is_some() } else { commitments.is_joint };
         if begins {
-            word.joint = entry.lsn;
+            commitments.joint = entry.lsn;
         }
         if new {
-            word.rule = view.rule.clone();
+            commitments.rule = view.rule.clone();
             self.check_view(entry.lsn, view);
             self.check_lists(target, entry, view);
         }

@@ -46,7 +46,7 @@ impl World {
         self.check_leases(target, epoch);
         self.check_record(target, epoch);
         self.check_serving_term(target, epoch);
-        self.keep_what_rules(target);
+        self.merge_fork(target);
         let served_before = self.served.0;
         // Nothing that this very process acknowledged since it served last is lost: what is not on
         // media is in its memory, and it writes that again before it answers anything.

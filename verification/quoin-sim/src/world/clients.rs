@@ -24,8 +24,8 @@ impl World {
             return;
         }
         let Some(draft) = self.next_draft(queue) else { return };
-        let told = self.targets[home].process.as_ref().map_or(0, |p| p.told_blocks);
-        if draft.range().is_some_and(|(first, count)| first + count > told * SECTORS as u64) {
+        let known = self.targets[home].process.as_ref().map_or(0, |p| p.known_blocks);
+        if draft.range().is_some_and(|(first, count)| first + count > known * SECTORS as u64) {
             self.quiesce.given_back(draft);
             self.next_turn(queue, 50 * MILLISECOND);
             return self.move_client(queue);

@@ -14,7 +14,7 @@ impl World {
         let here = self.targets[target].host;
         let timeout = self.random.between(1, 3) * SECOND;
         let question = Box::new(question);
-        self.answer_again_behind(target, &question);
+        self.repeat_last_swap(target, &question);
         self.questions += 1;
         let number = self.questions;
         self.unanswered.insert(number);
@@ -118,26 +118,26 @@ impl World {
             match &answer {
                 // One that comes late answers a question that was given up.
                 Answer::Granted { incarnation, membership, .. }
-                    if *incarnation == process.word.acquiring =>
+                    if *incarnation == process.commitments.acquiring =>
                 {
-                    process.word.membership = membership.version;
-                    process.word.granted = membership.clone();
+                    process.commitments.membership = membership.version;
+                    process.commitments.granted = membership.clone();
                     process.admissions.ruling = membership.clone();
-                    process.word.open_quorum = membership.open_quorum();
+                    process.commitments.open_quorum = membership.open_quorum();
                 }
                 // A refusal settles nothing: older requests may still land.
                 Answer::Swapped { version, membership } if membership.version > *version => {
-                    process.word.membership = membership.version;
-                    process.word.swapping = None;
+                    process.commitments.membership = membership.version;
+                    process.commitments.swapping = None;
                 }
                 Answer::Swapped { .. } => {}
                 Answer::Granted { .. } | Answer::NotOwner { .. } => {}
             }
         }
         if let Answer::Swapped { version, membership } = &answer {
-            self.hear_record(target, *version, membership);
+            self.note_swap_answer(target, *version, membership);
             if let Some(process) = &mut self.targets[target].process {
-                process.word.swapped = Some((*version, membership.clone()));
+                process.commitments.swapped = Some((*version, membership.clone()));
             }
         }
         let event = match answer {
@@ -154,11 +154,12 @@ impl World {
 
     /// A driver asks each swap in a task of its own: the answer to the one before comes once more
     /// while the next is under way, as that of a request which was sent twice does.
-    fn answer_again_behind(&mut self, target: usize, question: &Question) {
+    fn repeat_last_swap(&mut self, target: usize, question: &Question) {
         let Question::Swap { version: next, .. } = question else { return };
         let life = self.targets[target].life;
         let Some(process) = &mut self.targets[target].process else { return };
-        let Some((version, membership)) = process.word.swapped.take_if(|(v, _)| *v < *next) else {
+        let Some((version, membership)) = process.commitments.swapped.take_if(|(v, _)| *v < *next)
+        else {
             return;
         };
         // Without a chance of its own, so that the run stays what it was.
@@ -182,9 +183,9 @@ impl World {
     /// newest record, never ruled: the target that asked for it died before it could tell. The
     /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
     /// into it what has ruled, and desires again what was swapped.
-    pub(crate) fn keep_what_rules(&mut self, target: usize) {
+    pub(crate) fn merge_fork(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
-        let ruling = process.word.granted.clone();
+        let ruling = process.commitments.granted.clone();
         let newest = self.backup.as_mut().unwrap_or(&mut self.record);
         if !self.rolled_back || ruling.version >= newest.membership.version {
             return;
@@ -205,7 +206,7 @@ impl World {
         newest.desired.leaving.extend(leaving);
         let why = || format!("what was swapped is desired again: {:?}", newest.desired);
         self.trace.line(self.schedule.now(), why);
-        self.keep_telling();
+        self.keep_sending_desired();
     }
 
     /// The driver gives up waiting; a target that has had its answer knows nothing to do.

@@ -499,7 +499,7 @@ impl World {
                 0 => Event::StartTarget { target },
                 1 => Event::StartPool { pool },
                 2 => Event::Recreate { pool },
-                3 => Event::TellDesired,
+                3 => Event::SendDesired,
                 _ => Event::MoveClient { queue: self.random.index(self.queues.len()) },
             };
             self.schedule.after(delay, event);
@@ -527,18 +527,18 @@ impl World {
                 for (from, to) in blocked {
                     self.network.unblock(from, to);
                 }
-                self.look_again();
+                self.redeliver();
             }
             Mend::Storm => self.network.storm = 1,
             Mend::ResumeTarget(target) => {
                 self.targets[target].paused = false;
                 self.plan_target_timer(target);
-                self.look_again();
+                self.redeliver();
             }
             Mend::ResumePool(pool) => {
                 self.pools[pool].paused = false;
                 self.plan_pool_timer(pool);
-                self.look_again();
+                self.redeliver();
             }
             Mend::Disk(pool) => {
                 self.pools[pool].storage.set_failing(Failing::default());
@@ -597,11 +597,11 @@ impl World {
             // An old copy names some that have been and gone.
             !known.contains(&n.member) && held(n.member) && !retired.contains(&n.member.guid)
         });
-        self.tell_desired();
+        self.send_desired();
     }
 
     /// Messages that waited for a network or a process are looked at again.
-    fn look_again(&mut self) {
+    fn redeliver(&mut self) {
         let ids: Vec<ConnectionId> = self.network.connections.keys().copied().collect();
         for connection in ids {
             let delay = self.random.below(MILLISECOND);
@@ -611,9 +611,9 @@ impl World {
     }
 
     /// Everything is whole again; what is down comes back by itself.
-    pub(crate) fn mend_everything(&mut self) {
+    pub(crate) fn mend_all(&mut self) {
         self.network.unblock_all();
-        self.all_hear_of_the_term();
+        self.spread_term();
         self.restore_record();
         self.control_lossy = false;
         self.control_late = false;
@@ -642,6 +642,6 @@ impl World {
         for queue in 0..self.queues.len() {
             self.move_client(queue);
         }
-        self.look_again();
+        self.redeliver();
     }
 }

@@ -19,13 +19,13 @@ pub(crate) struct Fences {
     /// The control plane is at times of a version that takes nothing back.
     may_be_old: bool,
     /// What pools are told now.
-    word: Option<Word>,
+    current: Option<Fence>,
     /// By GUID, what its replica was told, and when by its own clock.
-    heard: BTreeMap<u128, (Word, Time)>,
+    delivered: BTreeMap<u128, (Fence, Time)>,
 }
 
 #[derive(Clone, Copy)]
-struct Word {
+struct Fence {
     epoch: Epoch,
     at_once: bool,
 }
@@ -35,7 +35,7 @@ impl Fences {
         let random = Random::new(seed ^ 0x6665_6e63_6573);
         let on = matches!(swarm, Swarm::Detaches | Swarm::Controllers);
         let may_be_old = swarm == Swarm::Detaches;
-        Self { random, on, may_be_old, word: None, heard: BTreeMap::new() }
+        Self { random, on, may_be_old, current: None, delivered: BTreeMap::new() }
     }
 }
 
@@ -52,7 +52,7 @@ impl World {
         self.record.epoch = next;
         self.record.incarnation = Incarnation(0);
         let (epoch, at_once) = (self.record.epoch, self.fences.random.percent(50));
-        self.fences.word = Some(Word { epoch, at_once });
+        self.fences.current = Some(Fence { epoch, at_once });
         self.trace.line(self.schedule.now(), || format!("all up to epoch {epoch} is taken back"));
         for pool in 0..self.pools.len() {
             self.plan_fence(pool, 1500);
@@ -61,11 +61,11 @@ impl World {
 
     fn plan_fence(&mut self, pool: usize, within_ms: u64) {
         let delay = self.fences.random.between(1, within_ms) * MILLISECOND;
-        self.schedule.after(delay, Event::TellFence { pool });
+        self.schedule.after(delay, Event::DeliverFence { pool });
     }
 
     /// A pool that starts hears of it again; until then it goes by what it has on its disk.
-    pub(crate) fn fences_after_start(&mut self, pool: usize) {
+    pub(crate) fn restart_fences(&mut self, pool: usize) {
         if !self.fences.on {
             return;
         }
@@ -73,14 +73,16 @@ impl World {
         let mut promised = Epoch::ZERO;
         here.storage.with(here.member.guid, &mut |store| promised = store.meta().promised);
         let guid = here.member.guid.0;
-        self.fences.heard.retain(|heard, (word, _)| *heard != guid || word.epoch <= promised);
-        if self.fences.word.is_some() {
+        self.fences
+            .delivered
+            .retain(|delivered, (current, _)| *delivered != guid || current.epoch <= promised);
+        if self.fences.current.is_some() {
             self.plan_fence(pool, 400);
         }
     }
 
-    pub(crate) fn tell_fence(&mut self, pool: usize) {
-        let Some(Word { epoch, at_once }) = self.fences.word else { return };
+    pub(crate) fn deliver_fence(&mut self, pool: usize) {
+        let Some(Fence { epoch, at_once }) = self.fences.current else { return };
         if self.pools[pool].paused {
             return self.plan_fence(pool, 50);
         }
@@ -89,15 +91,16 @@ impl World {
             return;
         }
         let (guid, now) = (here.member.guid.0, self.local(here.host));
-        self.pool_hears(pool, self.record.term);
+        self.pool_learns(pool, self.record.term);
         if !self.orders(pool, self.record.term) {
             // Its reports are heard by a controller that it believes, once one rules there.
             return self.plan_fence(pool, 1500);
         }
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);
-        let heard = self.fences.heard.entry(guid).or_insert((Word { epoch, at_once }, now));
-        if heard.0.epoch < epoch {
-            *heard = (Word { epoch, at_once }, now);
+        let delivered =
+            self.fences.delivered.entry(guid).or_insert((Fence { epoch, at_once }, now));
+        if delivered.0.epoch < epoch {
+            *delivered = (Fence { epoch, at_once }, now);
         }
         self.stats.fences += 1;
     }
@@ -105,15 +108,15 @@ impl World {
     /// Nothing is opened by a grant that was taken back, and what was open ends in its time.
     pub(crate) fn check_fenced(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
         let here = &self.pools[pool];
-        let Some((word, since)) = self.fences.heard.get(&here.member.guid.0).copied() else {
+        let Some((current, since)) = self.fences.delivered.get(&here.member.guid.0).copied() else {
             return;
         };
         // An epoch is used up for the word: where a session has that number, a rival granted it.
-        let is_another = session.epoch == word.epoch && self.is_of_a_rival(session);
-        if session.epoch > word.epoch || is_another {
+        let is_another = session.epoch == current.epoch && self.is_of_a_rival(session);
+        if session.epoch > current.epoch || is_another {
             return;
         }
-        let is_over = word.at_once || self.local(here.host) > since + FENCED_SESSION;
+        let is_over = current.at_once || self.local(here.host) > since + FENCED_SESSION;
         let what = match message {
             FromReplica::OpenAck(_) => "opened",
             FromReplica::Refuse { .. } | FromReplica::Failed(_) => return,
@@ -122,7 +125,7 @@ impl World {
         };
         let detail = format!(
             "pool {pool} {what} epoch {} after all up to {} was taken back",
-            session.epoch, word.epoch
+            session.epoch, current.epoch
         );
         self.violate("TakenBack", detail);
     }

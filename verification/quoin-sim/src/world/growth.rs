@@ -15,7 +15,7 @@ use crate::swarm::Swarm;
 const RUNS_OF_HUNDRED: u64 = 30;
 /// How often the volume is grown at most, each time by up to half of its first size.
 const TIMES_MAX: u64 = 4;
-const LOOK_AGAIN: u64 = 200 * MILLISECOND;
+const SEND_AGAIN: u64 = 200 * MILLISECOND;
 
 pub(crate) struct Growth {
     random: Random,
@@ -52,12 +52,12 @@ impl World {
         let blocks = self.setup.config.volume_blocks;
         self.trace.line(self.schedule.now(), || format!("the volume is to have {blocks} blocks"));
         self.stats.growths += 1;
-        self.look_at_size();
+        self.send_size();
         self.plan_growth();
     }
 
     /// The owner's target hears of the size until it has it; then the clients do.
-    pub(crate) fn look_at_size(&mut self) {
+    pub(crate) fn send_size(&mut self) {
         let blocks = self.setup.config.volume_blocks;
         if self.setup.volume_blocks >= blocks {
             return;
@@ -65,7 +65,7 @@ impl World {
         let owner = self.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             if let Some(process) = &mut self.targets[owner].process {
-                process.told_blocks = blocks;
+                process.known_blocks = blocks;
             }
             self.feed_target(owner, vec![PrimaryEvent::Resize { blocks }]);
         }
@@ -76,8 +76,8 @@ impl World {
             self.setup.volume_blocks = blocks;
             self.workload.grow(blocks);
         } else {
-            let delay = if self.faults_over { SECOND } else { LOOK_AGAIN };
-            self.schedule.after(delay, Event::LookAtSize);
+            let delay = if self.faults_over { SECOND } else { SEND_AGAIN };
+            self.schedule.after(delay, Event::SendSize);
         }
     }
 }

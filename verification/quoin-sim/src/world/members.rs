@@ -35,7 +35,7 @@ pub(super) const RF_MAX: u8 = 5;
 pub(crate) struct Members {
     pub(super) random: Random,
     pub on: bool,
-    telling: bool,
+    is_sending: bool,
     pub unexpected: UnexpectedPeers,
 }
 
@@ -47,7 +47,7 @@ impl Members {
         let always = matches!(swarm, Swarm::Members | Swarm::UnexpectedPeers | Swarm::Recoveries);
         let on = !lies && (always || (swarm == Swarm::Broad && drawn));
         let unexpected = UnexpectedPeers::draw(swarm, &mut random);
-        Self { random, on, telling: false, unexpected }
+        Self { random, on, is_sending: false, unexpected }
     }
 
     pub fn spare_pools(&self) -> usize {
@@ -75,14 +75,14 @@ impl World {
     }
 
     /// The controller tells the owner's target what is desired until it is so.
-    pub(crate) fn tell_desired(&mut self) {
+    pub(crate) fn send_desired(&mut self) {
         let owner = self.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             let desired = self.desired_now();
             self.feed_target(owner, vec![desired]);
         }
-        self.members.telling = false;
-        self.keep_telling();
+        self.members.is_sending = false;
+        self.keep_sending_desired();
     }
 
     pub(crate) fn desired_now(&self) -> PrimaryEvent {
@@ -90,14 +90,15 @@ impl World {
         PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
     }
 
-    pub(crate) fn keep_telling(&mut self) {
-        if self.desires().is_err() && !std::mem::replace(&mut self.members.telling, true) {
-            self.schedule.after(SECOND, Event::TellDesired);
+    pub(crate) fn keep_sending_desired(&mut self) {
+        if self.desired_reached().is_err() && !std::mem::replace(&mut self.members.is_sending, true)
+        {
+            self.schedule.after(SECOND, Event::SendDesired);
         }
     }
 
     /// Whether what is desired is what is.
-    pub(crate) fn desires(&self) -> Result<(), String> {
+    pub(crate) fn desired_reached(&self) -> Result<(), String> {
         let (desired, membership) = (&self.record.desired, &self.record.membership);
         if let Some(newcomer) = desired.newcomers.first() {
             return Err(format!("{:?} is not known yet", newcomer.member));
@@ -121,15 +122,15 @@ impl World {
         self.schedule.after(pause / self.setup.haste, Event::Operate);
         self.clear_retired();
         // An old copy of the records is nobody's to change.
-        let busy = self.desires().is_err() && !self.members.random.percent(25);
+        let busy = self.desired_reached().is_err() && !self.members.random.percent(25);
         if self.backup.is_some() || self.recovery.is_under_way() {
             return;
         }
         if self.members.unexpected.on && self.unexpected_turn() {
-            return self.tell_desired();
+            return self.send_desired();
         }
         if self.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
-            return self.tell_desired();
+            return self.send_desired();
         }
         if busy {
             return;
@@ -145,7 +146,7 @@ impl World {
         }
         let desired = self.record.desired.clone();
         self.trace.line(self.schedule.now(), || format!("operators desire {desired:?}"));
-        self.tell_desired();
+        self.send_desired();
     }
 
     fn scale_up(&mut self, count: usize) {

@@ -3,27 +3,27 @@
 //! is drawn from the seed.
 
 mod admissions;
+mod assertions;
 mod bulk;
 mod checks;
-mod assertions;
 mod clients;
 mod clocks;
 mod control;
-mod quiesce;
+mod faults;
 mod fences;
 mod growth;
 mod lost_disks;
 mod members;
 mod memory;
 mod pools;
+mod quiesce;
 mod recognition;
 mod recovery;
 mod setup;
 mod snapshots;
-mod unexpected_peers;
-mod faults;
 mod targets;
 mod terms;
+mod unexpected_peers;
 mod verification;
 
 use std::collections::BTreeMap;
@@ -150,18 +150,18 @@ pub(crate) enum Event {
     Recreate {
         pool: usize,
     },
-    TellDesired,
+    SendDesired,
     Operate,
     Recovery,
     Grow,
     LimitMemory,
     /// A pool hears of what was taken back.
-    TellFence {
+    DeliverFence {
         pool: usize,
     },
     Snapshot,
-    SaySnapshots,
-    LookAtSize,
+    SendSnapshots,
+    SendSize,
     Client {
         queue: usize,
         turn: u32,
@@ -217,7 +217,7 @@ pub(crate) struct PoolHost {
     pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
-    pub said: assertions::Said,
+    pub reported: assertions::Reported,
     /// Its disk has rotted or lied.
     pub hurt: bool,
     /// Pings as they came in, by its clock.
@@ -288,7 +288,7 @@ pub(crate) struct World {
     pub dropped: u32,
     pub max_lsn_sent: Lsn,
     /// The highest LSN that each replica ever called durable.
-    pub durable_said: BTreeMap<u128, Lsn>,
+    pub durable_reported: BTreeMap<u128, Lsn>,
     /// The epoch under which each retired GUID was retired.
     pub retired_under: BTreeMap<u128, Epoch>,
     pub tokens: BTreeMap<u64, usize>,
@@ -398,15 +398,15 @@ impl World {
                 self.answer_timeout(target, life, number, &question);
             }
             Event::Recreate { pool } => self.recreate(pool),
-            Event::TellDesired => self.tell_desired(),
+            Event::SendDesired => self.send_desired(),
             Event::Operate => self.operate(),
             Event::Recovery => self.recovery(),
             Event::Grow => self.grow(),
             Event::LimitMemory => self.limit_memory(),
-            Event::TellFence { pool } => self.tell_fence(pool),
-            Event::Snapshot => self.wish_snapshot(),
-            Event::SaySnapshots => self.say_snapshots(),
-            Event::LookAtSize => self.look_at_size(),
+            Event::DeliverFence { pool } => self.deliver_fence(pool),
+            Event::Snapshot => self.request_snapshot(),
+            Event::SendSnapshots => self.send_snapshots(),
+            Event::SendSize => self.send_size(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),

@@ -98,7 +98,7 @@ impl World {
             });
             if replica.is_some() {
                 self.check_kept_promise(pool, promised);
-            } else if self.pools[pool].said.has_answered(guid)
+            } else if self.pools[pool].reported.has_answered(guid)
                 && self.is_needed(pool)
                 && self.pools[pool].rolled_back != Some(guid)
                 && !self.may_be_damaged(pool)
@@ -127,8 +127,8 @@ impl World {
             stopping: None,
         });
         self.pool_began(pool, life);
-        self.fences_after_start(pool);
-        self.terms_after_start(pool);
+        self.restart_fences(pool);
+        self.restart_terms(pool);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -254,7 +254,7 @@ impl World {
     ) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
-            self.check_said(pool, session, message);
+            self.check_report(pool, session, message);
             self.check_fenced(pool, session, message);
             self.check_term(pool, session, message);
         }
@@ -337,10 +337,10 @@ impl World {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
-            self.hear_ping(pool, session, &message);
-            self.hear_close(pool, session, &message);
+            self.note_pings(pool, session, &message);
+            self.note_close(pool, session, &message);
             if let ToReplica::Truncate { keep, tip } = &message {
-                self.pools[pool].said.cut(*keep, *tip);
+                self.pools[pool].reported.cut(*keep, *tip);
             }
             // As the pool does it: Appends that continue each other become one batch.
             let message = match message {
@@ -421,7 +421,7 @@ impl World {
         for action in actions {
             self.pool_action(pool, action);
         }
-        self.look_at_store(pool);
+        self.check_store(pool);
         self.plan_sync(pool);
         self.plan_idle(pool);
     }
@@ -442,7 +442,7 @@ impl World {
         }
     }
 
-    fn look_at_store(&mut self, pool: usize) {
+    fn check_store(&mut self, pool: usize) {
         if let Some((rule, what)) = self.pools[pool].storage.take_broken() {
             self.violate(rule, format!("pool {pool}: {what}"));
         }
@@ -639,6 +639,6 @@ impl World {
         }
         self.record.desired.newcomers.push(newcomer);
         self.stats.replacements += 1;
-        self.tell_desired();
+        self.send_desired();
     }
 }

@@ -131,7 +131,7 @@ impl World {
     pub(crate) fn faults_end(&mut self) {
         self.faults_over = true;
         self.armed.clear();
-        self.mend_everything();
+        self.mend_all();
         self.remove_unexpected();
         self.quiesce.stage = Stage::Recovering;
         self.quiesce.since = self.now();
@@ -256,7 +256,7 @@ impl World {
         {
             return Err(format!("replica {} is not in sync", member.id));
         }
-        self.desires()?;
+        self.desired_reached()?;
         let (has, wanted) = (self.setup.volume_blocks, self.setup.config.volume_blocks);
         if has < wanted {
             return Err(format!("the volume has {has} blocks and is to have {wanted}"));

@@ -19,7 +19,7 @@ use crate::storage::Outage;
 use crate::swarm::Swarm;
 
 /// How often the person looks.
-const LOOK: u64 = 300 * MILLISECOND;
+const CHECK_EVERY: u64 = 300 * MILLISECOND;
 /// Answers of the control plane come later than this never: what was destroyed may turn up.
 const FORGOTTEN: u64 = 10 * SECOND;
 
@@ -29,7 +29,7 @@ enum Stage {
     Off,
     Whole,
     /// Before the blow, under this version of the record.
-    Fraying(u64),
+    Chosen(u64),
     /// Some are destroyed, and the volume is not whole without them.
     Lost,
     /// The person has decided under this version of the record, and waits leases out.
@@ -122,30 +122,30 @@ impl World {
     }
 
     pub(crate) fn recovery(&mut self) {
-        self.end_of_the_old();
+        self.end_former_targets();
         match self.recovery.stage {
-            Stage::Whole if !self.faults_over => self.fray(),
-            Stage::Fraying(version) => self.destroy_some(version),
-            Stage::Lost => self.look_at_loss(),
-            Stage::Decided(version) => self.go_on(version),
-            Stage::Done => self.turn_up(),
+            Stage::Whole if !self.faults_over => self.choose_victims(),
+            Stage::Chosen(version) => self.destroy_some(version),
+            Stage::Lost => self.check_loss(),
+            Stage::Decided(version) => self.force_change(version),
+            Stage::Done => self.reappear(),
             Stage::Off | Stage::Whole | Stage::Over => {}
         }
     }
 
-    fn look_later(&mut self) {
-        self.schedule.after(LOOK, Event::Recovery);
+    fn check_later(&mut self) {
+        self.schedule.after(CHECK_EVERY, Event::Recovery);
     }
 
     /// Chooses so many that those that are left are too few for an open, sometimes newcomers with
     /// them. Before they go, the network takes the owner from those that are left, but for one at
     /// most: what is acknowledged meanwhile is on few.
-    fn fray(&mut self) {
+    fn choose_victims(&mut self) {
         let membership = &self.record.membership;
         let known = membership.known.len();
         let least = (known + 1).saturating_sub(membership.open_quorum());
         if known < 2 || least >= known {
-            return self.look_later();
+            return self.check_later();
         }
         let mut pools: Vec<usize> = (0..self.pools.len())
             .filter(|p| membership.contains(self.pools[*p].member) && !self.pools[*p].gone)
@@ -154,7 +154,7 @@ impl World {
         let stays = |p: &usize| !self.record.desired.leaving.contains(&self.pools[*p].member);
         let staying: Vec<usize> = pools.iter().copied().filter(stays).collect();
         if staying.is_empty() || pools.len() < known {
-            return self.look_later();
+            return self.check_later();
         }
         let left = *self.recovery.random.pick(&staying);
         pools.retain(|pool| *pool != left);
@@ -174,7 +174,7 @@ impl World {
                 self.recovery.away.push(pool);
             }
         }
-        self.recovery.stage = Stage::Fraying(self.record.membership.version);
+        self.recovery.stage = Stage::Chosen(self.record.membership.version);
         let lasts = self.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
         self.schedule.after(lasts, Event::Recovery);
         if self.recovery.random.percent(40) {
@@ -205,7 +205,7 @@ impl World {
                 self.schedule.after(0, Event::StartPool { pool });
             }
             self.recovery.stage = Stage::Whole;
-            return self.look_later();
+            return self.check_later();
         }
         for pool in self.recovery.away.clone() {
             self.kill_pool(pool, Outage::Process, 0);
@@ -217,7 +217,7 @@ impl World {
         let away = &self.recovery.away;
         self.trace.line(self.schedule.now(), || format!("*** pools {away:?} are destroyed"));
         self.recovery.stage = Stage::Lost;
-        self.look_later();
+        self.check_later();
     }
 
     fn is_destroyed(&self, member: &Member) -> bool {
@@ -225,21 +225,21 @@ impl World {
     }
 
     /// The owner's target, where the controller hears of it.
-    fn seen_target(&self) -> Option<&super::targets::Process> {
+    fn reachable_target(&self) -> Option<&super::targets::Process> {
         let there = &self.targets[self.record.owner];
         let heard = !self.network.is_blocked(there.host, self.control_host) && !there.paused;
         there.process.as_ref().filter(|_| heard)
     }
 
-    fn is_seen_serving(&self) -> bool {
+    fn is_reported_serving(&self) -> bool {
         let serves = |status: quoin_replication::primary::PrimaryStatus| {
             status.serving && status.waiting.is_empty() && status.epoch == self.record.epoch
         };
-        self.seen_target().is_some_and(|process| serves(process.target.status()))
+        self.reachable_target().is_some_and(|process| serves(process.target.status()))
     }
 
     /// The volume is taken from its node first; only then a target opens it anew.
-    fn end_of_the_old(&mut self) {
+    fn end_former_targets(&mut self) {
         for (target, life) in std::mem::take(&mut self.recovery.to_end) {
             let there = &self.targets[target];
             let hears = !self.network.is_blocked(self.control_host, there.host) && !there.paused;
@@ -251,24 +251,24 @@ impl World {
         }
     }
 
-    fn look_at_loss(&mut self) {
+    fn check_loss(&mut self) {
         let known = &self.record.membership.known;
         let lost: Vec<Member> = known.iter().filter(|m| self.is_destroyed(m)).copied().collect();
         let newcomers = self.record.desired.newcomers.iter().map(|n| n.member);
         let not_coming: Vec<Member> = newcomers.filter(|m| self.is_destroyed(m)).collect();
-        let serves = self.is_seen_serving();
+        let serves = self.is_reported_serving();
         if serves && lost.is_empty() && not_coming.is_empty() {
             self.recovery.stage = Stage::Done;
         } else if serves {
             // Nothing has to be given up: they are taken off the list with the volume in use.
             self.remove_destroyed(&lost, &not_coming);
-        } else if self.may_go_on() {
+        } else if self.may_force() {
             self.recovery.stage = Stage::Decided(self.record.membership.version);
             let lease = granted_lease(self.setup.config.lease_ms).as_nanos() as u64;
             self.schedule.after(lease * 10 / 7, Event::Recovery);
             return;
         }
-        self.look_later();
+        self.check_later();
     }
 
     fn remove_destroyed(&mut self, lost: &[Member], not_coming: &[Member]) {
@@ -283,19 +283,19 @@ impl World {
         let added = desired.newcomers.iter().filter(|n| !is_listed(&n.member)).count();
         desired.drf = (known.len() - leaving.len() + added) as u8;
         desired.leaving = leaving;
-        self.tell_desired();
+        self.send_desired();
     }
 
     /// Those for whom the owner's target waits, since they may know of a change that the record
     /// lacks.
     fn silent(&self) -> Vec<Member> {
-        let status = self.seen_target().map(|process| process.target.status());
+        let status = self.reachable_target().map(|process| process.target.status());
         let here = status.filter(|status| status.epoch == self.record.epoch);
         here.map(|status| status.silent).unwrap_or_default()
     }
 
     /// What the controller asks for before it lets a person force the change.
-    fn may_go_on(&self) -> bool {
+    fn may_force(&self) -> bool {
         let membership = &self.record.membership;
         let is_there = |member: &Member| {
             let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
@@ -315,11 +315,11 @@ impl World {
             && !(lost.is_empty() && silent.is_empty())
     }
 
-    fn go_on(&mut self, version: u64) {
+    fn force_change(&mut self, version: u64) {
         self.recovery.stage = Stage::Lost;
-        let serves = self.is_seen_serving();
-        if serves || self.record.membership.version != version || !self.may_go_on() {
-            return self.look_later();
+        let serves = self.is_reported_serving();
+        if serves || self.record.membership.version != version || !self.may_force() {
+            return self.check_later();
         }
         let silent: Vec<_> = self.silent().into_iter().map(|m| m.guid).collect();
         let before = self.record.membership.clone();
@@ -370,8 +370,8 @@ impl World {
             let restart = self.recovery.random.between(1000, 4000) * MILLISECOND;
             self.kill_pool(pool, Outage::Process, restart);
         }
-        self.tell_desired();
-        self.look_later();
+        self.send_desired();
+        self.check_later();
     }
 
     /// What any of those that were kept held then is in the history that the first epoch after it
@@ -381,13 +381,13 @@ impl World {
     }
 
     /// No target knows the old list any more: even those that were declared destroyed may turn up.
-    fn turn_up(&mut self) {
+    fn reappear(&mut self) {
         let version = self.recovery.version;
         let knows = |t: &super::TargetHost| {
-            t.process.as_ref().is_none_or(|p| p.word.granted.version >= version)
+            t.process.as_ref().is_none_or(|p| p.commitments.granted.version >= version)
         };
         if self.now() < self.recovery.at + FORGOTTEN || !self.targets.iter().all(knows) {
-            return self.look_later();
+            return self.check_later();
         }
         self.recovery.stage = Stage::Over;
         for pool in std::mem::take(&mut self.recovery.away) {

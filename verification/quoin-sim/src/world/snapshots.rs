@@ -15,7 +15,7 @@ use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
 use crate::swarm::Swarm;
 
-const LOOK_AGAIN: u64 = 200 * MILLISECOND;
+const SEND_AGAIN: u64 = 200 * MILLISECOND;
 /// At a time.
 const KEPT_MAX: usize = 4;
 
@@ -58,7 +58,7 @@ impl World {
     }
 
     /// Somebody wishes for one more or one less.
-    pub(crate) fn wish_snapshot(&mut self) {
+    pub(crate) fn request_snapshot(&mut self) {
         if self.faults_over {
             return;
         }
@@ -76,7 +76,7 @@ impl World {
         snapshots.known.insert(id, State::Wished(wish));
         self.trace.line(self.schedule.now(), || format!("snapshot {id} is wished: {wish:?}"));
         self.stats.snapshots += 1;
-        self.say_snapshots();
+        self.send_snapshots();
         self.plan_snapshots();
     }
 
@@ -87,11 +87,11 @@ impl World {
                 *state = State::Wished(SnapshotWish::Delete);
             }
         }
-        self.say_snapshots();
+        self.send_snapshots();
     }
 
     /// The owner's target hears of what is wished until it is answered.
-    pub(crate) fn say_snapshots(&mut self) {
+    pub(crate) fn send_snapshots(&mut self) {
         let events: Vec<PrimaryEvent> =
             self.snapshots.open().map(|(id, wish)| PrimaryEvent::Snapshot { id, wish }).collect();
         if events.is_empty() {
@@ -101,8 +101,8 @@ impl World {
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             self.feed_target(owner, events);
         }
-        let delay = if self.faults_over { SECOND } else { LOOK_AGAIN };
-        self.schedule.after(delay, Event::SaySnapshots);
+        let delay = if self.faults_over { SECOND } else { SEND_AGAIN };
+        self.schedule.after(delay, Event::SendSnapshots);
     }
 
     pub(crate) fn snapshot_answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) {

@@ -30,8 +30,8 @@ pub(crate) struct Process {
     pub in_sync: Vec<Member>,
     pub waiting: String,
     /// The size that the controller has told it.
-    pub told_blocks: u64,
-    pub word: super::assertions::Word,
+    pub known_blocks: u64,
+    pub commitments: super::assertions::Commitments,
     pub admissions: super::admissions::Admissions,
     sessions: BTreeMap<Name, ConnectionId>,
 }
@@ -77,8 +77,8 @@ impl World {
             closes: false,
             in_sync: Vec::new(),
             waiting: String::new(),
-            told_blocks: self.setup.config.volume_blocks,
-            word: Default::default(),
+            known_blocks: self.setup.config.volume_blocks,
+            commitments: Default::default(),
             admissions: Default::default(),
             sessions: BTreeMap::new(),
         });
@@ -123,7 +123,7 @@ impl World {
         let mut lost = Vec::new();
         for event in events {
             if let PrimaryEvent::Desired(desired) = &event {
-                process.admissions.tell(desired);
+                process.admissions.set_desired(desired);
             }
             if ends_a_session(&event) {
                 let replicas = process.target.status().replicas;
@@ -144,7 +144,7 @@ impl World {
             self.target_action(target, action);
         }
         self.check_activation(target);
-        self.look_at_admissions(target);
+        self.check_admissions(target);
     }
 
     fn target_action(&mut self, target: usize, action: PrimaryAction) {
@@ -153,7 +153,7 @@ impl World {
         match action {
             PrimaryAction::AcquireEpoch { incarnation, at_least } => {
                 if let Some(process) = &mut self.targets[target].process {
-                    process.word.acquiring = incarnation;
+                    process.commitments.acquiring = incarnation;
                 }
                 let question = Question::Acquire { incarnation, at_least };
                 self.ask(target, question);
@@ -171,7 +171,7 @@ impl World {
                 self.connect(target, member, bulk.session, Some(bulk.number));
             }
             PrimaryAction::Disconnect { session } => {
-                self.leaves_admission(target, session);
+                self.end_admission(target, session);
                 self.target_hangs_up(target, |of| of.session == session);
             }
             PrimaryAction::DisconnectBulk { bulk } => {
@@ -311,7 +311,7 @@ impl World {
                 return;
             }
         }
-        if !self.believes(id, target, pool, session) {
+        if !self.accepts_grant(id, target, pool, session) {
             let delay = self.network.delay();
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;
@@ -370,15 +370,15 @@ impl World {
         if let Some(number) = bulk.filter(|_| was_there) {
             self.target_loses_bulk(target, BulkKey { session, number });
         } else if was_there {
-            let off = self.quorum_is_off(target, session);
-            self.leaves_admission(target, session);
+            let off = self.is_quorum_off(target, session);
+            self.end_admission(target, session);
             let event = match self.terms.was_turned_away(id) {
                 true => PrimaryEvent::FormerTerm { session },
                 false => PrimaryEvent::Disconnected { session },
             };
             self.feed_target(target, vec![event]);
             if off {
-                self.check_goes_on(target);
+                self.check_io_continues(target);
             }
         }
     }
@@ -430,7 +430,7 @@ impl World {
             }
         }
         self.check_boundary(target, &message);
-        self.say_hello(target, session, &message);
+        self.note_sent(target, session, &message);
         if matches!(message, ToReplica::Close)
             && let Some(process) = &mut self.targets[target].process
         {
@@ -507,7 +507,8 @@ impl World {
                 };
                 if let Some(process) = &mut self.targets[target].process {
                     let seen = &mut self.stats.situations;
-                    let heard = process.admissions.hear(member, *session, foreign, message, seen);
+                    let heard =
+                        process.admissions.on_message(member, *session, foreign, message, seen);
                     broken = broken.or(heard);
                 }
                 if let quoin_types::message::FromReplica::OpenAck(ack) = message {
@@ -526,8 +527,8 @@ impl World {
             }
         }
         if let Some(process) = &mut self.targets[target].process {
-            process.word.heard = process.word.heard.max(heard);
-            process.word.answered.extend(answered);
+            process.commitments.reported_version = process.commitments.reported_version.max(heard);
+            process.commitments.answered.extend(answered);
         }
         if let Some((row, what)) = broken {
             self.breaks(row, what);
@@ -559,9 +560,9 @@ impl World {
                 process.admissions.opening(epoch);
                 process.serving = None;
                 process.tail_lost = false;
-                (process.word.heard, process.word.swapping) = (0, None);
-                process.word.settled_without_stable = Lsn::ZERO;
-                process.word.answered.clear();
+                (process.commitments.reported_version, process.commitments.swapping) = (0, None);
+                process.commitments.settled_without_stable = Lsn::ZERO;
+                process.commitments.answered.clear();
             }
             PrimaryNote::UnflushedTailMayBeLost => process.tail_lost = true,
             PrimaryNote::Serving { epoch, .. } => {
@@ -595,8 +596,8 @@ impl World {
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
             PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
-                if self.rolled_back || process.word.membership < self.record.membership.version => {
-            }
+                if self.rolled_back
+                    || process.commitments.membership < self.record.membership.version => {}
             // Above an old copy of the record each of its replicas has promised more, again and again.
             PrimaryNote::InvariantRefused { invariant: "PromiseMonotone", .. }
                 if self.rolled_back => {}

@@ -24,7 +24,7 @@ pub(crate) struct Terms {
     on: bool,
     former: Option<Former>,
     /// By pool.
-    pools: BTreeMap<usize, Heard>,
+    pools: BTreeMap<usize, KnownTerms>,
     /// By target host, the highest term that it heard of.
     targets: BTreeMap<usize, Term>,
     /// By incarnation, the term of its grant.
@@ -43,16 +43,16 @@ pub(crate) struct Terms {
 
 /// The terms that a pool heard of.
 #[derive(Clone, Copy, Default)]
-struct Heard {
+struct KnownTerms {
     /// All that it was ever told.
-    told: Term,
+    highest: Term,
     /// The one that its process goes by.
     known: Term,
 }
 
 /// What the checkers go by: whether a term is refused where this one was heard of before.
-fn is_over(term: Term, told: Term) -> bool {
-    term.number < told.number || (term.number == told.number && term.id != told.id)
+fn is_over(term: Term, highest: Term) -> bool {
+    term.number < highest.number || (term.number == highest.number && term.id != highest.id)
 }
 
 /// The controller whose record was recovered elsewhere.
@@ -61,7 +61,7 @@ struct Former {
     /// The target that asks it.
     target: usize,
     /// It heard of a higher term.
-    is_told: bool,
+    is_informed: bool,
     ended: bool,
 }
 
@@ -106,30 +106,30 @@ impl World {
         }
         let target = self.record.owner;
         terms.former =
-            Some(Former { record: self.record.clone(), target, is_told: false, ended: false });
+            Some(Former { record: self.record.clone(), target, is_informed: false, ended: false });
         let number = Term::next_number([self.record.term]).unwrap_or(u64::MAX);
         let id = TermId(u128::from(terms.random.draw()));
         self.record.term = Term { number, id };
         self.stats.terms += 1;
         let term = self.record.term;
         self.trace.line(self.schedule.now(), || format!("the record is recovered in term {term}"));
-        let rival = self.recover_former();
+        let rival = self.begin_rival_term();
         for pool in 0..self.pools.len() {
             let is_here = self.pools[pool].process.is_some() && !self.pools[pool].paused;
             if is_here
                 && let Some(rival) = rival
                 && self.terms.rivals.percent(40)
             {
-                self.pool_hears(pool, rival);
+                self.pool_learns(pool, rival);
             }
             if is_here && self.terms.random.percent(70) {
-                self.pool_hears(pool, term);
+                self.pool_learns(pool, term);
             }
         }
     }
 
     /// A person may recover the record of the former controller as well, at the same time.
-    fn recover_former(&mut self) -> Option<Term> {
+    fn begin_rival_term(&mut self) -> Option<Term> {
         let terms = &mut self.terms;
         let former = terms.former.as_mut().filter(|_| terms.rivals.percent(30))?;
         let id = TermId(u128::from(terms.rivals.draw()));
@@ -142,29 +142,29 @@ impl World {
     }
 
     /// By the controller's orders, or by a grant.
-    pub(super) fn pool_hears(&mut self, pool: usize, term: Term) {
-        let heard = self.terms.pools.entry(pool).or_default();
-        if term.standing(heard.known) == Standing::Higher {
-            heard.known = term;
+    pub(super) fn pool_learns(&mut self, pool: usize, term: Term) {
+        let learned = self.terms.pools.entry(pool).or_default();
+        if term.standing(learned.known) == Standing::Higher {
+            learned.known = term;
         }
-        if term.number > heard.told.number {
-            heard.told = term;
+        if term.number > learned.highest.number {
+            learned.highest = term;
         }
     }
 
     /// A pool goes by what it has on its disk.
-    pub(crate) fn terms_after_start(&mut self, pool: usize) {
-        if let Some(heard) = self.terms.pools.get_mut(&pool) {
-            heard.known = match mutant::is("term-not-remembered") {
+    pub(crate) fn restart_terms(&mut self, pool: usize) {
+        if let Some(learned) = self.terms.pools.get_mut(&pool) {
+            learned.known = match mutant::is("term-not-remembered") {
                 true => Term::default(),
-                false => heard.told,
+                false => learned.highest,
             };
         }
     }
 
     /// A pool looks at the grant that a Hello shows. False: it turns the session away, and shows the
     /// newer term.
-    pub(crate) fn believes(
+    pub(crate) fn accepts_grant(
         &mut self,
         id: ConnectionId,
         target: usize,
@@ -175,25 +175,26 @@ impl World {
             return true;
         }
         let term = self.terms.grant_of(session);
-        self.pool_hears(pool, term);
-        let Heard { told, known } = self.terms.pools.get(&pool).copied().unwrap_or_default();
+        self.pool_learns(pool, term);
+        let KnownTerms { highest, known } =
+            self.terms.pools.get(&pool).copied().unwrap_or_default();
         if !term.standing(known).is_refused() {
-            if is_over(term, told) {
-                let detail = format!("pool {pool} lets {term:?} in after it heard of {told:?}");
+            if is_over(term, highest) {
+                let detail = format!("pool {pool} lets {term:?} in after it heard of {highest:?}");
                 self.violate("TermRules", detail);
             }
             return true;
         }
         self.stats.terms_refused += 1;
         self.terms.turned_away.insert(id);
-        self.target_hears(target, known);
-        self.grant_anew(target, session);
+        self.target_learns(target, known);
+        self.grant_again(target, session);
         false
     }
 
     /// A target that owns the volume by the record of the newer term reports, and is granted its very
     /// epoch anew; one that no record knows of is found by another recovery.
-    fn grant_anew(&mut self, target: usize, session: SessionKey) {
+    fn grant_again(&mut self, target: usize, session: SessionKey) {
         let owns = self.record.owner == target && !self.terms.asks_former(target);
         let is_newest = session.epoch >= self.record.epoch && session.epoch >= self.served.0;
         if owns && is_newest && self.terms.random.percent(50) {
@@ -204,22 +205,22 @@ impl World {
 
     /// A session that was let in opens nothing once its pool heard of a newer term.
     pub(crate) fn still_opens(&self, pool: usize, session: SessionKey) -> bool {
-        let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
+        let known = self.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
         !self.terms.grant_of(session).standing(known).is_refused()
     }
 
     /// The target remembers, and its controller hears of it with the next call.
-    fn target_hears(&mut self, target: usize, term: Term) {
-        let heard = self.terms.targets.entry(target).or_default();
-        if term.standing(*heard) == Standing::Higher {
-            *heard = term;
+    fn target_learns(&mut self, target: usize, term: Term) {
+        let learned = self.terms.targets.entry(target).or_default();
+        if term.standing(*learned) == Standing::Higher {
+            *learned = term;
         }
         let Some(former) = self.terms.former.as_mut().filter(|former| former.target == target)
         else {
             return;
         };
         if term.number > former.record.term.number {
-            former.is_told = true;
+            former.is_informed = true;
         }
         if former.record.term.is_ended_by(term) && !former.ended {
             former.ended = true;
@@ -270,8 +271,8 @@ impl World {
             }
             last = *high;
         }
-        let is_told = self.terms.former.as_ref().is_some_and(|former| former.is_told);
-        if by_former && is_told {
+        let is_informed = self.terms.former.as_ref().is_some_and(|former| former.is_informed);
+        if by_former && is_informed {
             let detail = format!("term {term} grants epoch {epoch} after it heard of a higher one");
             self.violate("TermRules", detail);
         }
@@ -283,11 +284,11 @@ impl World {
             return;
         }
         let opened = self.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
-        let Some(told) = opened else { return };
+        let Some(highest) = opened else { return };
         let grant = self.terms.grant_of(session);
-        if is_over(grant, told) {
+        if is_over(grant, highest) {
             let detail = format!(
-                "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {told:?}",
+                "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {highest:?}",
                 session.epoch
             );
             self.violate("TermRules", detail);
@@ -297,8 +298,9 @@ impl World {
     /// Keeps the term against which an Open is held that a pool takes.
     pub(crate) fn note_open(&mut self, pool: usize, session: SessionKey) {
         if self.terms.on {
-            let told = self.terms.pools.get(&pool).map(|heard| heard.told).unwrap_or_default();
-            self.terms.opened.insert((pool, session.incarnation.0, session.nonce), told);
+            let highest =
+                self.terms.pools.get(&pool).map(|learned| learned.highest).unwrap_or_default();
+            self.terms.opened.insert((pool, session.incarnation.0, session.nonce), highest);
         }
     }
 
@@ -308,14 +310,14 @@ impl World {
 
     /// Whether the controller of this term orders anything at the pool.
     pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
-        let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
+        let known = self.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
         !term.standing(known).is_refused()
     }
 
     /// A target that serves does so in no term before one that served, nor in its rival.
     pub(crate) fn check_serving_term(&mut self, target: usize, epoch: Epoch) {
         let Some(process) = &self.targets[target].process else { return };
-        let incarnation = process.word.acquiring;
+        let incarnation = process.commitments.acquiring;
         let term = self.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
         let served = self.terms.served;
         if self.terms.on && is_over(term, served) {
@@ -326,7 +328,7 @@ impl World {
     }
 
     /// The name of the controller leads all to the one that rules, and it is heard.
-    pub(crate) fn all_hear_of_the_term(&mut self) {
+    pub(crate) fn spread_term(&mut self) {
         let own = self.record.term;
         let former = self.former_term();
         if former.number == own.number && former.id != own.id {
@@ -337,11 +339,11 @@ impl World {
         }
         let term = self.record.term;
         for target in 0..self.targets.len() {
-            self.target_hears(target, term);
+            self.target_learns(target, term);
         }
         for pool in 0..self.pools.len() {
             if self.terms.on && self.pools[pool].process.is_some() {
-                self.pool_hears(pool, term);
+                self.pool_learns(pool, term);
             }
         }
     }

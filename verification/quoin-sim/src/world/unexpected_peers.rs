@@ -63,12 +63,12 @@ impl World {
         if self.members.random.percent(50) {
             self.record.desired.drf += 1;
         }
-        self.keep_telling();
+        self.keep_sending_desired();
     }
 
     /// Whether this turn of the operators was for unexpected peers. While the list is short, all are.
     pub(super) fn unexpected_turn(&mut self) -> bool {
-        self.crowd_goes_on();
+        self.continue_crowd();
         let membership = &self.record.membership;
         let short = membership.known.len() < usize::from(membership.rf);
         if short && self.members.random.percent(25) {
@@ -134,7 +134,7 @@ impl World {
     }
 
     /// What was begun with a crowd at the last turn: one more comes, or fewer are desired again.
-    fn crowd_goes_on(&mut self) {
+    fn continue_crowd(&mut self) {
         let fewer = self.members.unexpected.drf_before.is_some() && self.members.random.percent(50);
         if let Some(member) = self.members.unexpected.late.take_if(|_| !fewer) {
             let desired = &self.record.desired;
@@ -202,7 +202,7 @@ impl World {
         if !self.members.unexpected.on {
             return;
         }
-        self.crowd_goes_on();
+        self.continue_crowd();
         let list = &self.record.membership;
         if list.known.len() < usize::from(list.rf) {
             self.name_missing();
@@ -246,11 +246,11 @@ impl World {
         for member in again {
             self.make_again(member);
         }
-        self.keep_telling();
+        self.keep_sending_desired();
     }
 
     /// A target has no place for one that was to fill the list: it turned back half way once more.
-    pub(crate) fn fill_anew(&mut self, member: Member) {
+    pub(crate) fn refill(&mut self, member: Member) {
         let Record { membership, desired, .. } = &self.record;
         let is_short = membership.known.len() < usize::from(membership.rf);
         let is_meant = desired.newcomer(member).is_some();

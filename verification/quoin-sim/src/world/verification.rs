@@ -17,14 +17,14 @@ impl World {
                 false
             }
             Some(report) if report.ended => {
-                self.judge_verified(&report);
+                self.check_verification(&report);
                 true
             }
             Some(_) => false,
         }
     }
 
-    fn judge_verified(&mut self, report: &VerifyReport) {
+    fn check_verification(&mut self, report: &VerifyReport) {
         let whole = report.failed.is_empty()
             && (report.checked_blocks, report.unsettled) == (self.setup.volume_blocks, 0);
         if !whole || report.differing > 0 {

@@ -23,8 +23,8 @@ impl World {
             return self.breaks("SCALE-KNOWN-13", what);
         }
         let on_media = |m: &Member| {
-            let hello = admissions.hellos.iter().find(|hello| hello.member == *m);
-            hello.is_some_and(|hello| hello.durable >= admissions.joint_at)
+            let peer = admissions.peers.iter().find(|peer| peer.member == *m);
+            peer.is_some_and(|peer| peer.durable >= admissions.joint_at)
         };
         if let Some(late) = new.iter().find(|m| !on_media(m)) {
             let what = format!("{late:?} is to be known before it has the View that says so");
@@ -37,7 +37,7 @@ impl World {
             let what = format!("{acknowledged} is with {holders} where CF is to be {cf}");
             return self.breaks("SCALE-KNOWN-09", what);
         }
-        let was_off = admissions.hellos.iter().any(|h| new.contains(&h.member) && !h.quorum);
+        let was_off = admissions.peers.iter().any(|h| new.contains(&h.member) && !h.quorum);
         let rises = cf > admissions.ruling.cf && acknowledged > Lsn::ZERO;
         self.situations().add(Situation::SwapSent);
         if was_off {
@@ -49,7 +49,7 @@ impl World {
     }
 
     /// The control plane's answer to a swap has arrived.
-    pub(crate) fn hear_record(&mut self, target: usize, version: u64, record: &Membership) {
+    pub(crate) fn note_swap_answer(&mut self, target: usize, version: u64, record: &Membership) {
         let Some(admissions) = self.admissions(target) else { return };
         admissions.is_dirty = true;
         let joint = admissions.newest.as_ref().and_then(|(_, view)| view.joint.clone());
