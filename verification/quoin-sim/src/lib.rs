@@ -77,7 +77,7 @@ pub fn run(options: RunOptions) -> Report {
     let mut report = match &world {
         Some(world) => Report {
             stats: world.stats.clone(),
-            violation: world.violation.clone(),
+            violation: world.checkers.violation.clone(),
             fingerprint: world.trace.fingerprint(),
             lines: world.trace.lines().to_vec(),
         },

@@ -231,14 +231,14 @@ impl World {
     }
 
     fn note_durable(&mut self, guid: ReplicaGuid, lsn: Lsn) {
-        let known = self.durable_reported.entry(guid.0).or_default();
+        let known = self.checkers.durable_reported.entry(guid.0).or_default();
         *known = (*known).max(lsn);
     }
 
     /// A View of this epoch's history that lies in what is applied and not durable.
     fn unsynced_view(&self, epoch: Epoch, durable: Lsn, applied: Lsn) -> Option<Lsn> {
-        let path = self.lineage.path(epoch)?;
-        self.lineage.view_between(path, durable, applied)
+        let path = self.checkers.lineage.path(epoch)?;
+        self.checkers.lineage.view_between(path, durable, applied)
     }
 
     /// A View is active only when CF of its own in-sync set have it on media, under each rule.
@@ -251,7 +251,7 @@ impl World {
         let rules = std::iter::once(&view.rule).chain(&view.joint);
         let holds = |member: &&Member, rule: &Rule| {
             rule.known.contains(member)
-                && self.durable_reported.get(&member.guid.0).is_some_and(|durable| *durable >= lsn)
+                && self.checkers.durable_reported.get(&member.guid.0).is_some_and(|durable| *durable >= lsn)
         };
         let short = rules
             .map(|rule| (view.in_sync.iter().filter(|m| holds(m, rule)).count(), rule.cf))
@@ -277,7 +277,7 @@ impl World {
         };
         let Some(lsn) = lsn.copied() else { return };
         // Where operators change CF, how many must be fed depends on more than the record.
-        if self.members.spare_pools() > 0 {
+        if self.operators.members.spare_pools() > 0 {
             return;
         }
         let (_, stable) = process.target.reach();
@@ -311,15 +311,15 @@ impl World {
         if commitments.swapping.is_some() || same {
             return;
         }
-        let before = &self.record.membership;
+        let before = &self.control.record.membership;
         commitments.swapping = Some(commitments.sent);
         let joint = commitments.joint;
         let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
         let durable =
-            |m: &Member| self.durable_reported.get(&m.guid.0).copied().unwrap_or_default();
+            |m: &Member| self.checkers.durable_reported.get(&m.guid.0).copied().unwrap_or_default();
         let late = newcomers.filter(|m| durable(m) < joint).count();
         // (Operators may begin a change over an earlier one: which View is meant is not known here.)
-        let known = self.members.spare_pools() == 0;
+        let known = self.operators.members.spare_pools() == 0;
         if known && (joint == Lsn::ZERO || late > 0) && next.version > before.version {
             let detail = format!("a swap is asked for, and the joint View {joint} is not durable");
             return self.violate("DurableBeforeCAS", detail);

@@ -12,8 +12,10 @@ use quoin_types::{BLOCK_SIZE, Durability, Epoch, Lsn, Member};
 use super::World;
 use crate::content::{self, SECTOR, SECTORS, Tag, Tags};
 use crate::faults::Profile;
-use crate::history::blocks_of;
-use crate::lineage::Seen;
+use crate::history::{History, blocks_of};
+use crate::lineage::{Lineage, Seen};
+use crate::map::FixedMap;
+use crate::stats::Violation;
 use crate::workload::Draft;
 
 /// What an entry is owed for: it must be in every later history.
@@ -24,35 +26,58 @@ pub(crate) struct Owed {
     pub flushed: bool,
 }
 
+/// What the run is held to. `history` and `lineage` are what clients and targets did; all else is of
+/// the checks.
+#[derive(Default)]
+pub(crate) struct Checkers {
+    pub violation: Option<Violation>,
+    pub history: History,
+    pub lineage: Lineage,
+    /// What must be in every later history: acknowledged, read, flushed.
+    pub owed: FixedMap<Seen, Owed>,
+    /// Acknowledged and not flushed: tag and instant.
+    pub unflushed: Vec<(Tag, u64)>,
+    /// The newest epoch that ever served, and by which life of which target.
+    pub served: (Epoch, usize, u32),
+    /// The newest epoch that served after giving up unflushed data.
+    pub last_claim: Epoch,
+    /// The highest LSN that each replica ever called durable.
+    pub durable_reported: BTreeMap<u128, Lsn>,
+    /// Whom the target that acts drops further on in its batch.
+    pub yet_to_drop: Vec<Member>,
+    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
+    pub lost_in_batch: Vec<(usize, Member, Lsn)>,
+}
+
 impl World {
     /// A target says that it serves: is its history one that holds all that is owed?
     pub(crate) fn check_serving(&mut self, target: usize, life: u32, epoch: Epoch) {
         self.stats.servings += 1;
         let claimed = self.targets[target].process.as_ref().is_some_and(|p| p.tail_lost);
         let mut kept = None;
-        if epoch < self.served.0 {
+        if epoch < self.checkers.served.0 {
             // Acknowledgements that were long on their way let a fenced target see its first View
             // active. It could do harm only if it could answer.
-            let served = self.served.0;
+            let served = self.checkers.served.0;
             if self.holds_lease(target) {
                 let detail = format!("epoch {epoch} starts IO after epoch {served} did");
                 self.violate("OneWriter", detail);
             }
             return;
         }
-        if epoch == self.served.0 && self.served.0 != Epoch::ZERO {
+        if epoch == self.checkers.served.0 && self.checkers.served.0 != Epoch::ZERO {
             self.violate("OneWriter", format!("epoch {epoch} starts IO twice"));
         }
         self.check_leases(target, epoch);
         self.check_record(target, epoch);
         self.check_serving_term(target, epoch);
         self.merge_fork(target);
-        let served_before = self.served.0;
+        let served_before = self.checkers.served.0;
         // Nothing that this very process acknowledged since it served last is lost: what is not on
         // media is in its memory, and it writes that again before it answers anything.
-        let lives_on = self.served == (served_before, target, life);
-        self.served = (epoch, target, life);
-        if let Some(forced) = self.recovery.takes_effect(epoch) {
+        let lives_on = self.checkers.served == (served_before, target, life);
+        self.checkers.served = (epoch, target, life);
+        if let Some(forced) = self.operators.recovery.takes_effect(epoch) {
             kept = Some(self.held_by_kept(&forced));
         }
         if claimed {
@@ -60,9 +85,9 @@ impl World {
             let lost = |p: &&super::PoolHost| !p.is_spare() && (p.cache_lost || p.gone);
             let lost = self.pools.iter().filter(lost).count();
             // Nothing was written since the last time that it was said: it is said again.
-            let again = std::mem::replace(&mut self.last_claim, epoch) == served_before;
+            let again = std::mem::replace(&mut self.checkers.last_claim, epoch) == served_before;
             // A joint View is judged under the rule that a change is on its way to as well.
-            let desired = &self.record.desired;
+            let desired = &self.control.record.desired;
             let cf = self.cf_in_force().min(desired.cf_of(desired.drf.max(1)).into());
             if lost < cf && !again && kept.is_none() {
                 self.violate(
@@ -71,13 +96,13 @@ impl World {
                 );
             }
         }
-        let Some(path) = self.lineage.path(epoch) else {
+        let Some(path) = self.checkers.lineage.path(epoch) else {
             self.violate("PrefixAlways", format!("epoch {epoch} serves and never sent an entry"));
             return;
         };
         let mut missing: Vec<(Seen, Owed)> = Vec::new();
-        for (seen, owed) in &self.owed {
-            let is_held = |path| self.lineage.is_on(path, *seen);
+        for (seen, owed) in &self.checkers.owed {
+            let is_held = |path| self.checkers.lineage.is_on(path, *seen);
             let is_due = match &kept {
                 Some(kept) => kept.iter().any(is_held),
                 None => owed.flushed || !claimed,
@@ -88,7 +113,7 @@ impl World {
         }
         missing.sort_by_key(|(seen, _)| *seen);
         if let Some((seen, owed)) = missing.first() {
-            let entry = self.lineage.entry(*seen);
+            let entry = self.checkers.lineage.entry(*seen);
             let rule = if owed.flushed { "StableSurvives" } else { "CommitSurvives" };
             let detail = format!(
                 "epoch {epoch} serves a history without entry {}/{} ({:?} of blocks {}+{}), {}; \
@@ -109,11 +134,11 @@ impl World {
             return;
         }
         // Its first View is active, so it is on the media of CF: no later history is without it.
-        if let Some(view) = self.lineage.first_of(path, epoch) {
-            self.owed.entry(view).or_default().flushed = true;
+        if let Some(view) = self.checkers.lineage.first_of(path, epoch) {
+            self.checkers.owed.entry(view).or_default().flushed = true;
         }
         let serving = (target, life);
-        let lineage = &self.lineage;
+        let lineage = &self.checkers.lineage;
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
         let targets = &self.targets;
         // What a target that had served before still had waiting is from before this epoch.
@@ -123,22 +148,22 @@ impl World {
         };
         let over = |op: &crate::history::Op| had_served(op.target) || lineage.was_sent(op.tag);
         if kept.is_none() && (!claimed || lives_on) {
-            self.history.settle(serving, over, holds);
-            self.owed.retain(|seen, _| lineage.is_on(path, *seen));
+            self.checkers.history.settle(serving, over, holds);
+            self.checkers.owed.retain(|seen, _| lineage.is_on(path, *seen));
             return;
         }
-        let image = lineage.image(self.seed, path, Lsn(u64::MAX));
+        let image = lineage.image(self.setup.seed, path, Lsn(u64::MAX));
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
-        let result = self.history.cut(image, serving, over, holds);
-        self.owed.retain(|seen, _| lineage.is_on(path, *seen));
+        let result = self.checkers.history.cut(image, serving, over, holds);
+        self.checkers.owed.retain(|seen, _| lineage.is_on(path, *seen));
         if let Err(unlinear) = result {
             self.violate("Linearizable", unlinear.story);
         }
         // What was lost is lost: only what this history holds can still be flushed.
-        let history = &self.history;
-        let Some(path) = self.lineage.path(epoch) else { return };
-        let lineage = &self.lineage;
-        self.unflushed.retain(|(tag, _)| match history.op(*tag).draft {
+        let history = &self.checkers.history;
+        let Some(path) = self.checkers.lineage.path(epoch) else { return };
+        let lineage = &self.checkers.lineage;
+        self.checkers.unflushed.retain(|(tag, _)| match history.op(*tag).draft {
             Draft::Write { sector, sectors, .. } => {
                 let (first, last) = blocks_of(sector, sectors);
                 (first..=last).any(|b| lineage.carrier_on(path, *tag, b).is_some())
@@ -187,8 +212,8 @@ impl World {
             self.violate("LeaseExcludes", detail);
             return None;
         }
-        if (epoch, target, life) != self.served {
-            let (newest, by, _) = self.served;
+        if (epoch, target, life) != self.checkers.served {
+            let (newest, by, _) = self.checkers.served;
             self.violate(
                 "LeaseExcludes",
                 format!("op {tag} answered in epoch {epoch} after {newest} (target {by}) began IO"),
@@ -202,37 +227,37 @@ impl World {
     pub(crate) fn check_reply(&mut self, target: usize, life: u32, tag: Tag, data: &[Bytes]) {
         let Some(epoch) = self.check_answers(target, life, tag) else { return };
         self.check_known_connected(target);
-        let op = self.history.op(tag);
+        let op = self.checkers.history.op(tag);
         let (draft, invoked) = (op.draft, op.invoked);
         match draft {
             Draft::Read { sector, sectors } => match self.read_tags(sector, sectors, data) {
                 Ok(tags) => {
                     self.owe_read(epoch, sector, &tags);
-                    self.history.answer(tag, tags);
+                    self.checkers.history.answer(tag, tags);
                 }
                 Err(detail) => self.violate("WrongBytes", format!("read op {tag}: {detail}")),
             },
             Draft::Write { sector, sectors, fua } => {
-                self.history.answer(tag, Vec::new());
+                self.checkers.history.answer(tag, Vec::new());
                 let flushed = fua || self.setup.config.durability == Durability::Media;
                 self.owe_write(epoch, tag, sector, sectors, flushed);
                 if !flushed {
-                    let answered = self.history.op(tag).answered;
-                    self.unflushed.push((tag, answered));
+                    let answered = self.checkers.history.op(tag).answered;
+                    self.checkers.unflushed.push((tag, answered));
                 }
             }
-            Draft::Trim { .. } | Draft::Zero { .. } => self.history.answer(tag, Vec::new()),
+            Draft::Trim { .. } | Draft::Zero { .. } => self.checkers.history.answer(tag, Vec::new()),
             Draft::Flush => {
-                self.history.answer(tag, Vec::new());
+                self.checkers.history.answer(tag, Vec::new());
                 let flushed: Vec<Tag> = self
-                    .unflushed
+                    .checkers.unflushed
                     .iter()
                     .filter(|(_, answered)| *answered < invoked)
                     .map(|(tag, _)| *tag)
                     .collect();
-                self.unflushed.retain(|(_, answered)| *answered >= invoked);
+                self.checkers.unflushed.retain(|(_, answered)| *answered >= invoked);
                 for tag in flushed {
-                    if let Draft::Write { sector, sectors, .. } = self.history.op(tag).draft {
+                    if let Draft::Write { sector, sectors, .. } = self.checkers.history.op(tag).draft {
                         self.owe_write(epoch, tag, sector, sectors, true);
                     }
                 }
@@ -241,30 +266,30 @@ impl World {
     }
 
     fn owe_write(&mut self, epoch: Epoch, tag: Tag, sector: u64, sectors: u64, flushed: bool) {
-        let Some(path) = self.lineage.path(epoch) else { return };
+        let Some(path) = self.checkers.lineage.path(epoch) else { return };
         let (first, last) = blocks_of(sector, sectors);
         let mut highest = Lsn::ZERO;
         for block in first..=last {
-            let Some(seen) = self.lineage.carrier_on(path, tag, block) else {
+            let Some(seen) = self.checkers.lineage.carrier_on(path, tag, block) else {
                 let detail = format!("op {tag} was acknowledged: block {block} was never sent");
                 self.violate("OnlyCounted", detail);
                 return;
             };
-            let lsn = self.lineage.entry(seen).lsn;
-            let owed = self.owed.entry(seen).or_default();
+            let lsn = self.checkers.lineage.entry(seen).lsn;
+            let owed = self.checkers.owed.entry(seen).or_default();
             owed.acknowledged = true;
             owed.flushed |= flushed;
             highest = highest.max(lsn);
         }
         self.check_reach(tag, highest, flushed, epoch);
-        self.check_held_by_known(self.served.1, highest);
+        self.check_held_by_known(self.checkers.served.1, highest);
     }
 
     /// How many must hold what is acknowledged, by the newest record.
     pub(crate) fn cf_in_force(&self) -> usize {
-        let ruling = usize::from(self.record.membership.cf);
-        let kept = self.backup.as_ref().map(|record| usize::from(record.membership.cf));
-        let before = self.recovery.cf_before();
+        let ruling = usize::from(self.control.record.membership.cf);
+        let kept = self.control.backup.as_ref().map(|record| usize::from(record.membership.cf));
+        let before = self.operators.recovery.cf_before();
         kept.into_iter().chain(before).fold(ruling, usize::min)
     }
 
@@ -276,13 +301,13 @@ impl World {
         let (commit, stable) = process.target.reach();
         // Who is dropped after a reply, in the same batch, was counted for it.
         let replicas = process.target.status().replicas;
-        let held = |r: &&ReplicaStatus| self.yet_to_drop.contains(&r.member) && r.applied >= lsn;
+        let held = |r: &&ReplicaStatus| self.checkers.yet_to_drop.contains(&r.member) && r.applied >= lsn;
         // So was one whose session ends later in the batch.
         let is_counted = |m: &Member| {
             replicas.iter().any(|r| r.member == *m && r.standing == ReplicaStanding::InSync)
         };
-        let lost = self.lost_in_batch.iter().filter(|(_, member, applied)| {
-            *applied >= lsn && !is_counted(member) && !self.yet_to_drop.contains(member)
+        let lost = self.checkers.lost_in_batch.iter().filter(|(_, member, applied)| {
+            *applied >= lsn && !is_counted(member) && !self.checkers.yet_to_drop.contains(member)
         });
         let lost: BTreeSet<Member> = lost.map(|(_, member, _)| *member).collect();
         let holders =
@@ -313,7 +338,7 @@ impl World {
     }
 
     fn owe_read(&mut self, epoch: Epoch, sector: u64, tags: &[Tag]) {
-        let Some(path) = self.lineage.path(epoch) else { return };
+        let Some(path) = self.checkers.lineage.path(epoch) else { return };
         let mut before = (0, u64::MAX);
         let mut highest = (Lsn::ZERO, 0);
         for (i, tag) in tags.iter().enumerate() {
@@ -322,13 +347,13 @@ impl World {
                 continue;
             }
             before = (*tag, block);
-            let Some(seen) = self.lineage.carrier_on(path, *tag, block) else {
+            let Some(seen) = self.checkers.lineage.carrier_on(path, *tag, block) else {
                 let detail = format!("block {block} was read as op {tag}'s, which has no entry");
                 self.violate("NoReadAhead", detail);
                 return;
             };
-            self.owed.entry(seen).or_default().read = true;
-            highest = highest.max((self.lineage.entry(seen).lsn, *tag));
+            self.checkers.owed.entry(seen).or_default().read = true;
+            highest = highest.max((self.checkers.lineage.entry(seen).lsn, *tag));
         }
         let media = self.setup.config.durability == Durability::Media;
         self.check_reach(highest.1, highest.0, media, epoch);
@@ -341,9 +366,9 @@ impl World {
         }
         let mut tags = Vec::with_capacity(sectors as usize);
         for (at, piece) in (sector..).zip(data.iter().flat_map(|chunk| chunk.chunks(SECTOR))) {
-            let tag = content::tag_of(self.seed, at, piece)
+            let tag = content::tag_of(self.setup.seed, at, piece)
                 .map_err(|wrong| format!("wrong bytes: {wrong:?}"))?;
-            if !self.history.wrote(tag, at) {
+            if !self.checkers.history.wrote(tag, at) {
                 return Err(format!("sector {at} names op {tag}, which never wrote it"));
             }
             tags.push(tag);
@@ -361,7 +386,7 @@ impl World {
             }
             BlockError::NoSpace => config.on_full == quoin_replication::primary::OnFull::NoSpace,
             // The flush after an allowed loss says so, once.
-            BlockError::Damaged if self.history.op(tag).draft == Draft::Flush => {
+            BlockError::Damaged if self.checkers.history.op(tag).draft == Draft::Flush => {
                 self.stats.tails_lost > 0
             }
             BlockError::Damaged => self.may_be_unreadable(),
@@ -402,15 +427,15 @@ impl World {
     }
 
     pub(crate) fn may_be_damaged(&self, pool: usize) -> bool {
-        self.profile == Profile::Media { victim: pool }
-            || self.profile == Profile::Liar { victim: pool }
+        self.setup.profile == Profile::Media { victim: pool }
+            || self.setup.profile == Profile::Liar { victim: pool }
     }
 
     /// All replicas that are in sync hold the same slots, and those of the one history.
     pub(crate) fn check_identical(&mut self) {
-        let (epoch, ..) = self.served;
-        let Some(path) = self.lineage.path(epoch) else { return };
-        let image = self.lineage.image(self.seed, path, Lsn(u64::MAX));
+        let (epoch, ..) = self.checkers.served;
+        let Some(path) = self.checkers.lineage.path(epoch) else { return };
+        let image = self.checkers.lineage.image(self.setup.seed, path, Lsn(u64::MAX));
         for pool in self.known_pools() {
             if !self.check_held(pool, ReadView::Live, &image) {
                 return;
@@ -450,7 +475,7 @@ impl World {
                     Content::Hole => Ok(content::ZERO),
                     Content::Data { data, .. } => {
                         debug_assert_eq!(data.len(), BLOCK_SIZE);
-                        content::tags_of_block(self.seed, block, data).map_err(Some)
+                        content::tags_of_block(self.setup.seed, block, data).map_err(Some)
                     }
                     Content::Bad => Err(None),
                 };

@@ -1,11 +1,56 @@
-//! The way to the control plane and back.
+//! The control plane: its record, old copies of it, and the way there and back.
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_replication::primary::PrimaryEvent;
-use quoin_types::{Member, Membership, Newcomer};
+use quoin_types::{Epoch, Member, Membership, Newcomer};
 
+use super::fences::Fences;
+use super::terms::Terms;
 use super::{Event, World};
-use crate::control::{Answer, Question};
+use crate::control::{Answer, Question, Record};
 use crate::schedule::{MILLISECOND, SECOND};
+
+pub(crate) struct Control {
+    pub record: Record,
+    pub host: usize,
+    /// Questions and answers are lost, or late.
+    pub lossy: bool,
+    pub late: bool,
+    /// The newest record, while an old one is in its place.
+    pub backup: Option<Record>,
+    /// An old copy of the record.
+    pub old_record: Option<Record>,
+    /// An old copy has ruled for a while.
+    pub rolled_back: bool,
+    /// Questions that were asked so far.
+    pub questions: u64,
+    /// Questions whose drivers still wait.
+    pub unanswered: BTreeSet<u64>,
+    /// The epoch under which each retired GUID was retired.
+    pub retired_under: BTreeMap<u128, Epoch>,
+    pub fences: Fences,
+    pub terms: Terms,
+}
+
+impl Control {
+    pub fn new(record: Record, host: usize, fences: Fences, terms: Terms) -> Self {
+        Self {
+            record,
+            host,
+            lossy: false,
+            late: false,
+            backup: None,
+            old_record: None,
+            rolled_back: false,
+            questions: 0,
+            unanswered: BTreeSet::new(),
+            retired_under: BTreeMap::new(),
+            fences,
+            terms,
+        }
+    }
+}
 
 impl World {
     /// A target asks; it hears the answer, or that there was none in time, or both.
@@ -15,17 +60,17 @@ impl World {
         let timeout = self.random.between(1, 3) * SECOND;
         let question = Box::new(question);
         self.repeat_last_swap(target, &question);
-        self.questions += 1;
-        let number = self.questions;
-        self.unanswered.insert(number);
-        let there = self.control_host;
+        self.control.questions += 1;
+        let number = self.control.questions;
+        self.control.unanswered.insert(number);
+        let there = self.control.host;
         let blocked = self.network.is_blocked(here, there);
-        let lost = self.control_lossy && self.random.percent(40);
+        let lost = self.control.lossy && self.random.percent(40);
         // The former controller is on the target's own host.
-        let former = self.terms.asks_former(target);
+        let former = self.control.terms.asks_former(target);
         if former || (!blocked && !lost) {
             let mut delay = self.network.delay();
-            if self.control_late && self.random.percent(60) {
+            if self.control.late && self.random.percent(60) {
                 delay += self.random.between(100, 6000) * MILLISECOND;
             }
             self.schedule
@@ -36,45 +81,45 @@ impl World {
 
     /// The compare-and-swap happens, whether or not anyone still waits for it.
     pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
-        if self.terms.asks_former(target) {
+        if self.control.terms.asks_former(target) {
             let Some(answer) = self.asked_of_former(target, question) else { return };
             let (delay, answer) = (self.network.delay(), Box::new(answer));
             self.schedule.after(delay, Event::Answered { target, life, number, answer });
             return;
         }
-        let before = self.record.epoch;
+        let before = self.control.record.epoch;
         // Nobody changes what an old copy of the record says.
-        if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
+        if self.control.backup.is_some() && matches!(question, Question::Swap { .. }) {
             return;
         }
-        let record_before = (self.setup.haste > 1).then(|| self.record.clone());
-        let before_list = self.record.membership.clone();
-        let leaving = self.record.desired.leaving.clone();
-        let result = self.record.execute(target, question);
+        let record_before = (self.setup.haste > 1).then(|| self.control.record.clone());
+        let before_list = self.control.record.membership.clone();
+        let leaving = self.control.record.desired.leaving.clone();
+        let result = self.control.record.execute(target, question);
         self.check_change(&before_list, &leaving);
-        if self.record.epoch != before {
+        if self.control.record.epoch != before {
             self.stats.epochs += 1;
         }
-        let older = self.old_record.as_ref().is_some_and(|old| {
-            self.setup.haste > 1 && old.membership.version < self.record.membership.version
+        let older = self.control.old_record.as_ref().is_some_and(|old| {
+            self.setup.haste > 1 && old.membership.version < self.control.record.membership.version
         });
-        if self.backup.is_none() && !older && self.random.percent(25) {
-            self.old_record = Some(self.record.clone());
+        if self.control.backup.is_none() && !older && self.random.percent(25) {
+            self.control.old_record = Some(self.control.record.clone());
         }
         if let Some(record) = record_before
-            && self.backup.is_none()
-            && record.membership.version < self.record.membership.version
+            && self.control.backup.is_none()
+            && record.membership.version < self.control.record.membership.version
         {
             // The backup is older than a change of membership.
-            self.old_record = Some(record);
+            self.control.old_record = Some(record);
         }
         // Where an old copy has ruled for a while, nobody can know.
-        if !self.rolled_back {
-            for guid in &self.record.membership.retired {
-                self.retired_under.entry(guid.0).or_insert(self.record.epoch);
+        if !self.control.rolled_back {
+            for guid in &self.control.record.membership.retired {
+                self.control.retired_under.entry(guid.0).or_insert(self.control.record.epoch);
             }
         } else {
-            self.retired_under.clear();
+            self.control.retired_under.clear();
         }
         let answer = match result {
             Ok(answer) => answer,
@@ -83,17 +128,17 @@ impl World {
         if let Answer::Granted { incarnation, epoch, .. } = &answer {
             self.note_grant(false, *incarnation, *epoch);
         }
-        if self.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
-            self.record.epoch = before;
+        if self.setup.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
+            self.control.record.epoch = before;
         }
         self.trace.line(self.schedule.now(), || format!("control plane answers {answer:?}"));
-        let blocked = self.network.is_blocked(self.control_host, self.targets[target].host);
-        let lost = self.control_lossy && self.random.percent(40);
+        let blocked = self.network.is_blocked(self.control.host, self.targets[target].host);
+        let lost = self.control.lossy && self.random.percent(40);
         if blocked || lost {
             return;
         }
         let mut delay = self.network.delay();
-        if self.control_late && self.random.percent(60) {
+        if self.control.late && self.random.percent(60) {
             delay += self.random.between(100, 6000) * MILLISECOND;
         }
         let answer = Box::new(answer);
@@ -109,7 +154,7 @@ impl World {
             self.schedule.after(20 * MILLISECOND, Event::Answered { target, life, number, answer });
             return;
         }
-        let in_time = self.unanswered.remove(&number);
+        let in_time = self.control.unanswered.remove(&number);
         // A driver that has reported a swap as unknown does not take it back.
         if !in_time && matches!(answer, Answer::Swapped { .. }) {
             return;
@@ -186,8 +231,8 @@ impl World {
     pub(crate) fn merge_fork(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
         let ruling = process.commitments.granted.clone();
-        let newest = self.backup.as_mut().unwrap_or(&mut self.record);
-        if !self.rolled_back || ruling.version >= newest.membership.version {
+        let newest = self.control.backup.as_mut().unwrap_or(&mut self.control.record);
+        if !self.control.rolled_back || ruling.version >= newest.membership.version {
             return;
         }
         // A newcomer was taken back: the same list under a newer version, which no target swapped.
@@ -217,7 +262,7 @@ impl World {
         number: u64,
         question: &Question,
     ) {
-        if self.targets[target].life != life || !self.unanswered.contains(&number) {
+        if self.targets[target].life != life || !self.control.unanswered.contains(&number) {
             return;
         }
         if self.targets[target].paused {
@@ -226,7 +271,7 @@ impl World {
                 .after(20 * MILLISECOND, Event::AnswerTimeout { target, life, number, question });
             return;
         }
-        self.unanswered.remove(&number);
+        self.control.unanswered.remove(&number);
         let event = match question {
             Question::Acquire { incarnation, .. } => {
                 PrimaryEvent::GrantFailed { incarnation: *incarnation }

@@ -42,17 +42,17 @@ impl Fences {
 impl World {
     /// The volume is another host's from now on. An epoch is used up that no target is granted.
     pub(crate) fn fence_former_owner(&mut self) {
-        if !self.fences.on || self.record.epoch == Epoch::ZERO {
+        if !self.control.fences.on || self.control.record.epoch == Epoch::ZERO {
             return;
         }
-        if self.fences.may_be_old && self.fences.random.percent(20) {
+        if self.control.fences.may_be_old && self.control.fences.random.percent(20) {
             return;
         }
-        let Some(next) = self.record.term.next_epoch(self.record.epoch) else { return };
-        self.record.epoch = next;
-        self.record.incarnation = Incarnation(0);
-        let (epoch, at_once) = (self.record.epoch, self.fences.random.percent(50));
-        self.fences.current = Some(Fence { epoch, at_once });
+        let Some(next) = self.control.record.term.next_epoch(self.control.record.epoch) else { return };
+        self.control.record.epoch = next;
+        self.control.record.incarnation = Incarnation(0);
+        let (epoch, at_once) = (self.control.record.epoch, self.control.fences.random.percent(50));
+        self.control.fences.current = Some(Fence { epoch, at_once });
         self.trace.line(self.schedule.now(), || format!("all up to epoch {epoch} is taken back"));
         for pool in 0..self.pools.len() {
             self.plan_fence(pool, 1500);
@@ -60,29 +60,29 @@ impl World {
     }
 
     fn plan_fence(&mut self, pool: usize, within_ms: u64) {
-        let delay = self.fences.random.between(1, within_ms) * MILLISECOND;
+        let delay = self.control.fences.random.between(1, within_ms) * MILLISECOND;
         self.schedule.after(delay, Event::DeliverFence { pool });
     }
 
     /// A pool that starts hears of it again; until then it goes by what it has on its disk.
     pub(crate) fn restart_fences(&mut self, pool: usize) {
-        if !self.fences.on {
+        if !self.control.fences.on {
             return;
         }
         let here = &mut self.pools[pool];
         let mut promised = Epoch::ZERO;
         here.storage.with(here.member.guid, &mut |store| promised = store.meta().promised);
         let guid = here.member.guid.0;
-        self.fences
+        self.control.fences
             .delivered
             .retain(|delivered, (current, _)| *delivered != guid || current.epoch <= promised);
-        if self.fences.current.is_some() {
+        if self.control.fences.current.is_some() {
             self.plan_fence(pool, 400);
         }
     }
 
     pub(crate) fn deliver_fence(&mut self, pool: usize) {
-        let Some(Fence { epoch, at_once }) = self.fences.current else { return };
+        let Some(Fence { epoch, at_once }) = self.control.fences.current else { return };
         if self.pools[pool].paused {
             return self.plan_fence(pool, 50);
         }
@@ -91,14 +91,14 @@ impl World {
             return;
         }
         let (guid, now) = (here.member.guid.0, self.local(here.host));
-        self.pool_learns(pool, self.record.term);
-        if !self.orders(pool, self.record.term) {
+        self.pool_learns(pool, self.control.record.term);
+        if !self.orders(pool, self.control.record.term) {
             // Its reports are heard by a controller that it believes, once one rules there.
             return self.plan_fence(pool, 1500);
         }
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);
         let delivered =
-            self.fences.delivered.entry(guid).or_insert((Fence { epoch, at_once }, now));
+            self.control.fences.delivered.entry(guid).or_insert((Fence { epoch, at_once }, now));
         if delivered.0.epoch < epoch {
             *delivered = (Fence { epoch, at_once }, now);
         }
@@ -108,7 +108,7 @@ impl World {
     /// Nothing is opened by a grant that was taken back, and what was open ends in its time.
     pub(crate) fn check_fenced(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
         let here = &self.pools[pool];
-        let Some((current, since)) = self.fences.delivered.get(&here.member.guid.0).copied() else {
+        let Some((current, since)) = self.control.fences.delivered.get(&here.member.guid.0).copied() else {
             return;
         };
         // An epoch is used up for the word: where a session has that number, a rival granted it.

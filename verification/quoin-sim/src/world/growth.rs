@@ -36,19 +36,19 @@ impl Growth {
 
 impl World {
     pub(crate) fn plan_growth(&mut self) {
-        if self.growth.times_left > 0 {
-            let delay = self.growth.random.between(500, 9000) * MILLISECOND;
+        if self.operators.growth.times_left > 0 {
+            let delay = self.operators.growth.random.between(500, 9000) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Grow);
         }
     }
 
     /// The records have a new size from here on: targets that start are told of it.
     pub(crate) fn grow(&mut self) {
-        if self.faults_over {
+        if self.faults.over {
             return;
         }
-        self.growth.times_left -= 1;
-        self.setup.config.volume_blocks += self.growth.random.between(1, self.growth.step_blocks);
+        self.operators.growth.times_left -= 1;
+        self.setup.config.volume_blocks += self.operators.growth.random.between(1, self.operators.growth.step_blocks);
         let blocks = self.setup.config.volume_blocks;
         self.trace.line(self.schedule.now(), || format!("the volume is to have {blocks} blocks"));
         self.stats.growths += 1;
@@ -62,7 +62,7 @@ impl World {
         if self.setup.volume_blocks >= blocks {
             return;
         }
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             if let Some(process) = &mut self.targets[owner].process {
                 process.known_blocks = blocks;
@@ -74,9 +74,9 @@ impl World {
         if has.is_some_and(|has| has >= blocks) {
             self.trace.line(self.schedule.now(), || format!("the volume has {blocks} blocks"));
             self.setup.volume_blocks = blocks;
-            self.workload.grow(blocks);
+            self.clients.workload.grow(blocks);
         } else {
-            let delay = if self.faults_over { SECOND } else { SEND_AGAIN };
+            let delay = if self.faults.over { SECOND } else { SEND_AGAIN };
             self.schedule.after(delay, Event::SendSize);
         }
     }

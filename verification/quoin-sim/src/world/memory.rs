@@ -25,15 +25,15 @@ impl Memory {
 
 impl World {
     pub(crate) fn plan_memory(&mut self) {
-        if self.memory.on && !self.faults_over {
-            let delay = self.memory.random.between(5, 400) * MILLISECOND;
+        if self.operators.memory.on && !self.faults.over {
+            let delay = self.operators.memory.random.between(5, 400) * MILLISECOND;
             self.schedule.after(delay, Event::LimitMemory);
         }
     }
 
     pub(crate) fn limit_memory(&mut self) {
         let window = self.setup.config.window_bytes;
-        let memory = &mut self.memory;
+        let memory = &mut self.operators.memory;
         // The last limit stays when faults end, so that some runs must come to rest under each.
         let part = memory.random.below(7) as u32;
         memory.bytes_max = if part == 0 { usize::MAX } else { (window * 2) >> (2 * part) };
@@ -49,7 +49,7 @@ impl World {
 
     /// What a target that starts is told; nothing where it has all the memory that it likes.
     pub(crate) fn memory_limit(&self) -> Option<PrimaryEvent> {
-        let bytes_max = self.memory.bytes_max;
-        self.memory.on.then_some(PrimaryEvent::Retain { bytes_max })
+        let bytes_max = self.operators.memory.bytes_max;
+        self.operators.memory.on.then_some(PrimaryEvent::Retain { bytes_max })
     }
 }

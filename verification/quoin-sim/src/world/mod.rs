@@ -7,14 +7,15 @@ mod assertions;
 mod bulk;
 mod checks;
 mod clients;
-mod clocks;
 mod control;
 mod faults;
 mod fences;
 mod growth;
+mod hosts;
 mod lost_disks;
 mod members;
 mod memory;
+mod operators;
 mod pools;
 mod quiesce;
 mod recognition;
@@ -26,25 +27,25 @@ mod terms;
 mod unexpected_peers;
 mod verification;
 
-use std::collections::BTreeMap;
-
 use quoin_replication::recognition::PoolCounts;
 use quoin_types::message::FromReplica;
-use quoin_types::{Epoch, Lsn, Member, Time};
+use quoin_types::{Member, Time};
 
-use crate::clock::HostClock;
-use crate::content::Tag;
-use crate::control::{Answer, Question, Record};
-use crate::faults::{Planned, Profile};
-use crate::history::History;
-use crate::lineage::{Lineage, Seen};
-use crate::map::FixedMap;
+use self::checks::Checkers;
+use self::clients::Clients;
+use self::control::Control;
+use self::faults::Faults;
+use self::hosts::Hosts;
+use self::operators::Operators;
+use self::quiesce::Quiesce;
+use self::setup::Setup;
+use crate::control::{Answer, Question};
+use crate::faults::Planned;
 use crate::network::{ConnectionId, Network};
 use crate::random::Random;
 use crate::schedule::{Instant, Schedule};
 use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
-use crate::workload::Workload;
 
 pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
@@ -236,76 +237,24 @@ pub(crate) struct PoolHost {
     pub starts: recognition::Starts,
 }
 
-pub(crate) struct Queue {
-    pub home: usize,
-    pub turn: u32,
-    pub open: Option<Tag>,
-    /// Requests without pause still to come.
-    pub burst: u32,
-}
-
+/// All that a run consists of. A part owns its fields; what spans parts is a method of `World`, in
+/// the file of its subject.
 pub(crate) struct World {
-    pub seed: u64,
+    pub setup: Setup,
     pub random: Random,
     pub schedule: Schedule<Event>,
-    pub clocks: Vec<HostClock>,
-    pub powered: Vec<bool>,
-    pub network: Network,
-    pub record: Record,
-    pub control_host: usize,
-    pub control_lossy: bool,
-    pub control_late: bool,
-    pub targets: Vec<TargetHost>,
-    pub pools: Vec<PoolHost>,
-    pub queues: Vec<Queue>,
-    pub workload: Workload,
-    pub setup: setup::Setup,
-    pub profile: Profile,
-    pub history: History,
-    pub lineage: Lineage,
-    /// What must be in every later history: acknowledged, read, flushed.
-    pub owed: FixedMap<Seen, checks::Owed>,
-    /// Acknowledged and not flushed: tag and instant.
-    pub unflushed: Vec<(Tag, u64)>,
-    /// The newest epoch that ever served, and by which life of which target.
-    pub served: (Epoch, usize, u32),
-    /// The newest epoch that served after giving up unflushed data.
-    pub last_claim: Epoch,
-    /// Each with the event number at which it is injected at the latest.
-    pub armed: Vec<(u64, Planned)>,
-    /// What the control plane's backup holds, while an old one is in place.
-    pub backup: Option<Record>,
-    /// An old copy of the control plane's record.
-    pub old_record: Option<Record>,
-    /// An old copy has ruled for a while.
-    pub rolled_back: bool,
-    pub faults_over: bool,
-    pub quiesce: quiesce::Quiesce,
     pub stats: Stats,
     pub trace: Trace,
-    pub violation: Option<Violation>,
-    pub mutant: Option<Mutant>,
-    pub dropped: u32,
-    pub max_lsn_sent: Lsn,
-    /// The highest LSN that each replica ever called durable.
-    pub durable_reported: BTreeMap<u128, Lsn>,
-    /// The epoch under which each retired GUID was retired.
-    pub retired_under: BTreeMap<u128, Epoch>,
-    pub tokens: BTreeMap<u64, usize>,
-    pub questions: u64,
-    /// Whom the target that acts drops further on in its batch.
-    pub yet_to_drop: Vec<Member>,
-    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
-    pub lost_in_batch: Vec<(usize, Member, Lsn)>,
-    /// Questions to the control plane whose drivers still wait.
-    pub unanswered: std::collections::BTreeSet<u64>,
-    pub members: members::Members,
-    pub recovery: recovery::Recovery,
-    pub growth: growth::Growth,
-    pub memory: memory::Memory,
-    pub fences: fences::Fences,
-    pub terms: terms::Terms,
-    pub snapshots: snapshots::Snapshots,
+    pub hosts: Hosts,
+    pub network: Network,
+    pub control: Control,
+    pub targets: Vec<TargetHost>,
+    pub pools: Vec<PoolHost>,
+    pub clients: Clients,
+    pub operators: Operators,
+    pub faults: Faults,
+    pub quiesce: Quiesce,
+    pub checkers: Checkers,
 }
 
 impl World {
@@ -314,20 +263,20 @@ impl World {
     }
 
     pub fn local(&self, host: usize) -> Time {
-        self.clocks[host].local(self.now())
+        self.hosts.local(host, self.now())
     }
 
     pub fn violate(&mut self, rule: &str, detail: impl Into<String>) {
-        if self.violation.is_none() {
+        if self.checkers.violation.is_none() {
             let detail = detail.into();
             self.trace.line(self.schedule.now(), || format!("VIOLATION {rule}: {detail}"));
-            self.violation = Some(Violation { seed: self.seed, rule: rule.into(), detail });
+            self.checkers.violation = Some(Violation { seed: self.setup.seed, rule: rule.into(), detail });
         }
     }
 
     /// Runs to the end; the violation, if there was one, is in `self`.
     pub fn run(&mut self) {
-        while self.violation.is_none() && !self.quiesce.done() {
+        while self.checkers.violation.is_none() && !self.quiesce.done() {
             let Some(event) = self.schedule.take() else {
                 self.violate("Liveness", "nothing is going to happen any more");
                 break;
@@ -339,19 +288,19 @@ impl World {
             }
             self.trace.mix(self.schedule.now(), self.stats.events);
             self.handle(event);
-            if !self.armed.is_empty() {
+            if self.faults.is_any_armed() {
                 self.count_down();
             }
         }
-        if self.violation.is_none()
-            && let Err(unlinear) = self.history.check()
+        if self.checkers.violation.is_none()
+            && let Err(unlinear) = self.checkers.history.check()
         {
             self.violate("Linearizable", unlinear.story);
         }
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
-        self.stats.ios_checked = self.history.checked;
-        self.stats.undecided = self.history.undecided;
+        self.stats.ios_checked = self.checkers.history.checked;
+        self.stats.undecided = self.checkers.history.undecided;
         self.stats.messages = self.network.counts.messages;
         self.stats.messages_reordered = self.network.counts.reordered;
         self.stats.messages_lost = self.network.counts.lost;

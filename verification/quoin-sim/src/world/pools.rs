@@ -58,7 +58,7 @@ impl World {
     pub(crate) fn start_pool(&mut self, pool: usize) {
         let now = self.schedule.now();
         let host = self.pools[pool].host;
-        if self.pools[pool].process.is_some() || !self.powered[host] || self.recovery.is_away(pool)
+        if self.pools[pool].process.is_some() || !self.hosts.powered[host] || self.operators.recovery.is_away(pool)
         {
             return;
         }
@@ -78,7 +78,7 @@ impl World {
             self.schedule.after(delay, Event::StartPool { pool });
             return;
         }
-        if self.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
+        if self.setup.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
             here.storage.forget();
         }
         here.outage = Outage::Process;
@@ -154,7 +154,7 @@ impl World {
         }
         if outage != Outage::Process && !here.is_spare() && !here.ended_in_order {
             here.cache_lost = true;
-            self.recovery.cache_is_lost(pool);
+            self.operators.recovery.cache_is_lost(pool);
         }
         here.paused = false;
         let was = here.process.take().is_some();
@@ -164,7 +164,7 @@ impl World {
             return;
         }
         self.trace.line(self.schedule.now(), || format!("pool {pool} is dead ({outage:?})"));
-        let polite = self.powered[self.pools[pool].host];
+        let polite = self.hosts.powered[self.pools[pool].host];
         for id in self.sessions_of(pool) {
             self.end_of_pool_dies(id, polite);
         }
@@ -334,7 +334,7 @@ impl World {
                 }
                 self.note_open(pool, session);
             }
-            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
+            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
             self.note_pings(pool, session, &message);
@@ -356,7 +356,7 @@ impl World {
         }
         events.extend(appends.take().map(|message| of_connection(own, message)));
         if !events.is_empty() {
-            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
+            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
                 // It said so; it does not hold it.
                 self.kill_pool(pool, Outage::Process, 200 * MILLISECOND);
                 return;
@@ -434,7 +434,7 @@ impl World {
     }
 
     fn stop_without_room(&mut self, pool: usize) {
-        let stops = self.setup.stops_without_room && !self.faults_over;
+        let stops = self.setup.stops_without_room && !self.faults.over;
         if stops && !self.pools[pool].paused && self.random.percent(30) {
             self.pools[pool].paused = true;
             self.stats.faults.add(FaultKind::ReplicaPause);
@@ -489,7 +489,7 @@ impl World {
                         self.violate(invariant, format!("pool {pool} refused a message"));
                     }
                     ReplicaNote::Damaged("StableNeverCut")
-                        if self.recovery.may_hold_what_is_lost(self.pools[pool].member) => {}
+                        if self.operators.recovery.may_hold_what_is_lost(self.pools[pool].member) => {}
                     ReplicaNote::Damaged(what) if !self.may_be_damaged(pool) => {
                         let why = format!("pool {pool} is damaged ({what}) without a cause");
                         self.violate("StableNeverCut", why);
@@ -532,7 +532,7 @@ impl World {
         if let Some(process) = &mut here.process {
             process.syncing = false;
         }
-        let result = if self.mutant == Some(Mutant::SyncLies) {
+        let result = if self.setup.mutant == Some(Mutant::SyncLies) {
             here.storage.sync_lie(ticket);
             Ok(())
         } else {
@@ -550,7 +550,7 @@ impl World {
         let life = self.pools[pool].life;
         let Some(process) = &self.pools[pool].process else { return };
         let (Some(at), arm) = (process.timer, process.arm) else { return };
-        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+        if let Some(at) = self.hosts.clocks[host].global(at, self.schedule.now()) {
             self.schedule.at(at, Event::PoolTimer { pool, life, arm });
         }
     }
@@ -622,7 +622,7 @@ impl World {
         // The newest copy of the record knows of it, and says so once it is back.
         let lost = self.pools[pool].member;
         let named = |record: &Record| record.desired.newcomer(lost).is_some();
-        if self.backup.as_ref().is_some_and(named) && !named(&self.record) {
+        if self.control.backup.as_ref().is_some_and(named) && !named(&self.control.record) {
             self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
             return;
         }
@@ -633,11 +633,11 @@ impl World {
         };
         if !self.make_replica(pool, newcomer.member) {
             self.pools[pool].member = newcomer.member;
-            self.record.desired.newcomers.push(newcomer);
+            self.control.record.desired.newcomers.push(newcomer);
             self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
             return;
         }
-        self.record.desired.newcomers.push(newcomer);
+        self.control.record.desired.newcomers.push(newcomer);
         self.stats.replacements += 1;
         self.send_desired();
     }

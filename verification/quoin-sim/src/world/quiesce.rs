@@ -129,13 +129,12 @@ impl Quiesce {
 
 impl World {
     pub(crate) fn faults_end(&mut self) {
-        self.faults_over = true;
-        self.armed.clear();
+        self.faults.end();
         self.mend_all();
         self.remove_unexpected();
         self.quiesce.stage = Stage::Recovering;
         self.quiesce.since = self.now();
-        self.quiesce.resumed = vec![false; self.queues.len()];
+        self.quiesce.resumed = vec![false; self.clients.queues.len()];
         self.trace.line(self.schedule.now(), || "no more faults".into());
         self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
@@ -147,7 +146,7 @@ impl World {
         match stage {
             Stage::Recovering if self.recovered().is_ok() => self.begin_round(Stage::Reading),
             Stage::Reading | Stage::Emptying
-                if self.quiesce.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
+                if self.quiesce.flushed && self.clients.queues.iter().all(|q| q.open.is_none()) =>
             {
                 let quiet = if stage == Stage::Reading { Stage::Quiet } else { Stage::Empty };
                 (self.quiesce.stage, self.quiesce.since) = (quiet, now);
@@ -176,7 +175,7 @@ impl World {
                     _ => None,
                 };
                 let why = why.unwrap_or_else(|| "requests stay open".into());
-                let owner = self.record.owner;
+                let owner = self.control.record.owner;
                 let process = self.targets[owner].process.as_ref();
                 let words = process.map_or_else(
                     || "its target does not run".into(),
@@ -192,8 +191,8 @@ impl World {
 
     fn begin_round(&mut self, stage: Stage) {
         self.quiesce.begin_round(stage, self.schedule.now());
-        for queue in 0..self.queues.len() {
-            let turn = self.queues[queue].turn;
+        for queue in 0..self.clients.queues.len() {
+            let turn = self.clients.queues[queue].turn;
             self.schedule.after(0, Event::Client { queue, turn });
         }
     }
@@ -241,7 +240,7 @@ impl World {
 
     /// IO goes on for every client, enough was asked, every replica is in sync.
     fn recovered(&self) -> Result<(), String> {
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         let Some(process) = &self.targets[owner].process else {
             return Err("the owner's target does not run".into());
         };
@@ -252,7 +251,7 @@ impl World {
             return Err(format!("client {queue} was not answered since the faults stopped"));
         }
         if let Some(member) =
-            self.record.membership.known.iter().find(|m| !process.in_sync.contains(m))
+            self.control.record.membership.known.iter().find(|m| !process.in_sync.contains(m))
         {
             return Err(format!("replica {} is not in sync", member.id));
         }
@@ -261,11 +260,11 @@ impl World {
         if has < wanted {
             return Err(format!("the volume has {has} blocks and is to have {wanted}"));
         }
-        if self.known_pools().len() < self.record.membership.known.len() {
+        if self.known_pools().len() < self.control.record.membership.known.len() {
             return Err("a pool does not hold its known replica".into());
         }
-        let answered = self.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
-        if answered < self.setup.ios_min + self.queues.len() as u64 {
+        let answered = self.checkers.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
+        if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
         self.snapshots_settled()
@@ -273,7 +272,7 @@ impl World {
 
     /// Pools that run and hold a known replica.
     pub(crate) fn known_pools(&self) -> Vec<usize> {
-        let known = &self.record.membership.known;
+        let known = &self.control.record.membership.known;
         let holds =
             |p: &&super::PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
         self.pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()

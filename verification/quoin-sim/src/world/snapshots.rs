@@ -51,18 +51,18 @@ impl Snapshots {
 
 impl World {
     pub(crate) fn plan_snapshots(&mut self) {
-        if self.snapshots.times_left > 0 {
-            let delay = self.snapshots.random.between(50, 2500) * MILLISECOND;
+        if self.operators.snapshots.times_left > 0 {
+            let delay = self.operators.snapshots.random.between(50, 2500) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Snapshot);
         }
     }
 
     /// Somebody wishes for one more or one less.
     pub(crate) fn request_snapshot(&mut self) {
-        if self.faults_over {
+        if self.faults.over {
             return;
         }
-        let snapshots = &mut self.snapshots;
+        let snapshots = &mut self.operators.snapshots;
         snapshots.times_left -= 1;
         let is_made = |state: &State| matches!(state, State::Made(_));
         let made: Vec<SnapshotId> =
@@ -82,7 +82,7 @@ impl World {
 
     /// Faults are over and everything was compared: nobody keeps any.
     pub(crate) fn delete_snapshots(&mut self) {
-        for state in self.snapshots.known.values_mut() {
+        for state in self.operators.snapshots.known.values_mut() {
             if *state != State::Deleted {
                 *state = State::Wished(SnapshotWish::Delete);
             }
@@ -93,20 +93,20 @@ impl World {
     /// The owner's target hears of what is wished until it is answered.
     pub(crate) fn send_snapshots(&mut self) {
         let events: Vec<PrimaryEvent> =
-            self.snapshots.open().map(|(id, wish)| PrimaryEvent::Snapshot { id, wish }).collect();
+            self.operators.snapshots.open().map(|(id, wish)| PrimaryEvent::Snapshot { id, wish }).collect();
         if events.is_empty() {
             return;
         }
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             self.feed_target(owner, events);
         }
-        let delay = if self.faults_over { SECOND } else { SEND_AGAIN };
+        let delay = if self.faults.over { SECOND } else { SEND_AGAIN };
         self.schedule.after(delay, Event::SendSnapshots);
     }
 
     pub(crate) fn snapshot_answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) {
-        let Some(state) = self.snapshots.known.get_mut(&id) else { return };
+        let Some(state) = self.operators.snapshots.known.get_mut(&id) else { return };
         match (*state, outcome) {
             (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
                 *state = State::Made(lsn);
@@ -124,7 +124,7 @@ impl World {
     }
 
     pub(crate) fn snapshots_settled(&self) -> Result<(), String> {
-        match self.snapshots.open().next() {
+        match self.operators.snapshots.open().next() {
             Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
             None => Ok(()),
         }
@@ -132,12 +132,12 @@ impl World {
 
     /// All replicas at rest list those of the history, and hold what it held then.
     pub(crate) fn check_snapshots(&mut self) {
-        let (epoch, ..) = self.served;
-        let Some(path) = self.lineage.path(epoch) else { return };
-        let listed = self.lineage.snapshots(path);
-        let images = listed.iter().map(|(_, lsn)| self.lineage.image(self.seed, path, *lsn));
+        let (epoch, ..) = self.checkers.served;
+        let Some(path) = self.checkers.lineage.path(epoch) else { return };
+        let listed = self.checkers.lineage.snapshots(path);
+        let images = listed.iter().map(|(_, lsn)| self.checkers.lineage.image(self.setup.seed, path, *lsn));
         let images: Vec<_> = images.collect();
-        for (id, state) in &self.snapshots.known {
+        for (id, state) in &self.operators.snapshots.known {
             let there = listed.iter().find(|(listed, _)| listed == id).map(|(_, lsn)| *lsn);
             let broken = match state {
                 State::Made(lsn) => there != Some(*lsn),

@@ -57,8 +57,8 @@ impl Process {
 impl World {
     pub(crate) fn start_target(&mut self, target: usize) {
         let host = self.targets[target].host;
-        let owns = self.record.owner == target || self.terms.asks_former(target);
-        let wanted = owns && self.powered[host];
+        let owns = self.control.record.owner == target || self.control.terms.asks_former(target);
+        let wanted = owns && self.hosts.powered[host];
         if self.targets[target].process.is_some() || !wanted {
             return;
         }
@@ -102,7 +102,7 @@ impl World {
             .filter(|(_, c)| c.target == target && c.target_open)
             .map(|(id, _)| *id)
             .collect();
-        let polite = self.powered[host];
+        let polite = self.hosts.powered[host];
         for id in ids {
             self.end_of_target_dies(id, polite);
         }
@@ -137,10 +137,10 @@ impl World {
             PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
             _ => None,
         };
-        self.yet_to_drop = actions.iter().filter_map(dropped).collect();
-        self.lost_in_batch = lost;
+        self.checkers.yet_to_drop = actions.iter().filter_map(dropped).collect();
+        self.checkers.lost_in_batch = lost;
         for (index, action) in actions.into_iter().enumerate() {
-            self.lost_in_batch.retain(|(at, ..)| index < *at);
+            self.checkers.lost_in_batch.retain(|(at, ..)| index < *at);
             self.target_action(target, action);
         }
         self.check_activation(target);
@@ -208,7 +208,7 @@ impl World {
         let life = self.targets[target].life;
         let Some(process) = &self.targets[target].process else { return };
         let (Some(at), arm) = (process.timer, process.arm) else { return };
-        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+        if let Some(at) = self.hosts.clocks[host].global(at, self.schedule.now()) {
             self.schedule.at(at, Event::TargetTimer { target, life, arm });
         }
     }
@@ -247,7 +247,7 @@ impl World {
 
     fn connect(&mut self, target: usize, member: Member, session: SessionKey, bulk: Option<u64>) {
         let life = self.targets[target].life;
-        if let Some(since) = self.retired_under.get(&member.guid.0)
+        if let Some(since) = self.control.retired_under.get(&member.guid.0)
             && session.epoch > *since
         {
             let detail = format!("target {target} connects to {member:?}, retired under {since}");
@@ -288,7 +288,7 @@ impl World {
         let Some(there) = self.pools.get(pool) else { return };
         let to = there.host;
         let cut = self.network.is_blocked(from, to) || self.network.is_blocked(to, from);
-        if cut || !self.powered[to] {
+        if cut || !self.hosts.powered[to] {
             let delay = self.random.between(1, 3) * SECOND;
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;
@@ -372,7 +372,7 @@ impl World {
         } else if was_there {
             let off = self.is_quorum_off(target, session);
             self.end_admission(target, session);
-            let event = match self.terms.was_turned_away(id) {
+            let event = match self.control.terms.was_turned_away(id) {
                 true => PrimaryEvent::FormerTerm { session },
                 false => PrimaryEvent::Disconnected { session },
             };
@@ -422,9 +422,8 @@ impl World {
         let Some(id) = process.sessions.get(&name(session, bulk)).copied() else { return };
         if let ToReplica::Append { entries, .. } = &message {
             for entry in entries {
-                self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
                 self.check_joint(target, entry);
-                if let Err(broken) = self.lineage.observe(self.seed, entry) {
+                if let Err(broken) = self.checkers.lineage.observe(self.setup.seed, entry) {
                     self.violate(broken.invariant, broken.detail);
                 }
             }
@@ -583,7 +582,7 @@ impl World {
                 self.note_in_sync(&members);
             }
             PrimaryNote::Dropped { member, .. } => {
-                self.yet_to_drop.retain(|other| *other != member);
+                self.checkers.yet_to_drop.retain(|other| *other != member);
                 self.stats.drops += 1;
             }
             PrimaryNote::Rebuilt { .. } => self.stats.rebuilds += 1,
@@ -596,14 +595,14 @@ impl World {
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
             PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
-                if self.rolled_back
-                    || process.commitments.membership < self.record.membership.version => {}
+                if self.control.rolled_back
+                    || process.commitments.membership < self.control.record.membership.version => {}
             // Above an old copy of the record each of its replicas has promised more, again and again.
             PrimaryNote::InvariantRefused { invariant: "PromiseMonotone", .. }
-                if self.rolled_back => {}
+                if self.control.rolled_back => {}
             // It knows what was given up; it ends, and another takes its place.
             PrimaryNote::InvariantRefused { invariant: "CommitSurvives", .. }
-                if self.recovery.cf_before().is_some() => {}
+                if self.operators.recovery.cf_before().is_some() => {}
             PrimaryNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
@@ -612,7 +611,7 @@ impl World {
             // One that was granted under an old copy may say so when the newest is back, and one
             // whose grant came late when the record has gone on since.
             PrimaryNote::ControlPlaneBehind { durable_version }
-                if !self.rolled_back && durable_version > self.record.membership.version =>
+                if !self.control.rolled_back && durable_version > self.control.record.membership.version =>
             {
                 self.violate("MembershipMonotone", "the control plane has not gone back");
             }
@@ -621,7 +620,7 @@ impl World {
     }
 
     fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
-        let Some(queue) = self.tokens.remove(&reply.token) else {
+        let Some(queue) = self.clients.tokens.remove(&reply.token) else {
             self.violate("OneReply", format!("token {} was answered twice", reply.token));
             return;
         };

@@ -100,29 +100,29 @@ impl Terms {
 impl World {
     /// The volume is about to go to the other host: its record may be recovered there.
     pub(crate) fn recover_elsewhere(&mut self) {
-        let terms = &mut self.terms;
+        let terms = &mut self.control.terms;
         if !terms.on || terms.random.percent(40) {
             return;
         }
-        let target = self.record.owner;
+        let target = self.control.record.owner;
         terms.former =
-            Some(Former { record: self.record.clone(), target, is_informed: false, ended: false });
-        let number = Term::next_number([self.record.term]).unwrap_or(u64::MAX);
+            Some(Former { record: self.control.record.clone(), target, is_informed: false, ended: false });
+        let number = Term::next_number([self.control.record.term]).unwrap_or(u64::MAX);
         let id = TermId(u128::from(terms.random.draw()));
-        self.record.term = Term { number, id };
+        self.control.record.term = Term { number, id };
         self.stats.terms += 1;
-        let term = self.record.term;
+        let term = self.control.record.term;
         self.trace.line(self.schedule.now(), || format!("the record is recovered in term {term}"));
         let rival = self.begin_rival_term();
         for pool in 0..self.pools.len() {
             let is_here = self.pools[pool].process.is_some() && !self.pools[pool].paused;
             if is_here
                 && let Some(rival) = rival
-                && self.terms.rivals.percent(40)
+                && self.control.terms.rivals.percent(40)
             {
                 self.pool_learns(pool, rival);
             }
-            if is_here && self.terms.random.percent(70) {
+            if is_here && self.control.terms.random.percent(70) {
                 self.pool_learns(pool, term);
             }
         }
@@ -130,10 +130,10 @@ impl World {
 
     /// A person may recover the record of the former controller as well, at the same time.
     fn begin_rival_term(&mut self) -> Option<Term> {
-        let terms = &mut self.terms;
+        let terms = &mut self.control.terms;
         let former = terms.former.as_mut().filter(|_| terms.rivals.percent(30))?;
         let id = TermId(u128::from(terms.rivals.draw()));
-        let rival = Term { number: self.record.term.number, id };
+        let rival = Term { number: self.control.record.term.number, id };
         former.record.term = rival;
         self.stats.rival_terms += 1;
         let what = format!("the former controller begins term {rival} as well");
@@ -143,7 +143,7 @@ impl World {
 
     /// By the controller's orders, or by a grant.
     pub(super) fn pool_learns(&mut self, pool: usize, term: Term) {
-        let learned = self.terms.pools.entry(pool).or_default();
+        let learned = self.control.terms.pools.entry(pool).or_default();
         if term.standing(learned.known) == Standing::Higher {
             learned.known = term;
         }
@@ -154,7 +154,7 @@ impl World {
 
     /// A pool goes by what it has on its disk.
     pub(crate) fn restart_terms(&mut self, pool: usize) {
-        if let Some(learned) = self.terms.pools.get_mut(&pool) {
+        if let Some(learned) = self.control.terms.pools.get_mut(&pool) {
             learned.known = match mutant::is("term-not-remembered") {
                 true => Term::default(),
                 false => learned.highest,
@@ -171,13 +171,13 @@ impl World {
         pool: usize,
         session: SessionKey,
     ) -> bool {
-        if !self.terms.on {
+        if !self.control.terms.on {
             return true;
         }
-        let term = self.terms.grant_of(session);
+        let term = self.control.terms.grant_of(session);
         self.pool_learns(pool, term);
         let KnownTerms { highest, known } =
-            self.terms.pools.get(&pool).copied().unwrap_or_default();
+            self.control.terms.pools.get(&pool).copied().unwrap_or_default();
         if !term.standing(known).is_refused() {
             if is_over(term, highest) {
                 let detail = format!("pool {pool} lets {term:?} in after it heard of {highest:?}");
@@ -186,7 +186,7 @@ impl World {
             return true;
         }
         self.stats.terms_refused += 1;
-        self.terms.turned_away.insert(id);
+        self.control.terms.turned_away.insert(id);
         self.target_learns(target, known);
         self.grant_again(target, session);
         false
@@ -195,27 +195,27 @@ impl World {
     /// A target that owns the volume by the record of the newer term reports, and is granted its very
     /// epoch anew; one that no record knows of is found by another recovery.
     fn grant_again(&mut self, target: usize, session: SessionKey) {
-        let owns = self.record.owner == target && !self.terms.asks_former(target);
-        let is_newest = session.epoch >= self.record.epoch && session.epoch >= self.served.0;
-        if owns && is_newest && self.terms.random.percent(50) {
-            self.record.epoch = session.epoch;
-            self.terms.grants.insert(session.incarnation.0, self.record.term);
+        let owns = self.control.record.owner == target && !self.control.terms.asks_former(target);
+        let is_newest = session.epoch >= self.control.record.epoch && session.epoch >= self.checkers.served.0;
+        if owns && is_newest && self.control.terms.random.percent(50) {
+            self.control.record.epoch = session.epoch;
+            self.control.terms.grants.insert(session.incarnation.0, self.control.record.term);
         }
     }
 
     /// A session that was let in opens nothing once its pool heard of a newer term.
     pub(crate) fn still_opens(&self, pool: usize, session: SessionKey) -> bool {
-        let known = self.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
-        !self.terms.grant_of(session).standing(known).is_refused()
+        let known = self.control.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
+        !self.control.terms.grant_of(session).standing(known).is_refused()
     }
 
     /// The target remembers, and its controller hears of it with the next call.
     fn target_learns(&mut self, target: usize, term: Term) {
-        let learned = self.terms.targets.entry(target).or_default();
+        let learned = self.control.terms.targets.entry(target).or_default();
         if term.standing(*learned) == Standing::Higher {
             *learned = term;
         }
-        let Some(former) = self.terms.former.as_mut().filter(|former| former.target == target)
+        let Some(former) = self.control.terms.former.as_mut().filter(|former| former.target == target)
         else {
             return;
         };
@@ -231,12 +231,12 @@ impl World {
     }
 
     fn former_term(&self) -> Term {
-        self.terms.former.as_ref().map(|former| former.record.term).unwrap_or_default()
+        self.control.terms.former.as_ref().map(|former| former.record.term).unwrap_or_default()
     }
 
     /// The former controller's compare-and-swap. Nothing: it cannot grant what is asked for.
     pub(crate) fn asked_of_former(&mut self, target: usize, question: &Question) -> Option<Answer> {
-        let former = self.terms.former.as_mut()?;
+        let former = self.control.terms.former.as_mut()?;
         let own = former.record.term;
         if let Question::Acquire { at_least, .. } = question
             && at_least.term_number() > own.number
@@ -253,25 +253,25 @@ impl World {
 
     /// An epoch was granted: of the term of the controller that did, and apart from all others.
     pub(crate) fn note_grant(&mut self, by_former: bool, incarnation: Incarnation, epoch: Epoch) {
-        if !self.terms.on {
+        if !self.control.terms.on {
             return;
         }
-        let term = if by_former { self.former_term() } else { self.record.term };
-        self.terms.grants.insert(incarnation.0, term);
-        if by_former && term.number == self.record.term.number {
-            self.terms.of_rivals.insert(incarnation.0);
+        let term = if by_former { self.former_term() } else { self.control.record.term };
+        self.control.terms.grants.insert(incarnation.0, term);
+        if by_former && term.number == self.control.record.term.number {
+            self.control.terms.of_rivals.insert(incarnation.0);
         }
-        let (low, high) = self.terms.granted.entry(term.number).or_insert((epoch, epoch));
+        let (low, high) = self.control.terms.granted.entry(term.number).or_insert((epoch, epoch));
         (*low, *high) = ((*low).min(epoch), (*high).max(epoch));
         let mut last = Epoch::ZERO;
-        for (number, (low, high)) in &self.terms.granted {
+        for (number, (low, high)) in &self.control.terms.granted {
             if *low <= last {
                 let detail = format!("term {number} granted epoch {low}, one before it {last}");
                 return self.violate("TermsApart", detail);
             }
             last = *high;
         }
-        let is_informed = self.terms.former.as_ref().is_some_and(|former| former.is_informed);
+        let is_informed = self.control.terms.former.as_ref().is_some_and(|former| former.is_informed);
         if by_former && is_informed {
             let detail = format!("term {term} grants epoch {epoch} after it heard of a higher one");
             self.violate("TermRules", detail);
@@ -280,12 +280,12 @@ impl World {
 
     /// Nothing is opened by a grant of a term below what the pool ever heard of.
     pub(crate) fn check_term(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
-        if !self.terms.on || !matches!(message, FromReplica::OpenAck(_)) {
+        if !self.control.terms.on || !matches!(message, FromReplica::OpenAck(_)) {
             return;
         }
-        let opened = self.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
+        let opened = self.control.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
         let Some(highest) = opened else { return };
-        let grant = self.terms.grant_of(session);
+        let grant = self.control.terms.grant_of(session);
         if is_over(grant, highest) {
             let detail = format!(
                 "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {highest:?}",
@@ -297,20 +297,20 @@ impl World {
 
     /// Keeps the term against which an Open is held that a pool takes.
     pub(crate) fn note_open(&mut self, pool: usize, session: SessionKey) {
-        if self.terms.on {
+        if self.control.terms.on {
             let highest =
-                self.terms.pools.get(&pool).map(|learned| learned.highest).unwrap_or_default();
-            self.terms.opened.insert((pool, session.incarnation.0, session.nonce), highest);
+                self.control.terms.pools.get(&pool).map(|learned| learned.highest).unwrap_or_default();
+            self.control.terms.opened.insert((pool, session.incarnation.0, session.nonce), highest);
         }
     }
 
     pub(super) fn is_of_a_rival(&self, session: SessionKey) -> bool {
-        self.terms.of_rivals.contains(&session.incarnation.0)
+        self.control.terms.of_rivals.contains(&session.incarnation.0)
     }
 
     /// Whether the controller of this term orders anything at the pool.
     pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
-        let known = self.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
+        let known = self.control.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
         !term.standing(known).is_refused()
     }
 
@@ -318,31 +318,31 @@ impl World {
     pub(crate) fn check_serving_term(&mut self, target: usize, epoch: Epoch) {
         let Some(process) = &self.targets[target].process else { return };
         let incarnation = process.commitments.acquiring;
-        let term = self.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
-        let served = self.terms.served;
-        if self.terms.on && is_over(term, served) {
+        let term = self.control.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
+        let served = self.control.terms.served;
+        if self.control.terms.on && is_over(term, served) {
             let detail = format!("epoch {epoch} of {term:?} serves after {served:?} did");
             return self.violate("TermRules", detail);
         }
-        self.terms.served = term;
+        self.control.terms.served = term;
     }
 
     /// The name of the controller leads all to the one that rules, and it is heard.
     pub(crate) fn spread_term(&mut self) {
-        let own = self.record.term;
+        let own = self.control.record.term;
         let former = self.former_term();
         if former.number == own.number && former.id != own.id {
             let number = Term::next_number([own]).unwrap_or(u64::MAX);
-            let id = TermId(u128::from(self.terms.rivals.draw()));
-            self.record.term = Term { number, id };
+            let id = TermId(u128::from(self.control.terms.rivals.draw()));
+            self.control.record.term = Term { number, id };
             self.stats.terms += 1;
         }
-        let term = self.record.term;
+        let term = self.control.record.term;
         for target in 0..self.targets.len() {
             self.target_learns(target, term);
         }
         for pool in 0..self.pools.len() {
-            if self.terms.on && self.pools[pool].process.is_some() {
+            if self.control.terms.on && self.pools[pool].process.is_some() {
                 self.pool_learns(pool, term);
             }
         }

@@ -8,7 +8,7 @@ use super::World;
 impl World {
     /// Has the target compare all replicas, once; true when that was done and judged.
     pub(crate) fn verified(&mut self) -> bool {
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         let Some(process) = &self.targets[owner].process else { return false };
         match process.target.status().verify {
             None => {

@@ -81,7 +81,7 @@ impl World {
 
     /// The record may have changed: by one rule of the document, and nothing else with it.
     pub(crate) fn check_change(&mut self, before: &Membership, leaving: &[Member]) {
-        let after = &self.record.membership;
+        let after = &self.control.record.membership;
         if after.known == before.known {
             return;
         }

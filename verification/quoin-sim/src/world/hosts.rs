@@ -1,10 +1,32 @@
-//! The hosts' clocks: they drift, jump and stop as faults have it.
+//! The hosts: which have power, and their clocks, which drift, jump and stop as faults have it.
+
+use quoin_types::Time;
 
 use super::{Event, Mend, World};
-use crate::schedule::{MILLISECOND, SECOND};
+use crate::clock::HostClock;
+use crate::random::Random;
+use crate::schedule::{Instant, MILLISECOND, SECOND};
 
 /// Clocks drift apart by up to 4 %, and a lease allows for 10: two jumps within one lease fit.
 const LEASE_JUMP_DIVISOR: u64 = 40;
+
+pub(crate) struct Hosts {
+    pub clocks: Vec<HostClock>,
+    pub powered: Vec<bool>,
+}
+
+impl Hosts {
+    pub fn draw(count: usize, random: &mut Random) -> Self {
+        let mut clock =
+            |_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000));
+        Self { clocks: (0..count).map(&mut clock).collect(), powered: vec![true; count] }
+    }
+
+    pub fn local(&self, host: usize, now: Instant) -> Time {
+        self.clocks[host].local(now)
+    }
+}
+
 impl World {
     /// Only forward: by any time where a lease may end early, at targets; at hosts of replicas by
     /// what a lease's share for skewed clocks still covers beside their drift.
@@ -18,7 +40,7 @@ impl World {
         if self.pools.iter().any(|p| p.host == host) {
             ahead = u64::from(self.setup.config.lease_ms) * MILLISECOND / LEASE_JUMP_DIVISOR;
         }
-        self.clocks[host].jump(self.schedule.now(), ahead);
+        self.hosts.clocks[host].jump(self.schedule.now(), ahead);
         self.clock_changed(host);
         true
     }
@@ -35,7 +57,7 @@ impl World {
     }
 
     pub(super) fn set_clock_rate(&mut self, host: usize, rate_ppm: u64) {
-        self.clocks[host].set_rate(self.schedule.now(), rate_ppm);
+        self.hosts.clocks[host].set_rate(self.schedule.now(), rate_ppm);
         self.clock_changed(host);
     }
 
