@@ -113,8 +113,9 @@ impl World {
     }
 
     pub(crate) fn clients_lost_target(&mut self, target: usize) {
-        let lost: Vec<usize> =
-            (0..self.clients.queues.len()).filter(|q| self.clients.queues[*q].home == target).collect();
+        let lost: Vec<usize> = (0..self.clients.queues.len())
+            .filter(|q| self.clients.queues[*q].home == target)
+            .collect();
         for queue in lost {
             if let Some(tag) = self.clients.queues[queue].open {
                 self.clients.tokens.remove(&u64::from(tag));

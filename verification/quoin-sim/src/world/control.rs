@@ -1,10 +1,11 @@
 //! The control plane: its record, old copies of it, and the way there and back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use quoin_replication::primary::PrimaryEvent;
-use quoin_types::{Epoch, Member, Membership, Newcomer};
+use quoin_types::{Member, Membership, Newcomer, Term};
 
+use super::checkers::Observation;
 use super::fences::Fences;
 use super::terms::Terms;
 use super::{Event, World};
@@ -27,8 +28,6 @@ pub(crate) struct Control {
     pub questions: u64,
     /// Questions whose drivers still wait.
     pub unanswered: BTreeSet<u64>,
-    /// The epoch under which each retired GUID was retired.
-    pub retired_under: BTreeMap<u128, Epoch>,
     pub fences: Fences,
     pub terms: Terms,
 }
@@ -45,10 +44,16 @@ impl Control {
             rolled_back: false,
             questions: 0,
             unanswered: BTreeSet::new(),
-            retired_under: BTreeMap::new(),
             fences,
             terms,
         }
+    }
+}
+
+impl Control {
+    /// The term in which the controller, or the former one, grants.
+    pub fn term_of(&self, is_former: bool) -> Term {
+        if is_former { self.terms.former_term() } else { self.record.term }
     }
 }
 
@@ -96,7 +101,8 @@ impl World {
         let before_list = self.control.record.membership.clone();
         let leaving = self.control.record.desired.leaving.clone();
         let result = self.control.record.execute(target, question);
-        self.check_change(&before_list, &leaving);
+        let (before_list, leaving) = (&before_list, &leaving[..]);
+        self.observe(&Observation::RecordExecuted { before: before_list, leaving });
         if self.control.record.epoch != before {
             self.stats.epochs += 1;
         }
@@ -112,14 +118,6 @@ impl World {
         {
             // The backup is older than a change of membership.
             self.control.old_record = Some(record);
-        }
-        // Where an old copy has ruled for a while, nobody can know.
-        if !self.control.rolled_back {
-            for guid in &self.control.record.membership.retired {
-                self.control.retired_under.entry(guid.0).or_insert(self.control.record.epoch);
-            }
-        } else {
-            self.control.retired_under.clear();
         }
         let answer = match result {
             Ok(answer) => answer,
@@ -163,26 +161,25 @@ impl World {
             match &answer {
                 // One that comes late answers a question that was given up.
                 Answer::Granted { incarnation, membership, .. }
-                    if *incarnation == process.commitments.acquiring =>
+                    if *incarnation == process.grant.incarnation =>
                 {
-                    process.commitments.membership = membership.version;
-                    process.commitments.granted = membership.clone();
-                    process.admissions.ruling = membership.clone();
-                    process.commitments.open_quorum = membership.open_quorum();
+                    process.grant.version = membership.version;
+                    process.grant.membership = membership.clone();
+                    self.observe(&Observation::Granted { target, membership });
                 }
                 // A refusal settles nothing: older requests may still land.
                 Answer::Swapped { version, membership } if membership.version > *version => {
-                    process.commitments.membership = membership.version;
-                    process.commitments.swapping = None;
+                    process.grant.version = membership.version;
                 }
                 Answer::Swapped { .. } => {}
                 Answer::Granted { .. } | Answer::NotOwner { .. } => {}
             }
         }
         if let Answer::Swapped { version, membership } = &answer {
-            self.note_swap_answer(target, *version, membership);
+            let (version, record) = (*version, membership);
+            self.observe(&Observation::SwapAnswered { target, version, record });
             if let Some(process) = &mut self.targets[target].process {
-                process.commitments.swapped = Some((*version, membership.clone()));
+                process.grant.swapped = Some((version, membership.clone()));
             }
         }
         let event = match answer {
@@ -203,8 +200,7 @@ impl World {
         let Question::Swap { version: next, .. } = question else { return };
         let life = self.targets[target].life;
         let Some(process) = &mut self.targets[target].process else { return };
-        let Some((version, membership)) = process.commitments.swapped.take_if(|(v, _)| *v < *next)
-        else {
+        let Some((version, membership)) = process.grant.swapped.take_if(|(v, _)| *v < *next) else {
             return;
         };
         // Without a chance of its own, so that the run stays what it was.
@@ -230,7 +226,7 @@ impl World {
     /// into it what has ruled, and desires again what was swapped.
     pub(crate) fn merge_fork(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
-        let ruling = process.commitments.granted.clone();
+        let ruling = process.grant.membership.clone();
         let newest = self.control.backup.as_mut().unwrap_or(&mut self.control.record);
         if !self.control.rolled_back || ruling.version >= newest.membership.version {
             return;

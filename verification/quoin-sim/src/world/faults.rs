@@ -54,11 +54,12 @@ impl World {
     pub(crate) fn count_down(&mut self) {
         let events = self.stats.events;
         // A look at every event would cost more than the event.
-        let steps = if events.is_multiple_of(3) && self.faults.armed.iter().any(|a| a.1.aim.is_some()) {
-            self.steps_now()
-        } else {
-            Vec::new()
-        };
+        let steps =
+            if events.is_multiple_of(3) && self.faults.armed.iter().any(|a| a.1.aim.is_some()) {
+                self.steps_now()
+            } else {
+                Vec::new()
+            };
         let due = |(at, planned): &(u64, Planned)| {
             *at <= events || planned.aim.is_some_and(|aim| steps.contains(&aim))
         };

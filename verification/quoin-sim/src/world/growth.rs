@@ -48,7 +48,8 @@ impl World {
             return;
         }
         self.operators.growth.times_left -= 1;
-        self.setup.config.volume_blocks += self.operators.growth.random.between(1, self.operators.growth.step_blocks);
+        self.setup.config.volume_blocks +=
+            self.operators.growth.random.between(1, self.operators.growth.step_blocks);
         let blocks = self.setup.config.volume_blocks;
         self.trace.line(self.schedule.now(), || format!("the volume is to have {blocks} blocks"));
         self.stats.growths += 1;

@@ -14,6 +14,7 @@ use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaSto
 use quoin_types::membership::open_quorum;
 use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
 
+use super::checkers::Observation;
 use super::unexpected_peers::UnexpectedPeers;
 use super::{Event, PoolHost, World};
 use crate::control::Record;
@@ -91,7 +92,8 @@ impl World {
     }
 
     pub(crate) fn keep_sending_desired(&mut self) {
-        if self.desired_reached().is_err() && !std::mem::replace(&mut self.operators.members.is_sending, true)
+        if self.desired_reached().is_err()
+            && !std::mem::replace(&mut self.operators.members.is_sending, true)
         {
             self.schedule.after(SECOND, Event::SendDesired);
         }
@@ -299,14 +301,11 @@ impl World {
         here.member = member;
         here.gone = false;
         here.is_foreign = foreign;
-        // Leases were the lost one's. This one helps no target before it is known, and an open
-        // meets each CF that a lease was counted with in one that is still there.
-        here.honoured = None;
-        here.close_heard = false;
         here.cache_lost = false;
         if let Some(process) = &mut here.process {
             process.replica = replica;
         }
+        self.observe(&Observation::ReplicaMade { pool });
         self.trace.line(self.schedule.now(), || format!("pool {pool} makes {member:?}"));
         self.plan_sync(pool);
         true
@@ -321,7 +320,8 @@ impl World {
             let wanted = membership.contains(here.member)
                 || desired.newcomer(here.member).is_some()
                 || self.operators.members.unexpected.is_to_come(here.member);
-            if self.control.backup.is_some() || here.is_spare() || wanted || here.process.is_none() {
+            if self.control.backup.is_some() || here.is_spare() || wanted || here.process.is_none()
+            {
                 continue;
             }
             if self.operators.members.random.percent(50) {

@@ -2,10 +2,8 @@
 //! clients under one scheduler. Everything that happens is an [`Event`]; everything that is drawn
 //! is drawn from the seed.
 
-mod admissions;
-mod assertions;
 mod bulk;
-mod checks;
+mod checkers;
 mod clients;
 mod control;
 mod faults;
@@ -31,7 +29,7 @@ use quoin_replication::recognition::PoolCounts;
 use quoin_types::message::FromReplica;
 use quoin_types::{Member, Time};
 
-use self::checks::Checkers;
+use self::checkers::Checkers;
 use self::clients::Clients;
 use self::control::Control;
 use self::faults::Faults;
@@ -39,7 +37,7 @@ use self::hosts::Hosts;
 use self::operators::Operators;
 use self::quiesce::Quiesce;
 use self::setup::Setup;
-use crate::control::{Answer, Question};
+use crate::control::{Answer, Question, Record};
 use crate::faults::Planned;
 use crate::network::{ConnectionId, Network};
 use crate::random::Random;
@@ -218,16 +216,8 @@ pub(crate) struct PoolHost {
     pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
-    pub reported: assertions::Reported,
     /// Its disk has rotted or lied.
     pub hurt: bool,
-    /// Pings as they came in, by its clock.
-    pub pings:
-        std::collections::VecDeque<(quoin_types::SessionKey, quoin_types::message::Ping, Time)>,
-    /// Whose lease it has acknowledged, from when on.
-    pub honoured: Option<(quoin_types::Incarnation, Time)>,
-    /// It has heard the Close of the one whose lease it honours.
-    pub close_heard: bool,
     /// The replica whose disk was put back to an older image.
     pub rolled_back: Option<quoin_types::ReplicaGuid>,
     /// Its replica is of another volume.
@@ -270,7 +260,8 @@ impl World {
         if self.checkers.violation.is_none() {
             let detail = detail.into();
             self.trace.line(self.schedule.now(), || format!("VIOLATION {rule}: {detail}"));
-            self.checkers.violation = Some(Violation { seed: self.setup.seed, rule: rule.into(), detail });
+            self.checkers.violation =
+                Some(Violation { seed: self.setup.seed, rule: rule.into(), detail });
         }
     }
 
@@ -292,14 +283,14 @@ impl World {
                 self.count_down();
             }
         }
-        if self.checkers.violation.is_none()
-            && let Err(unlinear) = self.checkers.history.check()
-        {
-            self.violate("Linearizable", unlinear.story);
+        if self.checkers.violation.is_none() {
+            self.check_end();
         }
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
         self.stats.ios_checked = self.checkers.history.checked;
+        self.stats.tails_lost = self.checkers.durability.tails_lost();
+        self.stats.situations = self.checkers.situations;
         self.stats.undecided = self.checkers.history.undecided;
         self.stats.messages = self.network.counts.messages;
         self.stats.messages_reordered = self.network.counts.reordered;
@@ -373,6 +364,13 @@ impl World {
         let exact = self.pools.iter().position(|p| p.member == member);
         exact.or_else(|| self.pools.iter().position(|p| p.member.id == member.id))
     }
+}
+
+/// Pools that run and hold a replica that the record knows.
+fn known_pools(record: &Record, pools: &[PoolHost]) -> Vec<usize> {
+    let known = &record.membership.known;
+    let holds = |p: &&PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
+    pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()
 }
 
 /// One line for a message, short enough to read in a trace.

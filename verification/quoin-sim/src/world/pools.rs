@@ -6,6 +6,7 @@ use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNo
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
+use super::checkers::Observation;
 use super::{Event, Mend, Mutant, World, brief};
 use crate::control::Record;
 use crate::faults::FaultKind;
@@ -58,7 +59,9 @@ impl World {
     pub(crate) fn start_pool(&mut self, pool: usize) {
         let now = self.schedule.now();
         let host = self.pools[pool].host;
-        if self.pools[pool].process.is_some() || !self.hosts.powered[host] || self.operators.recovery.is_away(pool)
+        if self.pools[pool].process.is_some()
+            || !self.hosts.powered[host]
+            || self.operators.recovery.is_away(pool)
         {
             return;
         }
@@ -71,7 +74,7 @@ impl World {
                 here.outage = Outage::DiskFailed;
                 here.cache_lost = true;
             }
-            if matches!(error, StoreError::Damaged(_)) && self.may_be_damaged(pool) {
+            if matches!(error, StoreError::Damaged(_)) && self.setup.may_be_damaged(pool) {
                 return self.replace_disk(pool);
             }
             let delay = self.random.between(100, 1000) * MILLISECOND;
@@ -96,17 +99,17 @@ impl World {
                 promised = store.meta().promised;
                 state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
             });
-            if replica.is_some() {
-                self.check_kept_promise(pool, promised);
-            } else if self.pools[pool].reported.has_answered(guid)
+            if replica.is_none()
+                && self.checkers.assertions.has_answered(pool, guid)
                 && self.is_needed(pool)
                 && self.pools[pool].rolled_back != Some(guid)
-                && !self.may_be_damaged(pool)
+                && !self.setup.may_be_damaged(pool)
             {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
-            } else {
+            }
+            if replica.is_none() {
                 // It was made just before, and that was not on media yet: nobody has heard of it.
                 // (Before its first answer its promise, and so its creation, is on media, but for a
                 // disk that loses what it said it has.)
@@ -115,7 +118,8 @@ impl World {
                 self.schedule.after(delay, Event::Recreate { pool });
             }
         }
-        self.forget_closed_lease(pool);
+        let has_replica = replica.is_some();
+        self.observe(&Observation::PoolStarts { pool, promised, has_replica });
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process = Some(Process {
             replica,
@@ -128,7 +132,7 @@ impl World {
         });
         self.pool_began(pool, life);
         self.restart_fences(pool);
-        self.restart_terms(pool);
+        self.control.terms.pool_restarts(pool);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -254,9 +258,7 @@ impl World {
     ) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
-            self.check_report(pool, session, message);
-            self.check_fenced(pool, session, message);
-            self.check_term(pool, session, message);
+            self.observe(&Observation::PoolSends { pool, session, message });
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
@@ -328,20 +330,17 @@ impl World {
                 continue;
             }
             if let ToReplica::Open { .. } = message {
-                if !self.still_opens(pool, session) {
+                if !self.control.terms.may_open(pool, session) {
                     self.refuse_former(id, session);
                     continue;
                 }
-                self.note_open(pool, session);
+                self.observe(&Observation::OpenTaken { pool, session });
             }
             if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
-            self.note_pings(pool, session, &message);
-            self.note_close(pool, session, &message);
-            if let ToReplica::Truncate { keep, tip } = &message {
-                self.pools[pool].reported.cut(*keep, *tip);
-            }
+            let (message_ref, at) = (&message, self.local(self.pools[pool].host));
+            self.observe(&Observation::PoolReceives { pool, session, message: message_ref, at });
             // As the pool does it: Appends that continue each other become one batch.
             let message = match message {
                 ToReplica::Append { entries, stable, sync, ping } => {
@@ -356,7 +355,9 @@ impl World {
         }
         events.extend(appends.take().map(|message| of_connection(own, message)));
         if !events.is_empty() {
-            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
+            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding)
+                && self.random.percent(2)
+            {
                 // It said so; it does not hold it.
                 self.kill_pool(pool, Outage::Process, 200 * MILLISECOND);
                 return;
@@ -489,8 +490,11 @@ impl World {
                         self.violate(invariant, format!("pool {pool} refused a message"));
                     }
                     ReplicaNote::Damaged("StableNeverCut")
-                        if self.operators.recovery.may_hold_what_is_lost(self.pools[pool].member) => {}
-                    ReplicaNote::Damaged(what) if !self.may_be_damaged(pool) => {
+                        if self
+                            .operators
+                            .recovery
+                            .may_hold_what_is_lost(self.pools[pool].member) => {}
+                    ReplicaNote::Damaged(what) if !self.setup.may_be_damaged(pool) => {
                         let why = format!("pool {pool} is damaged ({what}) without a cause");
                         self.violate("StableNeverCut", why);
                     }

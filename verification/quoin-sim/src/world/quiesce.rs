@@ -4,6 +4,7 @@
 
 use quoin_types::Lsn;
 
+use super::checkers::Observation;
 use super::{Event, World};
 use crate::content::SECTORS;
 use crate::schedule::{Instant, MILLISECOND, SECOND};
@@ -22,8 +23,6 @@ const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
 const TRIM_BLOCKS: u64 = 128;
-/// Segments that a replica writes to: clients' blocks, moved ones, nodes of its map.
-const OPEN_UNITS: u64 = 3;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Stage {
@@ -152,8 +151,7 @@ impl World {
                 (self.quiesce.stage, self.quiesce.since) = (quiet, now);
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
-                self.check_identical();
-                self.check_snapshots();
+                self.observe(&Observation::AtRest);
                 (self.quiesce.stage, self.quiesce.since) = (Stage::Verifying, now);
             }
             Stage::Verifying if self.verified() => {
@@ -161,8 +159,7 @@ impl World {
                 self.begin_round(Stage::Emptying);
             }
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
-                self.check_identical();
-                self.check_space();
+                self.observe(&Observation::Emptied);
                 self.quiesce.stage = Stage::Done;
                 return;
             }
@@ -215,29 +212,6 @@ impl World {
         Ok(())
     }
 
-    /// Nothing is live any more but the map that says so: all room is free again, but for the
-    /// segments that are being written to.
-    fn check_space(&mut self) {
-        for pool in self.known_pools() {
-            if self.may_be_damaged(pool) {
-                continue;
-            }
-            let space = match self.pools[pool].storage.space_at_rest() {
-                Ok(Some(space)) => space,
-                Ok(None) => continue,
-                Err(error) => {
-                    let detail = format!("pool {pool} cannot be cleaned up at rest: {error}");
-                    return self.violate("SpaceReturns", detail);
-                }
-            };
-            let most = OPEN_UNITS * space.replicas * space.unit_bytes;
-            if space.used_bytes != space.allocated_bytes || space.used_bytes > most {
-                let detail = format!("pool {pool} was emptied: {space:?}");
-                return self.violate("SpaceReturns", detail);
-            }
-        }
-    }
-
     /// IO goes on for every client, enough was asked, every replica is in sync.
     fn recovered(&self) -> Result<(), String> {
         let owner = self.control.record.owner;
@@ -263,7 +237,8 @@ impl World {
         if self.known_pools().len() < self.control.record.membership.known.len() {
             return Err("a pool does not hold its known replica".into());
         }
-        let answered = self.checkers.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
+        let answered =
+            self.checkers.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
         if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
@@ -271,11 +246,8 @@ impl World {
     }
 
     /// Pools that run and hold a known replica.
-    pub(crate) fn known_pools(&self) -> Vec<usize> {
-        let known = &self.control.record.membership.known;
-        let holds =
-            |p: &&super::PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
-        self.pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()
+    fn known_pools(&self) -> Vec<usize> {
+        super::known_pools(&self.control.record, &self.pools)
     }
 
     /// Every replica holds everything, knows that it is stable, and nothing is under way.

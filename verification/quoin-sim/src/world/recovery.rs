@@ -10,6 +10,7 @@
 use quoin_replication::replica::granted_lease;
 use quoin_types::{Epoch, Incarnation, Member, Position};
 
+use super::checkers::Observation;
 use super::{Event, Mend, World};
 use crate::control::Record;
 use crate::lineage::Path;
@@ -151,7 +152,8 @@ impl World {
             .filter(|p| membership.contains(self.pools[*p].member) && !self.pools[*p].gone)
             .collect();
         // One is left that stays, whichever changes come true meanwhile.
-        let stays = |p: &usize| !self.control.record.desired.leaving.contains(&self.pools[*p].member);
+        let stays =
+            |p: &usize| !self.control.record.desired.leaving.contains(&self.pools[*p].member);
         let staying: Vec<usize> = pools.iter().copied().filter(stays).collect();
         if staying.is_empty() || pools.len() < known {
             return self.check_later();
@@ -175,7 +177,8 @@ impl World {
             }
         }
         self.operators.recovery.stage = Stage::Chosen(self.control.record.membership.version);
-        let lasts = self.operators.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
+        let lasts =
+            self.operators.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
         self.schedule.after(lasts, Event::Recovery);
         if self.operators.recovery.random.percent(40) {
             return;
@@ -333,9 +336,8 @@ impl World {
         }
         self.control.record.epoch = self.control.record.epoch.next();
         self.control.record.incarnation = Incarnation::default();
-        for guid in &next.retired {
-            self.control.retired_under.entry(guid.0).or_insert(self.control.record.epoch);
-        }
+        let (retired, epoch) = (&next.retired[..], self.control.record.epoch);
+        self.observe(&Observation::RecordForced { retired, epoch });
         let stays = |m: &Member| !next.retired.contains(&m.guid) && !self.is_destroyed(m);
         let newcomers = self.control.record.desired.newcomers.iter().filter(|n| stays(&n.member));
         let newcomers: Vec<_> = newcomers.copied().collect();
@@ -356,11 +358,13 @@ impl World {
         self.operators.recovery.kept = next.known.clone();
         self.control.record.membership = next;
         let cf = self.operators.recovery.cf_before().unwrap_or(usize::MAX).min(before.cf.into());
-        self.operators.recovery.forced = Some(Forced { after: self.control.record.epoch, cf, kept: kept.clone() });
+        self.operators.recovery.forced =
+            Some(Forced { after: self.control.record.epoch, cf, kept: kept.clone() });
         self.operators.recovery.at = self.schedule.now();
         self.operators.recovery.version = self.control.record.membership.version;
         self.stats.recoveries += 1;
-        self.operators.recovery.to_end = (0..).zip(self.targets.iter().map(|target| target.life)).collect();
+        self.operators.recovery.to_end =
+            (0..).zip(self.targets.iter().map(|target| target.life)).collect();
         if self.operators.recovery.random.percent(50) {
             self.failover();
         }
@@ -384,7 +388,7 @@ impl World {
     fn reappear(&mut self) {
         let version = self.operators.recovery.version;
         let knows = |t: &super::TargetHost| {
-            t.process.as_ref().is_none_or(|p| p.commitments.granted.version >= version)
+            t.process.as_ref().is_none_or(|p| p.grant.membership.version >= version)
         };
         if self.now() < self.operators.recovery.at + FORGOTTEN || !self.targets.iter().all(knows) {
             return self.check_later();

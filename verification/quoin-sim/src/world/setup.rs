@@ -159,6 +159,12 @@ fn profile(
 }
 
 impl Setup {
+    /// Whether this profile may hurt what the pool holds.
+    pub fn may_be_damaged(&self, pool: usize) -> bool {
+        self.profile == Profile::Media { victim: pool }
+            || self.profile == Profile::Liar { victim: pool }
+    }
+
     /// A small world in the place of what was drawn.
     fn take(&mut self, shape: &Shape, random: &mut Random) {
         self.volume_blocks = *random.pick(shape.blocks);
@@ -381,13 +387,9 @@ impl World {
             cache_lost: false,
             ended_in_order: false,
             reads_failed: false,
-            reported: Default::default(),
             rolled_back: None,
             is_foreign: false,
             hurt: false,
-            pings: Default::default(),
-            honoured: None,
-            close_heard: false,
             stuck: false,
             starts: super::recognition::Starts::new(self.setup.seed, pool),
         });

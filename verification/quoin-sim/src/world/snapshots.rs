@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 
 use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish};
-use quoin_types::message::ReadView;
 use quoin_types::{Lsn, SnapshotId};
 
 use super::{Event, World};
@@ -45,6 +44,22 @@ impl Snapshots {
         self.known.iter().filter_map(|(id, state)| match state {
             State::Wished(wish) => Some((*id, *wish)),
             State::Made(_) | State::Deleted => None,
+        })
+    }
+}
+
+impl Snapshots {
+    /// How what was answered differs from the snapshots of the history.
+    pub fn differs_from(&self, listed: &[(SnapshotId, Lsn)]) -> Option<String> {
+        self.known.iter().find_map(|(id, state)| {
+            let there = listed.iter().find(|(listed, _)| listed == id).map(|(_, lsn)| *lsn);
+            let differs = match state {
+                State::Made(lsn) => there != Some(*lsn),
+                State::Deleted => there.is_some(),
+                State::Wished(_) => false,
+            };
+            let what = || format!("snapshot {id} was answered {state:?} and is at {there:?}");
+            differs.then(what)
         })
     }
 }
@@ -92,8 +107,12 @@ impl World {
 
     /// The owner's target hears of what is wished until it is answered.
     pub(crate) fn send_snapshots(&mut self) {
-        let events: Vec<PrimaryEvent> =
-            self.operators.snapshots.open().map(|(id, wish)| PrimaryEvent::Snapshot { id, wish }).collect();
+        let events: Vec<PrimaryEvent> = self
+            .operators
+            .snapshots
+            .open()
+            .map(|(id, wish)| PrimaryEvent::Snapshot { id, wish })
+            .collect();
         if events.is_empty() {
             return;
         }
@@ -127,45 +146,6 @@ impl World {
         match self.operators.snapshots.open().next() {
             Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
             None => Ok(()),
-        }
-    }
-
-    /// All replicas at rest list those of the history, and hold what it held then.
-    pub(crate) fn check_snapshots(&mut self) {
-        let (epoch, ..) = self.checkers.served;
-        let Some(path) = self.checkers.lineage.path(epoch) else { return };
-        let listed = self.checkers.lineage.snapshots(path);
-        let images = listed.iter().map(|(_, lsn)| self.checkers.lineage.image(self.setup.seed, path, *lsn));
-        let images: Vec<_> = images.collect();
-        for (id, state) in &self.operators.snapshots.known {
-            let there = listed.iter().find(|(listed, _)| listed == id).map(|(_, lsn)| *lsn);
-            let broken = match state {
-                State::Made(lsn) => there != Some(*lsn),
-                State::Deleted => there.is_some(),
-                State::Wished(_) => false,
-            };
-            if broken {
-                let detail = format!("snapshot {id} was answered {state:?} and is at {there:?}");
-                return self.violate("SnapshotSurvives", detail);
-            }
-        }
-        for pool in self.known_pools() {
-            let guid = self.pools[pool].member.guid;
-            let mut found = Vec::new();
-            self.pools[pool].storage.with(guid, &mut |store| {
-                let users = store.snapshots().into_iter().filter(|s| !s.hidden);
-                found = users.map(|s| (s.id, s.lsn)).collect();
-            });
-            if found != listed {
-                let detail = format!("pool {pool} lists {found:?} and the history {listed:?}");
-                return self.violate("SnapshotSurvives", detail);
-            }
-            for ((id, _), image) in listed.iter().zip(&images) {
-                // Nobody grows a volume of these worlds.
-                if !self.check_held(pool, ReadView::Snapshot(*id), image) {
-                    return;
-                }
-            }
         }
     }
 }

@@ -6,9 +6,13 @@ use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
 };
 use quoin_types::block::{BlockError, Payload, Reply};
+use quoin_types::entry::SharedEntry;
 use quoin_types::message::{FromReplica, ToReplica};
-use quoin_types::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
+use quoin_types::{
+    BulkKey, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, SessionKey, Time,
+};
 
+use super::checkers::Observation;
 use super::recognition::Recognition;
 use super::{Event, World, brief};
 use crate::control::Question;
@@ -31,9 +35,23 @@ pub(crate) struct Process {
     pub waiting: String,
     /// The size that the controller has told it.
     pub known_blocks: u64,
-    pub commitments: super::assertions::Commitments,
-    pub admissions: super::admissions::Admissions,
+    pub grant: Grant,
+    /// The newest LSN that it has sent.
+    pub sent: Lsn,
     sessions: BTreeMap<Name, ConnectionId>,
+}
+
+/// What the control plane has answered to a target.
+#[derive(Default)]
+pub(crate) struct Grant {
+    /// Under which it last asked for an epoch.
+    pub incarnation: Incarnation,
+    /// The membership that it was granted last.
+    pub membership: Membership,
+    /// The version of the membership that it was granted or has swapped.
+    pub version: u64,
+    /// The last swap that it was answered: its version, and the record in the answer.
+    pub swapped: Option<(u64, Membership)>,
 }
 
 /// Incarnation and nonce of a session, and the number of a bulk connection of it.
@@ -78,10 +96,11 @@ impl World {
             in_sync: Vec::new(),
             waiting: String::new(),
             known_blocks: self.setup.config.volume_blocks,
-            commitments: Default::default(),
-            admissions: Default::default(),
+            grant: Grant::default(),
+            sent: Lsn::ZERO,
             sessions: BTreeMap::new(),
         });
+        self.observe(&Observation::TargetStarted { target });
         let desired = self.desired_now();
         let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit());
         self.feed_target(target, events.collect());
@@ -118,13 +137,18 @@ impl World {
     /// Gives events to the target in one batch and does what it asks.
     pub(crate) fn feed_target(&mut self, target: usize, events: Vec<PrimaryEvent>) {
         let now = self.local(self.targets[target].host);
+        if self.targets[target].process.is_none() {
+            return;
+        }
+        for event in &events {
+            if let PrimaryEvent::Desired(desired) = event {
+                self.observe(&Observation::DesiredSent { target, desired });
+            }
+        }
         let Some(process) = &mut self.targets[target].process else { return };
         let mut actions = Vec::new();
         let mut lost = Vec::new();
         for event in events {
-            if let PrimaryEvent::Desired(desired) = &event {
-                process.admissions.set_desired(desired);
-            }
             if ends_a_session(&event) {
                 let replicas = process.target.status().replicas;
                 let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
@@ -137,14 +161,14 @@ impl World {
             PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
             _ => None,
         };
-        self.checkers.yet_to_drop = actions.iter().filter_map(dropped).collect();
-        self.checkers.lost_in_batch = lost;
+        let dropped = actions.iter().filter_map(dropped).collect();
+        self.observe(&Observation::BatchBegins { dropped, lost });
         for (index, action) in actions.into_iter().enumerate() {
-            self.checkers.lost_in_batch.retain(|(at, ..)| index < *at);
+            self.observe(&Observation::ActionBegins { index });
             self.target_action(target, action);
         }
-        self.check_activation(target);
-        self.check_admissions(target);
+        self.observe(&Observation::ActionsDone { target });
+        self.observe(&Observation::BatchEnded { target });
     }
 
     fn target_action(&mut self, target: usize, action: PrimaryAction) {
@@ -153,25 +177,24 @@ impl World {
         match action {
             PrimaryAction::AcquireEpoch { incarnation, at_least } => {
                 if let Some(process) = &mut self.targets[target].process {
-                    process.commitments.acquiring = incarnation;
+                    process.grant.incarnation = incarnation;
                 }
                 let question = Question::Acquire { incarnation, at_least };
                 self.ask(target, question);
             }
             PrimaryAction::SwapMembership { epoch, version, next } => {
                 self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
-                self.check_swap(target, &next);
+                self.swap_asked(target, &next);
                 self.ask(target, Question::Swap { epoch, version, next });
             }
             PrimaryAction::Connect { member, session } => {
-                self.check_dialled(target, member);
                 self.connect(target, member, session, None);
             }
             PrimaryAction::ConnectBulk { member, bulk } => {
                 self.connect(target, member, bulk.session, Some(bulk.number));
             }
             PrimaryAction::Disconnect { session } => {
-                self.end_admission(target, session);
+                self.observe(&Observation::SessionEnded { target, session });
                 self.target_hangs_up(target, |of| of.session == session);
             }
             PrimaryAction::DisconnectBulk { bulk } => {
@@ -201,6 +224,13 @@ impl World {
                 self.kill_target(target);
             }
         }
+    }
+
+    fn swap_asked(&mut self, target: usize, next: &Membership) {
+        let assertions = &self.checkers.assertions;
+        let process = self.targets[target].process.as_ref();
+        let is_first = process.is_some_and(|p| assertions.is_first_swap(target, p, next));
+        self.observe(&Observation::SwapAsked { target, next, is_first });
     }
 
     pub(crate) fn plan_target_timer(&mut self, target: usize) {
@@ -247,12 +277,8 @@ impl World {
 
     fn connect(&mut self, target: usize, member: Member, session: SessionKey, bulk: Option<u64>) {
         let life = self.targets[target].life;
-        if let Some(since) = self.control.retired_under.get(&member.guid.0)
-            && session.epoch > *since
-        {
-            let detail = format!("target {target} connects to {member:?}, retired under {since}");
-            self.violate("RetiredNeverBack", detail);
-        }
+        let is_bulk = bulk.is_some();
+        self.observe(&Observation::Dialled { target, member, session, is_bulk });
         let pool = self.pool_of(member);
         let id = self.network.add(Connection {
             target,
@@ -371,14 +397,14 @@ impl World {
             self.target_loses_bulk(target, BulkKey { session, number });
         } else if was_there {
             let off = self.is_quorum_off(target, session);
-            self.end_admission(target, session);
+            self.observe(&Observation::SessionEnded { target, session });
             let event = match self.control.terms.was_turned_away(id) {
                 true => PrimaryEvent::FormerTerm { session },
                 false => PrimaryEvent::Disconnected { session },
             };
             self.feed_target(target, vec![event]);
             if off {
-                self.check_io_continues(target);
+                self.observe(&Observation::QuorumOffLost { target });
             }
         }
     }
@@ -422,14 +448,10 @@ impl World {
         let Some(id) = process.sessions.get(&name(session, bulk)).copied() else { return };
         if let ToReplica::Append { entries, .. } = &message {
             for entry in entries {
-                self.check_joint(target, entry);
-                if let Err(broken) = self.checkers.lineage.observe(self.setup.seed, entry) {
-                    self.violate(broken.invariant, broken.detail);
-                }
+                self.entry_sent(target, entry);
             }
         }
-        self.check_boundary(target, &message);
-        self.note_sent(target, session, &message);
+        self.observe(&Observation::TargetSends { target, session, message: &message });
         if matches!(message, ToReplica::Close)
             && let Some(process) = &mut self.targets[target].process
         {
@@ -451,6 +473,19 @@ impl World {
         }
     }
 
+    fn entry_sent(&mut self, target: usize, entry: &SharedEntry) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let is_new = entry.lsn > process.sent;
+        process.sent = process.sent.max(entry.lsn);
+        self.observe(&Observation::EntrySent { target, entry, is_new });
+        if let EntryKind::View(view) = &entry.kind {
+            self.observe(&Observation::ViewSent { target, lsn: entry.lsn, view });
+        }
+        if let Err(broken) = self.checkers.lineage.observe(self.setup.seed, entry) {
+            self.violate(broken.invariant, broken.detail);
+        }
+    }
+
     /// Everything that is due at this target, from all its connections, in one batch.
     pub(crate) fn deliver_to_target(&mut self, id: ConnectionId) {
         let now = self.schedule.now();
@@ -464,12 +499,8 @@ impl World {
         let to = self.targets[target].host;
         let mut events = Vec::new();
         let mut ended = Vec::new();
-        let mut heard = 0;
-        let mut answered = Vec::new();
-        let mut broken = None;
         for id in ids {
             let Some(connection) = self.network.connections.get(&id) else { continue };
-            let connection_guid = connection.member.guid;
             let pool = connection.pool;
             let Some(there) = self.pools.get(pool) else { continue };
             let from = there.host;
@@ -477,7 +508,7 @@ impl World {
             if deaf || self.network.is_blocked(from, to) {
                 continue;
             }
-            let (member, foreign) = (connection.member, there.is_foreign);
+            let (member, is_foreign) = (connection.member, there.is_foreign);
             let bulk = connection.bulk;
             let first = events.len();
             let taken = loop {
@@ -504,18 +535,10 @@ impl World {
                     }
                     continue;
                 };
-                if let Some(process) = &mut self.targets[target].process {
-                    let seen = &mut self.stats.situations;
-                    let heard =
-                        process.admissions.on_message(member, *session, foreign, message, seen);
-                    broken = broken.or(heard);
-                }
-                if let quoin_types::message::FromReplica::OpenAck(ack) = message {
-                    heard = heard.max(ack.membership_version);
-                    if ack.quorum && !ack.damaged {
-                        answered.push(connection_guid.0);
-                    }
-                }
+                let session = *session;
+                let seen =
+                    Observation::TargetReceives { target, member, session, is_foreign, message };
+                self.observe(&seen);
                 self.trace
                     .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
             }
@@ -524,13 +547,6 @@ impl World {
                 Taken::Refused => ended.push((id, true)),
                 Taken::Nothing | Taken::Some => {}
             }
-        }
-        if let Some(process) = &mut self.targets[target].process {
-            process.commitments.reported_version = process.commitments.reported_version.max(heard);
-            process.commitments.answered.extend(answered);
-        }
-        if let Some((row, what)) = broken {
-            self.breaks(row, what);
         }
         if !events.is_empty() {
             self.feed_target(target, events);
@@ -556,47 +572,46 @@ impl World {
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
-                process.admissions.opening(epoch);
                 process.serving = None;
                 process.tail_lost = false;
-                (process.commitments.reported_version, process.commitments.swapping) = (0, None);
-                process.commitments.settled_without_stable = Lsn::ZERO;
-                process.commitments.answered.clear();
+                self.observe(&Observation::Opening { target, epoch });
             }
             PrimaryNote::UnflushedTailMayBeLost => process.tail_lost = true,
             PrimaryNote::Serving { epoch, .. } => {
                 process.serving = Some(epoch);
                 process.has_served = true;
-                self.check_start(target);
-                self.check_serving(target, life, epoch);
+                self.observe(&Observation::Starts { target });
+                self.target_starts(target, life, epoch);
             }
             PrimaryNote::Waiting(text) => {
                 process.waiting = text;
-                self.note_unexpected(target);
+                self.observe(&Observation::Waits { target });
             }
             PrimaryNote::NotAdmitted { member, refusal } => {
-                self.note_not_admitted(target, member, refusal.is_too_many());
+                let too_many = refusal.is_too_many();
+                self.observe(&Observation::NotAdmitted { target, member, too_many });
+                self.refill(member);
             }
             PrimaryNote::InSync { members } => {
                 process.in_sync.clone_from(&members);
                 self.note_in_sync(&members);
             }
             PrimaryNote::Dropped { member, .. } => {
-                self.checkers.yet_to_drop.retain(|other| *other != member);
+                self.observe(&Observation::Dropped { member });
                 self.stats.drops += 1;
             }
             PrimaryNote::Rebuilt { .. } => self.stats.rebuilds += 1,
             PrimaryNote::Changed { .. } => self.stats.changes += 1,
             PrimaryNote::ChangeGivenUp { newcomers } => {
                 self.stats.given_up += 1;
-                self.note_given_up(target, &newcomers);
+                self.observe(&Observation::ChangeGivenUp { target, newcomers: &newcomers });
             }
             PrimaryNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
             PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
                 if self.control.rolled_back
-                    || process.commitments.membership < self.control.record.membership.version => {}
+                    || process.grant.version < self.control.record.membership.version => {}
             // Above an old copy of the record each of its replicas has promised more, again and again.
             PrimaryNote::InvariantRefused { invariant: "PromiseMonotone", .. }
                 if self.control.rolled_back => {}
@@ -607,15 +622,50 @@ impl World {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
             PrimaryNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
-            PrimaryNote::BlockLost { lba } => self.block_lost(lba),
+            PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
             // One that was granted under an old copy may say so when the newest is back, and one
             // whose grant came late when the record has gone on since.
             PrimaryNote::ControlPlaneBehind { durable_version }
-                if !self.control.rolled_back && durable_version > self.control.record.membership.version =>
+                if !self.control.rolled_back
+                    && durable_version > self.control.record.membership.version =>
             {
                 self.violate("MembershipMonotone", "the control plane has not gone back");
             }
             _ => {}
+        }
+    }
+
+    /// IO starts: in the newest epoch so far, or in one that another has overtaken.
+    fn target_starts(&mut self, target: usize, life: u32, epoch: Epoch) {
+        self.stats.servings += 1;
+        if epoch < self.checkers.durability.served_epoch() {
+            self.observe(&Observation::StartsLate { target, epoch });
+            return;
+        }
+        self.observe(&Observation::StartsNewest { target, epoch });
+        self.merge_fork(target);
+        let forced = self.operators.recovery.takes_effect(epoch);
+        let kept = forced.map(|forced| self.held_by_kept(&forced));
+        let kept = kept.as_deref();
+        self.observe(&Observation::HistoryServed { target, life, epoch, kept });
+    }
+
+    /// A session ends whose replica has its quorum off, and IO is under way.
+    fn is_quorum_off(&self, target: usize, session: SessionKey) -> bool {
+        let process = self.targets[target].process.as_ref();
+        process.is_some_and(|p| p.serving.is_some() && p.waiting.is_empty())
+            && self.checkers.admissions.is_quorum_off(target, session)
+    }
+
+    /// A replica in the in-sync set that calls itself continuous again holds all that it should.
+    /// One that is listed and has not been fed since its outage does not.
+    fn note_in_sync(&mut self, members: &[Member]) {
+        for pool in &mut self.pools {
+            let is_continuous =
+                pool.process.as_ref().is_some_and(super::pools::Process::is_continuous);
+            if members.contains(&pool.member) && is_continuous {
+                pool.cache_lost = false;
+            }
         }
     }
 
@@ -631,7 +681,9 @@ impl World {
                     Payload::Data(chunks) => chunks,
                     _ => Vec::new(),
                 };
-                self.check_reply(target, life, token as u32, &data);
+                let tag = token as u32;
+                self.observe(&Observation::Answers { target, life, tag, is_good: true });
+                self.observe(&Observation::Answered { target, tag, data: &data });
             }
             Err(error) => {
                 self.stats.ios_failed += 1;
@@ -640,12 +692,10 @@ impl World {
                 }
                 // Without a quorum there is no lease, and one that is not wanted is told to nobody.
                 if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
-                    self.check_answers(target, life, token as u32);
+                    let tag = token as u32;
+                    self.observe(&Observation::Answers { target, life, tag, is_good: false });
                 }
-                self.check_failed(token as u32, error);
-                if error == BlockError::NoQuorum {
-                    self.check_no_quorum(target);
-                }
+                self.observe(&Observation::Failed { target, tag: token as u32, error });
             }
         }
         self.client_answered(queue, token as u32);

@@ -12,6 +12,7 @@ use quoin_types::term::Standing;
 use quoin_types::{Epoch, Incarnation, SessionKey, Term, TermId, mutant};
 
 use super::World;
+use super::checkers::Observation;
 use crate::control::{Answer, Question, Record};
 use crate::network::ConnectionId;
 use crate::random::Random;
@@ -31,12 +32,6 @@ pub(crate) struct Terms {
     grants: BTreeMap<u128, Term>,
     /// Incarnations of grants of a controller that began its term beside another one.
     of_rivals: BTreeSet<u128>,
-    /// By term, the lowest and the highest epoch that it granted.
-    granted: BTreeMap<u64, (Epoch, Epoch)>,
-    /// By pool, incarnation and nonce, what the pool had heard of as it took the Open.
-    opened: BTreeMap<(usize, u128, u64), Term>,
-    /// The newest term in which IO was served.
-    served: Term,
     /// Connections that a pool did not believe.
     turned_away: BTreeSet<ConnectionId>,
 }
@@ -48,11 +43,6 @@ struct KnownTerms {
     highest: Term,
     /// The one that its process goes by.
     known: Term,
-}
-
-/// What the checkers go by: whether a term is refused where this one was heard of before.
-fn is_over(term: Term, highest: Term) -> bool {
-    term.number < highest.number || (term.number == highest.number && term.id != highest.id)
 }
 
 /// The controller whose record was recovered elsewhere.
@@ -76,9 +66,6 @@ impl Terms {
             targets: BTreeMap::new(),
             grants: BTreeMap::new(),
             of_rivals: BTreeSet::new(),
-            granted: BTreeMap::new(),
-            opened: BTreeMap::new(),
-            served: Term::default(),
             turned_away: BTreeSet::new(),
         }
     }
@@ -92,8 +79,67 @@ impl Terms {
         self.turned_away.remove(&id)
     }
 
-    fn grant_of(&self, session: SessionKey) -> Term {
-        self.grants.get(&session.incarnation.0).copied().unwrap_or_default()
+    /// The term of the grant that made this incarnation.
+    pub fn grant_of(&self, incarnation: Incarnation) -> Term {
+        self.grants.get(&incarnation.0).copied().unwrap_or_default()
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.on
+    }
+
+    pub fn is_of_a_rival(&self, session: SessionKey) -> bool {
+        self.of_rivals.contains(&session.incarnation.0)
+    }
+
+    /// By the controller's orders, or by a grant.
+    pub fn pool_learns(&mut self, pool: usize, term: Term) {
+        let learned = self.pools.entry(pool).or_default();
+        if term.standing(learned.known) == Standing::Higher {
+            learned.known = term;
+        }
+        if term.number > learned.highest.number {
+            learned.highest = term;
+        }
+    }
+
+    /// A pool goes by what it has on its disk.
+    pub fn pool_restarts(&mut self, pool: usize) {
+        if let Some(learned) = self.pools.get_mut(&pool) {
+            learned.known = match mutant::is("term-not-remembered") {
+                true => Term::default(),
+                false => learned.highest,
+            };
+        }
+    }
+
+    /// The term that a pool's process goes by.
+    fn known_at(&self, pool: usize) -> Term {
+        self.pools.get(&pool).map(|learned| learned.known).unwrap_or_default()
+    }
+
+    /// A session that was let in opens nothing once its pool knows a newer term.
+    pub fn may_open(&self, pool: usize, session: SessionKey) -> bool {
+        !self.grant_of(session.incarnation).standing(self.known_at(pool)).is_refused()
+    }
+
+    /// Whether the controller of this term orders anything at the pool.
+    pub fn orders(&self, pool: usize, term: Term) -> bool {
+        !term.standing(self.known_at(pool)).is_refused()
+    }
+
+    /// The highest term that a pool was ever shown.
+    pub fn highest_at(&self, pool: usize) -> Term {
+        self.pools.get(&pool).map(|known| known.highest).unwrap_or_default()
+    }
+
+    pub fn former_term(&self) -> Term {
+        self.former.as_ref().map(|former| former.record.term).unwrap_or_default()
+    }
+
+    /// The former controller knows of a higher term.
+    pub fn is_former_informed(&self) -> bool {
+        self.former.as_ref().is_some_and(|former| former.is_informed)
     }
 }
 
@@ -105,8 +151,12 @@ impl World {
             return;
         }
         let target = self.control.record.owner;
-        terms.former =
-            Some(Former { record: self.control.record.clone(), target, is_informed: false, ended: false });
+        terms.former = Some(Former {
+            record: self.control.record.clone(),
+            target,
+            is_informed: false,
+            ended: false,
+        });
         let number = Term::next_number([self.control.record.term]).unwrap_or(u64::MAX);
         let id = TermId(u128::from(terms.random.draw()));
         self.control.record.term = Term { number, id };
@@ -120,10 +170,10 @@ impl World {
                 && let Some(rival) = rival
                 && self.control.terms.rivals.percent(40)
             {
-                self.pool_learns(pool, rival);
+                self.control.terms.pool_learns(pool, rival);
             }
             if is_here && self.control.terms.random.percent(70) {
-                self.pool_learns(pool, term);
+                self.control.terms.pool_learns(pool, term);
             }
         }
     }
@@ -141,28 +191,7 @@ impl World {
         Some(rival)
     }
 
-    /// By the controller's orders, or by a grant.
-    pub(super) fn pool_learns(&mut self, pool: usize, term: Term) {
-        let learned = self.control.terms.pools.entry(pool).or_default();
-        if term.standing(learned.known) == Standing::Higher {
-            learned.known = term;
-        }
-        if term.number > learned.highest.number {
-            learned.highest = term;
-        }
-    }
-
-    /// A pool goes by what it has on its disk.
-    pub(crate) fn restart_terms(&mut self, pool: usize) {
-        if let Some(learned) = self.control.terms.pools.get_mut(&pool) {
-            learned.known = match mutant::is("term-not-remembered") {
-                true => Term::default(),
-                false => learned.highest,
-            };
-        }
-    }
-
-    /// A pool looks at the grant that a Hello shows. False: it turns the session away, and shows the
+    /// A pool checks the grant that a Hello shows. False: it turns the session away, and shows the
     /// newer term.
     pub(crate) fn accepts_grant(
         &mut self,
@@ -174,15 +203,11 @@ impl World {
         if !self.control.terms.on {
             return true;
         }
-        let term = self.control.terms.grant_of(session);
-        self.pool_learns(pool, term);
-        let KnownTerms { highest, known } =
-            self.control.terms.pools.get(&pool).copied().unwrap_or_default();
+        let term = self.control.terms.grant_of(session.incarnation);
+        self.control.terms.pool_learns(pool, term);
+        let known = self.control.terms.known_at(pool);
         if !term.standing(known).is_refused() {
-            if is_over(term, highest) {
-                let detail = format!("pool {pool} lets {term:?} in after it heard of {highest:?}");
-                self.violate("TermRules", detail);
-            }
+            self.observe(&Observation::LetIn { pool, term });
             return true;
         }
         self.stats.terms_refused += 1;
@@ -196,17 +221,12 @@ impl World {
     /// epoch anew; one that no record knows of is found by another recovery.
     fn grant_again(&mut self, target: usize, session: SessionKey) {
         let owns = self.control.record.owner == target && !self.control.terms.asks_former(target);
-        let is_newest = session.epoch >= self.control.record.epoch && session.epoch >= self.checkers.served.0;
+        let is_newest = session.epoch >= self.control.record.epoch
+            && session.epoch >= self.checkers.durability.served_epoch();
         if owns && is_newest && self.control.terms.random.percent(50) {
             self.control.record.epoch = session.epoch;
             self.control.terms.grants.insert(session.incarnation.0, self.control.record.term);
         }
-    }
-
-    /// A session that was let in opens nothing once its pool heard of a newer term.
-    pub(crate) fn still_opens(&self, pool: usize, session: SessionKey) -> bool {
-        let known = self.control.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
-        !self.control.terms.grant_of(session).standing(known).is_refused()
     }
 
     /// The target remembers, and its controller hears of it with the next call.
@@ -215,7 +235,8 @@ impl World {
         if term.standing(*learned) == Standing::Higher {
             *learned = term;
         }
-        let Some(former) = self.control.terms.former.as_mut().filter(|former| former.target == target)
+        let Some(former) =
+            self.control.terms.former.as_mut().filter(|former| former.target == target)
         else {
             return;
         };
@@ -228,10 +249,6 @@ impl World {
             let what = format!("the former controller hears of term {term} and ends");
             self.trace.line(self.schedule.now(), || what);
         }
-    }
-
-    fn former_term(&self) -> Term {
-        self.control.terms.former.as_ref().map(|former| former.record.term).unwrap_or_default()
     }
 
     /// The former controller's compare-and-swap. Nothing: it cannot grant what is asked for.
@@ -256,81 +273,18 @@ impl World {
         if !self.control.terms.on {
             return;
         }
-        let term = if by_former { self.former_term() } else { self.control.record.term };
+        let term = self.control.term_of(by_former);
         self.control.terms.grants.insert(incarnation.0, term);
         if by_former && term.number == self.control.record.term.number {
             self.control.terms.of_rivals.insert(incarnation.0);
         }
-        let (low, high) = self.control.terms.granted.entry(term.number).or_insert((epoch, epoch));
-        (*low, *high) = ((*low).min(epoch), (*high).max(epoch));
-        let mut last = Epoch::ZERO;
-        for (number, (low, high)) in &self.control.terms.granted {
-            if *low <= last {
-                let detail = format!("term {number} granted epoch {low}, one before it {last}");
-                return self.violate("TermsApart", detail);
-            }
-            last = *high;
-        }
-        let is_informed = self.control.terms.former.as_ref().is_some_and(|former| former.is_informed);
-        if by_former && is_informed {
-            let detail = format!("term {term} grants epoch {epoch} after it heard of a higher one");
-            self.violate("TermRules", detail);
-        }
-    }
-
-    /// Nothing is opened by a grant of a term below what the pool ever heard of.
-    pub(crate) fn check_term(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
-        if !self.control.terms.on || !matches!(message, FromReplica::OpenAck(_)) {
-            return;
-        }
-        let opened = self.control.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
-        let Some(highest) = opened else { return };
-        let grant = self.control.terms.grant_of(session);
-        if is_over(grant, highest) {
-            let detail = format!(
-                "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {highest:?}",
-                session.epoch
-            );
-            self.violate("TermRules", detail);
-        }
-    }
-
-    /// Keeps the term against which an Open is held that a pool takes.
-    pub(crate) fn note_open(&mut self, pool: usize, session: SessionKey) {
-        if self.control.terms.on {
-            let highest =
-                self.control.terms.pools.get(&pool).map(|learned| learned.highest).unwrap_or_default();
-            self.control.terms.opened.insert((pool, session.incarnation.0, session.nonce), highest);
-        }
-    }
-
-    pub(super) fn is_of_a_rival(&self, session: SessionKey) -> bool {
-        self.control.terms.of_rivals.contains(&session.incarnation.0)
-    }
-
-    /// Whether the controller of this term orders anything at the pool.
-    pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
-        let known = self.control.terms.pools.get(&pool).map(|learned| learned.known).unwrap_or_default();
-        !term.standing(known).is_refused()
-    }
-
-    /// A target that serves does so in no term before one that served, nor in its rival.
-    pub(crate) fn check_serving_term(&mut self, target: usize, epoch: Epoch) {
-        let Some(process) = &self.targets[target].process else { return };
-        let incarnation = process.commitments.acquiring;
-        let term = self.control.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
-        let served = self.control.terms.served;
-        if self.control.terms.on && is_over(term, served) {
-            let detail = format!("epoch {epoch} of {term:?} serves after {served:?} did");
-            return self.violate("TermRules", detail);
-        }
-        self.control.terms.served = term;
+        self.observe(&Observation::EpochGranted { by_former, epoch });
     }
 
     /// The name of the controller leads all to the one that rules, and it is heard.
     pub(crate) fn spread_term(&mut self) {
         let own = self.control.record.term;
-        let former = self.former_term();
+        let former = self.control.terms.former_term();
         if former.number == own.number && former.id != own.id {
             let number = Term::next_number([own]).unwrap_or(u64::MAX);
             let id = TermId(u128::from(self.control.terms.rivals.draw()));
@@ -343,7 +297,7 @@ impl World {
         }
         for pool in 0..self.pools.len() {
             if self.control.terms.on && self.pools[pool].process.is_some() {
-                self.pool_learns(pool, term);
+                self.control.terms.pool_learns(pool, term);
             }
         }
     }

@@ -135,7 +135,8 @@ impl World {
 
     /// What was begun with a crowd at the last turn: one more comes, or fewer are desired again.
     fn continue_crowd(&mut self) {
-        let fewer = self.operators.members.unexpected.drf_before.is_some() && self.operators.members.random.percent(50);
+        let fewer = self.operators.members.unexpected.drf_before.is_some()
+            && self.operators.members.random.percent(50);
         if let Some(member) = self.operators.members.unexpected.late.take_if(|_| !fewer) {
             let desired = &self.control.record.desired;
             let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
@@ -189,7 +190,8 @@ impl World {
     fn make_unexpected(&mut self, member: Member, quorum: bool, foreign: bool) -> bool {
         let has_room = |p: &super::PoolHost| p.is_spare() && p.process.is_some();
         let Some(pool) = self.pools.iter().position(has_room) else { return false };
-        let (mut identity, meta) = self.newborn(member, quorum, self.control.record.membership.clone());
+        let (mut identity, meta) =
+            self.newborn(member, quorum, self.control.record.membership.clone());
         if foreign {
             identity.volume = VolumeId(!self.setup.config.volume.0);
         }
