@@ -109,7 +109,7 @@ pub fn run_many(
         let report = run(RunOptions { seed, ..options });
         each(seed, &report);
         summary.merge(Summary {
-            ios_checked_least: Some(report.stats.ios_checked),
+            ios_checked_least: Some(report.stats.ios.checked),
             stats: report.stats,
             violations: report.violation.into_iter().collect(),
             cpu: Duration::ZERO,

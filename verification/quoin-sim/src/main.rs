@@ -174,7 +174,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
             None => {
-                println!("seed {seed}: {} IOs checked, no violation", report.stats.ios_checked);
+                println!("seed {seed}: {} IOs checked, no violation", report.stats.ios.checked);
                 ExitCode::SUCCESS
             }
         };

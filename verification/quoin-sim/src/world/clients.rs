@@ -105,7 +105,7 @@ impl World {
     /// What a client had open is never answered now; it asks anew.
     fn abandon(&mut self, queue: usize) {
         if let Some(tag) = self.clients.queues[queue].open.take() {
-            self.stats.ios_open += 1;
+            self.stats.ios.open += 1;
             self.quiesce.given_back(self.checkers.history.op(tag).draft);
             let delay = self.random.between(1, 300) * MILLISECOND;
             self.next_turn(queue, delay);

@@ -104,7 +104,7 @@ impl World {
         let (before_list, leaving) = (&before_list, &leaving[..]);
         self.observe(&Observation::RecordExecuted { before: before_list, leaving });
         if self.control.record.epoch != before {
-            self.stats.epochs += 1;
+            self.stats.opens.epochs += 1;
         }
         let older = self.control.old_record.as_ref().is_some_and(|old| {
             self.setup.haste > 1 && old.membership.version < self.control.record.membership.version

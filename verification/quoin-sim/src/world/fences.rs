@@ -89,6 +89,6 @@ impl World {
         }
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);
         self.observe(&Observation::FenceDelivered { pool, epoch, at_once });
-        self.stats.fences += 1;
+        self.stats.control.fences += 1;
     }
 }

@@ -52,7 +52,7 @@ impl World {
             self.operators.growth.random.between(1, self.operators.growth.step_blocks);
         let blocks = self.setup.config.volume_blocks;
         self.trace.line(self.schedule.now(), || format!("the volume is to have {blocks} blocks"));
-        self.stats.growths += 1;
+        self.stats.operators.growths += 1;
         self.send_size();
         self.plan_growth();
     }

@@ -160,7 +160,7 @@ impl World {
             let id = ReplicaId(self.operators.members.random.wide() | 1);
             if self.make_newcomer(id, false) {
                 self.control.record.desired.drf = drf;
-                self.stats.scale_ups += 1;
+                self.stats.operators.scale_ups += 1;
             }
         }
     }
@@ -182,7 +182,7 @@ impl World {
         }
         let member = self.operators.members.random.pick(&newcomers).member;
         self.forget_newcomer(member);
-        self.stats.taken_back += 1;
+        self.stats.operators.taken_back += 1;
         true
     }
 
@@ -204,7 +204,7 @@ impl World {
         let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
             || desired.leaving.contains(&member);
         if !busy && self.make_newcomer(member.id, true) {
-            self.stats.moves += 1;
+            self.stats.operators.moves += 1;
         }
     }
 
@@ -224,7 +224,7 @@ impl World {
             }
             self.control.record.desired.leaving.push(member);
             self.control.record.desired.drf = drf;
-            self.stats.removals += 1;
+            self.stats.operators.removals += 1;
         }
     }
 
@@ -233,7 +233,7 @@ impl World {
         let cf = self.operators.members.random.between(0, u64::from(rf)) as u8;
         if self.is_promised(rf, if cf == 0 { self.control.record.membership.cf } else { cf }) {
             self.control.record.desired.cf = cf;
-            self.stats.cf_changes += 1;
+            self.stats.operators.cf_changes += 1;
         }
     }
 

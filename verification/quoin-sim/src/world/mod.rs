@@ -288,19 +288,13 @@ impl World {
         }
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
-        self.stats.ios_checked = self.checkers.history.checked;
-        self.stats.tails_lost = self.checkers.durability.tails_lost();
+        self.stats.ios.checked = self.checkers.history.checked;
+        self.stats.opens.tails_lost = self.checkers.durability.tails_lost();
         self.stats.situations = self.checkers.situations;
-        self.stats.undecided = self.checkers.history.undecided;
-        self.stats.messages = self.network.counts.messages;
-        self.stats.messages_reordered = self.network.counts.reordered;
-        self.stats.messages_lost = self.network.counts.lost;
-        self.stats.frames_cut = self.network.counts.frames_cut;
+        self.stats.ios.undecided = self.checkers.history.undecided;
+        self.stats.messages = self.network.counts;
         for pool in &self.pools {
-            let counts = pool.storage.counts();
-            self.stats.sectors_lost += counts.sectors_lost;
-            self.stats.pages_torn += counts.pages_torn;
-            self.stats.disk_errors += counts.errors;
+            self.stats.disks.merge(&pool.storage.counts());
         }
     }
 

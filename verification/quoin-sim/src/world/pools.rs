@@ -642,7 +642,7 @@ impl World {
             return;
         }
         self.control.record.desired.newcomers.push(newcomer);
-        self.stats.replacements += 1;
+        self.stats.replicas.replacements += 1;
         self.send_desired();
     }
 }

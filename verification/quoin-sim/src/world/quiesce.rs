@@ -238,7 +238,7 @@ impl World {
             return Err("a pool does not hold its known replica".into());
         }
         let answered =
-            self.checkers.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
+            self.checkers.history.len() as u64 - self.stats.ios.open - self.stats.ios.failed;
         if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }

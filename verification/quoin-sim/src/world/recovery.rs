@@ -362,7 +362,7 @@ impl World {
             Some(Forced { after: self.control.record.epoch, cf, kept: kept.clone() });
         self.operators.recovery.at = self.schedule.now();
         self.operators.recovery.version = self.control.record.membership.version;
-        self.stats.recoveries += 1;
+        self.stats.operators.recoveries += 1;
         self.operators.recovery.to_end =
             (0..).zip(self.targets.iter().map(|target| target.life)).collect();
         if self.operators.recovery.random.percent(50) {

@@ -90,7 +90,7 @@ impl World {
         };
         snapshots.known.insert(id, State::Wished(wish));
         self.trace.line(self.schedule.now(), || format!("snapshot {id} is wished: {wish:?}"));
-        self.stats.snapshots += 1;
+        self.stats.operators.snapshots += 1;
         self.send_snapshots();
         self.plan_snapshots();
     }

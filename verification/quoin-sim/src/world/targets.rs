@@ -598,15 +598,15 @@ impl World {
             }
             PrimaryNote::Dropped { member, .. } => {
                 self.observe(&Observation::Dropped { member });
-                self.stats.drops += 1;
+                self.stats.replicas.drops += 1;
             }
-            PrimaryNote::Rebuilt { .. } => self.stats.rebuilds += 1,
-            PrimaryNote::Changed { .. } => self.stats.changes += 1,
+            PrimaryNote::Rebuilt { .. } => self.stats.replicas.rebuilds += 1,
+            PrimaryNote::Changed { .. } => self.stats.operators.changes_made += 1,
             PrimaryNote::ChangeGivenUp { newcomers } => {
-                self.stats.given_up += 1;
+                self.stats.operators.changes_given_up += 1;
                 self.observe(&Observation::ChangeGivenUp { target, newcomers: &newcomers });
             }
-            PrimaryNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
+            PrimaryNote::BadBlock { repaired: true, .. } => self.stats.replicas.repairs += 1,
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
             PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
@@ -637,7 +637,7 @@ impl World {
 
     /// IO starts: in the newest epoch so far, or in one that another has overtaken.
     fn target_starts(&mut self, target: usize, life: u32, epoch: Epoch) {
-        self.stats.servings += 1;
+        self.stats.opens.servings += 1;
         if epoch < self.checkers.durability.served_epoch() {
             self.observe(&Observation::StartsLate { target, epoch });
             return;
@@ -686,7 +686,7 @@ impl World {
                 self.observe(&Observation::Answered { target, tag, data: &data });
             }
             Err(error) => {
-                self.stats.ios_failed += 1;
+                self.stats.ios.failed += 1;
                 if error == BlockError::OutOfRange || error == BlockError::Misaligned {
                     self.violate("Requests", format!("a good request was refused: {error}"));
                 }

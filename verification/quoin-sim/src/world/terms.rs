@@ -160,7 +160,7 @@ impl World {
         let number = Term::next_number([self.control.record.term]).unwrap_or(u64::MAX);
         let id = TermId(u128::from(terms.random.draw()));
         self.control.record.term = Term { number, id };
-        self.stats.terms += 1;
+        self.stats.control.terms += 1;
         let term = self.control.record.term;
         self.trace.line(self.schedule.now(), || format!("the record is recovered in term {term}"));
         let rival = self.begin_rival_term();
@@ -185,7 +185,7 @@ impl World {
         let id = TermId(u128::from(terms.rivals.draw()));
         let rival = Term { number: self.control.record.term.number, id };
         former.record.term = rival;
-        self.stats.rival_terms += 1;
+        self.stats.control.rival_terms += 1;
         let what = format!("the former controller begins term {rival} as well");
         self.trace.line(self.schedule.now(), || what);
         Some(rival)
@@ -210,7 +210,7 @@ impl World {
             self.observe(&Observation::LetIn { pool, term });
             return true;
         }
-        self.stats.terms_refused += 1;
+        self.stats.control.terms_refused += 1;
         self.control.terms.turned_away.insert(id);
         self.target_learns(target, known);
         self.grant_again(target, session);
@@ -245,7 +245,7 @@ impl World {
         }
         if former.record.term.is_ended_by(term) && !former.ended {
             former.ended = true;
-            self.stats.controllers_ended += 1;
+            self.stats.control.controllers_ended += 1;
             let what = format!("the former controller hears of term {term} and ends");
             self.trace.line(self.schedule.now(), || what);
         }
@@ -289,7 +289,7 @@ impl World {
             let number = Term::next_number([own]).unwrap_or(u64::MAX);
             let id = TermId(u128::from(self.control.terms.rivals.draw()));
             self.control.record.term = Term { number, id };
-            self.stats.terms += 1;
+            self.stats.control.terms += 1;
         }
         let term = self.control.record.term;
         for target in 0..self.targets.len() {
