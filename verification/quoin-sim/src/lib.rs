@@ -8,8 +8,10 @@
 //! |---|---|
 //! | [`linear`] | reads and writes of a 4 KiB block that no order explains |
 //! | [`lineage`] | acknowledged, read or flushed entries that a later history lacks; two contents for one position |
-//! | `world::checks` | answers under an old epoch, wrong bytes, errors without a cause, replicas that differ at rest |
-//! | `world::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
+//! | `world::checkers::durability` | answers under an old epoch or of what is not held, wrong bytes, errors without a cause |
+//! | `world::checkers::assertions` | replicas and targets that break what they reported before |
+//! | `world::checkers::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
+//! | `world::checkers::at_rest` | replicas that differ at rest, room that does not come back |
 //! | `world::quiesce` | IO or replicas that do not come back after the last fault |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |

@@ -63,7 +63,7 @@ counters! {
         /// Epochs that were granted.
         epochs,
         servings,
-        /// Opens that said that unflushed data may be lost.
+        /// Opens that reported that unflushed data may be lost.
         tails_lost,
     }
 }

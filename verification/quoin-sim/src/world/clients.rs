@@ -66,7 +66,7 @@ impl World {
 
     fn submit(&mut self, queue: usize, draft: Draft) {
         let home = self.clients.queues[queue].home;
-        let target = (home, self.life_of(home));
+        let target = (home, self.targets[home].life);
         let tag = self.checkers.history.invoke(draft, target);
         self.clients.queues[queue].open = Some(tag);
         self.clients.tokens.insert(u64::from(tag), queue);

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use quoin_replication::primary::PrimaryEvent;
-use quoin_types::{Member, Membership, Newcomer, Term};
+use quoin_types::{Desired, Member, Membership, Newcomer, Term};
 
 use super::checkers::Observation;
 use super::fences::Fences;
@@ -51,6 +51,28 @@ impl Control {
 }
 
 impl Control {
+    /// What a target is to make of the membership.
+    pub fn desired(&self) -> PrimaryEvent {
+        let version = self.record.membership.version;
+        PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
+    }
+
+    /// Whether what is desired is what is.
+    pub fn desired_reached(&self) -> Result<(), String> {
+        let (desired, membership) = (&self.record.desired, &self.record.membership);
+        if let Some(newcomer) = desired.newcomers.first() {
+            return Err(format!("{:?} is not known yet", newcomer.member));
+        }
+        if let Some(member) = desired.leaving.first() {
+            return Err(format!("{member:?} has not left yet"));
+        }
+        let (rf, cf) = (membership.rf, membership.cf);
+        if desired.drf != rf || (desired.cf != 0 && desired.cf_of(rf) != cf) {
+            return Err(format!("RF {rf} CF {cf} is not {desired:?}"));
+        }
+        Ok(())
+    }
+
     /// The term in which the controller, or the former one, grants.
     pub fn term_of(&self, is_former: bool) -> Term {
         if is_former { self.terms.former_term() } else { self.record.term }
@@ -58,7 +80,7 @@ impl Control {
 }
 
 impl World {
-    /// A target asks; it hears the answer, or that there was none in time, or both.
+    /// A target asks; it receives the answer, or that there was none in time, or both.
     pub(crate) fn ask(&mut self, target: usize, question: Question) {
         let life = self.targets[target].life;
         let here = self.targets[target].host;
@@ -93,7 +115,7 @@ impl World {
             return;
         }
         let before = self.control.record.epoch;
-        // Nobody changes what an old copy of the record says.
+        // An old copy of the record is not changed.
         if self.control.backup.is_some() && matches!(question, Question::Swap { .. }) {
             return;
         }
@@ -219,9 +241,9 @@ impl World {
         }
     }
 
-    /// IO starts under what an old copy of the record said. Nobody who answered knew of anything
-    /// newer (`check_record`), so what was swapped after the copy was made, and is only in the
-    /// newest record, never ruled: the target that asked for it died before it could tell. The
+    /// IO starts under what an old copy of the record said. No replica that answered knew of anything
+    /// newer (`Assertions::check_record`), so what was swapped after the copy was made, and is only in the
+    /// newest record, never ruled: the target that asked for it died before it could report it. The
     /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
     /// into it what has ruled, and desires again what was swapped.
     pub(crate) fn merge_fork(&mut self, target: usize) {

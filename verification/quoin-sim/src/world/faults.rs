@@ -53,7 +53,7 @@ impl World {
 
     pub(crate) fn count_down(&mut self) {
         let events = self.stats.events;
-        // A look at every event would cost more than the event.
+        // A check at every event would cost more than the event.
         let steps =
             if events.is_multiple_of(3) && self.faults.armed.iter().any(|a| a.1.aim.is_some()) {
                 self.steps_now()
@@ -290,7 +290,7 @@ impl World {
                     self.stop_pool(pool, restart, then_power);
                     return true;
                 }
-                // A whole machine room is shut down, each part when it is told so.
+                // A whole machine room is shut down, each part as it is ordered to.
                 for target in 0..self.targets.len() {
                     self.stop_target(target);
                 }
@@ -392,7 +392,7 @@ impl World {
             .iter()
             .filter(|(_, c)| c.established)
             .filter(|(_, c)| {
-                let (a, b) = (self.host_of_target(c.target), self.pools[c.pool].host);
+                let (a, b) = (self.targets[c.target].host, self.pools[c.pool].host);
                 blocked.contains(&(a, b)) || blocked.contains(&(b, a))
             })
             .map(|(id, _)| *id)
@@ -463,7 +463,7 @@ impl World {
         true
     }
 
-    /// Nobody hears the owner any more, or it hears nobody, and the volume goes to the other host.
+    /// Nothing that the owner sends arrives, or nothing reaches it, and the volume goes to the other host.
     fn isolate_owner(&mut self) -> bool {
         let host = self.targets[self.control.record.owner].host;
         let (outward, inward) = *self.random.pick(&[(true, true), (true, false), (false, true)]);

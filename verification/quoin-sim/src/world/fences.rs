@@ -1,5 +1,5 @@
 //! A control plane that takes back what a target was granted when its host loses the volume, in the
-//! swarms `detaches` and `controllers`. Pools are told so late, each by itself, and again whenever they start; the target
+//! swarms `detaches` and `controllers`. Each pool receives the fence late, by itself, and again whenever it starts; the target
 //! that lost the volume lives on, and comes back with the grant that it has.
 
 use quoin_replication::replica::ReplicaEvent;
@@ -16,7 +16,7 @@ pub(crate) struct Fences {
     on: bool,
     /// The control plane is at times of a version that takes nothing back.
     may_be_old: bool,
-    /// What pools are told now.
+    /// What pools receive now.
     current: Option<Fence>,
 }
 
@@ -62,7 +62,7 @@ impl World {
         self.schedule.after(delay, Event::DeliverFence { pool });
     }
 
-    /// A pool that starts hears of it again; until then it goes by what it has on its disk.
+    /// A pool that starts receives the fence again; until then it applies what it has on its disk.
     pub(crate) fn restart_fences(&mut self, pool: usize) {
         if !self.control.fences.on {
             return;
@@ -84,7 +84,7 @@ impl World {
         let term = self.control.record.term;
         self.control.terms.pool_learns(pool, term);
         if !self.control.terms.orders(pool, term) {
-            // Its reports are heard by a controller that it believes, once one rules there.
+            // The pool accepts orders again once a controller of a term that it accepts rules there.
             return self.plan_fence(pool, 1500);
         }
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);

@@ -1,7 +1,7 @@
 //! Operators who grow the volume while everything else goes on.
 //!
 //! Clients learn of a new size as a device does: from the records, once a target has it. From then
-//! on no request within it may be refused as out of range by any target that was told of the size.
+//! on no request within it may be refused as out of range by any target that received the size.
 //! (One that is not the owner any more may not have been: a device finds that as it connects.)
 
 use quoin_replication::primary::PrimaryEvent;
@@ -42,7 +42,7 @@ impl World {
         }
     }
 
-    /// The records have a new size from here on: targets that start are told of it.
+    /// The records have a new size from here on: targets that start receive it.
     pub(crate) fn grow(&mut self) {
         if self.faults.over {
             return;
@@ -57,7 +57,7 @@ impl World {
         self.plan_growth();
     }
 
-    /// The owner's target hears of the size until it has it; then the clients do.
+    /// Sends the size to the owner's target until it has it; then the clients learn of it.
     pub(crate) fn send_size(&mut self) {
         let blocks = self.setup.config.volume_blocks;
         if self.setup.volume_blocks >= blocks {

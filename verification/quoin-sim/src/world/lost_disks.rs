@@ -59,7 +59,7 @@ impl World {
     fn wipe_and_make_the_same(&mut self, pool: usize) -> bool {
         let member = self.pools[pool].member;
         let membership = self.control.record.membership.clone();
-        let (identity, meta) = self.newborn(member, true, membership);
+        let (identity, meta) = self.setup.newborn(member, true, membership);
         self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
         let blocks = self.setup.config.volume_blocks;
         let here = &mut self.pools[pool];

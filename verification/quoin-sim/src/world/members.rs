@@ -11,7 +11,6 @@
 use quoin_replication::primary::PrimaryEvent;
 use quoin_replication::replica::Replica;
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_types::membership::open_quorum;
 use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
 
 use super::checkers::Observation;
@@ -75,44 +74,23 @@ impl World {
         }
     }
 
-    /// The controller tells the owner's target what is desired until it is so.
+    /// The controller sends what is desired to the owner's target until it is so.
     pub(crate) fn send_desired(&mut self) {
         let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            let desired = self.desired_now();
+            let desired = self.control.desired();
             self.feed_target(owner, vec![desired]);
         }
         self.operators.members.is_sending = false;
         self.keep_sending_desired();
     }
 
-    pub(crate) fn desired_now(&self) -> PrimaryEvent {
-        let version = self.control.record.membership.version;
-        PrimaryEvent::Desired(Desired { version, ..self.control.record.desired.clone() })
-    }
-
     pub(crate) fn keep_sending_desired(&mut self) {
-        if self.desired_reached().is_err()
+        if self.control.desired_reached().is_err()
             && !std::mem::replace(&mut self.operators.members.is_sending, true)
         {
             self.schedule.after(SECOND, Event::SendDesired);
         }
-    }
-
-    /// Whether what is desired is what is.
-    pub(crate) fn desired_reached(&self) -> Result<(), String> {
-        let (desired, membership) = (&self.control.record.desired, &self.control.record.membership);
-        if let Some(newcomer) = desired.newcomers.first() {
-            return Err(format!("{:?} is not known yet", newcomer.member));
-        }
-        if let Some(member) = desired.leaving.first() {
-            return Err(format!("{member:?} has not left yet"));
-        }
-        let (rf, cf) = (membership.rf, membership.cf);
-        if desired.drf != rf || (desired.cf != 0 && desired.cf_of(rf) != cf) {
-            return Err(format!("RF {rf} CF {cf} is not {desired:?}"));
-        }
-        Ok(())
     }
 
     /// One operator's turn.
@@ -123,8 +101,9 @@ impl World {
         let pause = self.operators.members.random.between(700, 6000) * MILLISECOND;
         self.schedule.after(pause / self.setup.haste, Event::Operate);
         self.clear_retired();
-        // An old copy of the records is nobody's to change.
-        let busy = self.desired_reached().is_err() && !self.operators.members.random.percent(25);
+        // An old copy of the records is not changed.
+        let busy =
+            self.control.desired_reached().is_err() && !self.operators.members.random.percent(25);
         if self.control.backup.is_some() || self.operators.recovery.is_under_way() {
             return;
         }
@@ -154,7 +133,8 @@ impl World {
     fn scale_up(&mut self, count: usize) {
         for _ in 0..count {
             let drf = self.control.record.desired.drf + 1;
-            if drf > RF_MAX || !self.is_promised(drf, self.control.record.desired.cf_of(drf)) {
+            if drf > RF_MAX || !self.setup.is_promised(drf, self.control.record.desired.cf_of(drf))
+            {
                 return;
             }
             let id = ReplicaId(self.operators.members.random.wide() | 1);
@@ -219,7 +199,7 @@ impl World {
             let Some(drf) = desired.drf.checked_sub(1).filter(|drf| *drf > 0) else { return };
             // One that is known stays, as the product demands.
             let stays = known.iter().filter(|m| !desired.leaving.contains(m)).count() > 1;
-            if busy || !stays || !self.is_promised(drf, desired.cf_of(drf)) {
+            if busy || !stays || !self.setup.is_promised(drf, desired.cf_of(drf)) {
                 return;
             }
             self.control.record.desired.leaving.push(member);
@@ -231,16 +211,11 @@ impl World {
     fn change_cf(&mut self) {
         let rf = self.control.record.membership.rf;
         let cf = self.operators.members.random.between(0, u64::from(rf)) as u8;
-        if self.is_promised(rf, if cf == 0 { self.control.record.membership.cf } else { cf }) {
+        if self.setup.is_promised(rf, if cf == 0 { self.control.record.membership.cf } else { cf })
+        {
             self.control.record.desired.cf = cf;
             self.stats.operators.cf_changes += 1;
         }
-    }
-
-    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
-    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
-    fn is_promised(&self, rf: u8, cf: u8) -> bool {
-        self.setup.profile == Profile::Power || rf > open_quorum(rf, cf)
     }
 
     /// Whether one replica may be lost at this moment, also while those that leave are off the list
@@ -248,10 +223,10 @@ impl World {
     pub(crate) fn is_one_dispensable(&self) -> bool {
         let Record { membership, desired, .. } = &self.control.record;
         match desired.leaving.len() as u8 {
-            0 => self.is_promised(membership.rf, membership.cf),
+            0 => self.setup.is_promised(membership.rf, membership.cf),
             leaving => {
                 let rf = membership.rf.saturating_sub(leaving);
-                rf > 0 && self.is_promised(rf, desired.cf_of(rf))
+                rf > 0 && self.setup.is_promised(rf, desired.cf_of(rf))
             }
         }
     }
@@ -276,7 +251,7 @@ impl World {
 
     /// An empty replica with quorum off in this pool, whose process runs.
     pub(crate) fn make_replica(&mut self, pool: usize, member: Member) -> bool {
-        let newborn = self.newborn(member, false, self.control.record.membership.clone());
+        let newborn = self.setup.newborn(member, false, self.control.record.membership.clone());
         self.make_born(pool, member, newborn)
     }
 

@@ -154,7 +154,7 @@ pub(crate) enum Event {
     Recovery,
     Grow,
     LimitMemory,
-    /// A pool hears of what was taken back.
+    /// A pool receives the fence.
     DeliverFence {
         pool: usize,
     },
@@ -348,10 +348,6 @@ impl World {
             Event::FaultsEnd => self.faults_end(),
             Event::CheckQuiesce => self.check_quiesce(),
         }
-    }
-
-    pub(crate) fn host_of_target(&self, target: usize) -> usize {
-        self.targets[target].host
     }
 
     pub(crate) fn pool_of(&self, member: Member) -> Option<usize> {

@@ -18,7 +18,7 @@ const RECOVERY_MAX: u64 = 180 * SECOND;
 /// product.
 const UNRESTED: u64 = RECOVERY_MAX / 2;
 const REST: u64 = 250 * MILLISECOND;
-/// And in which rebuilds that nobody goes on with have given up what they pinned.
+/// And in which abandoned rebuilds have given up what they pinned.
 const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
@@ -196,7 +196,7 @@ impl World {
 
     /// At rest, and no boundary of a rebuild keeps what was overwritten.
     fn is_empty(&mut self) -> Result<(), String> {
-        self.snapshots_settled()?;
+        self.operators.snapshots.settled()?;
         self.at_rest()?;
         for pool in self.known_pools() {
             if self.pools[pool].process.as_ref().is_some_and(|process| process.syncing) {
@@ -229,7 +229,7 @@ impl World {
         {
             return Err(format!("replica {} is not in sync", member.id));
         }
-        self.desired_reached()?;
+        self.control.desired_reached()?;
         let (has, wanted) = (self.setup.volume_blocks, self.setup.config.volume_blocks);
         if has < wanted {
             return Err(format!("the volume has {has} blocks and is to have {wanted}"));
@@ -242,7 +242,7 @@ impl World {
         if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
-        self.snapshots_settled()
+        self.operators.snapshots.settled()
     }
 
     /// Pools that run and hold a known replica.

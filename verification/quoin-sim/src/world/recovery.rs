@@ -19,7 +19,7 @@ use crate::schedule::{MILLISECOND, SECOND};
 use crate::storage::Outage;
 use crate::swarm::Swarm;
 
-/// How often the person looks.
+/// How often the person checks.
 const CHECK_EVERY: u64 = 300 * MILLISECOND;
 /// Answers of the control plane come later than this never: what was destroyed may turn up.
 const FORGOTTEN: u64 = 10 * SECOND;
@@ -52,11 +52,11 @@ pub(crate) struct Recovery {
     /// When the person went on, and the version of the record since.
     at: u64,
     version: u64,
-    /// Lives of targets that have not heard yet that the volume was taken from them.
+    /// Lives of targets that do not know yet that the volume was taken from them.
     to_end: Vec<(usize, u32)>,
 }
 
-/// A change that was forced and under which nobody has served yet.
+/// A change that was forced and under which no target has served yet.
 #[derive(Clone, Debug)]
 pub(crate) struct Forced {
     after: Epoch,
@@ -86,7 +86,7 @@ impl Recovery {
         self.away.contains(&pool)
     }
 
-    /// Nobody changes anything else meanwhile.
+    /// Nothing else is changed meanwhile.
     pub fn is_under_way(&self) -> bool {
         matches!(self.stage, Stage::Lost | Stage::Decided(_))
     }
@@ -227,7 +227,7 @@ impl World {
         self.operators.recovery.away.iter().any(|pool| self.pools[*pool].member == *member)
     }
 
-    /// The owner's target, where the controller hears of it.
+    /// The owner's target, where its reports reach the controller.
     fn reachable_target(&self) -> Option<&super::targets::Process> {
         let there = &self.targets[self.control.record.owner];
         let heard = !self.network.is_blocked(there.host, self.control.host) && !there.paused;

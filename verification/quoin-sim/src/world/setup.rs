@@ -4,7 +4,7 @@ use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
 use quoin_types::{
     BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid,
-    ReplicaId, VolumeId,
+    ReplicaId, VolumeId, membership::open_quorum,
 };
 
 use super::clients::Clients;
@@ -63,13 +63,13 @@ impl StoreKind {
 pub enum Mutant {
     /// Replicas answer "applied" when an entry arrives, before they hold it.
     AcknowledgesBeforeHolding,
-    /// Disks say that a sync is done and do nothing.
+    /// Disks report that a sync is done and do nothing.
     SyncLies,
     /// Clocks stop although reads lean on leases.
     ClocksStop,
     /// The control plane grants an epoch again after a lost answer.
     EpochGrantedTwice,
-    /// Replicas lose their data and say nothing of it.
+    /// Replicas lose their data and do not report it.
     ForgetsSilently,
 }
 
@@ -140,7 +140,7 @@ fn profile(
     shape: Option<&Shape>,
     random: &mut Random,
 ) -> Profile {
-    let spare = rf - quoin_types::membership::open_quorum(rf, cf);
+    let spare = rf - open_quorum(rf, cf);
     let wanted = shape.map_or(Wanted::AsDrawn, |s| s.wanted);
     let hurt = match wanted {
         Wanted::AsDrawn => spare > 0 && random.percent(35),
@@ -163,6 +163,29 @@ impl Setup {
     pub fn may_be_damaged(&self, pool: usize) -> bool {
         self.profile == Profile::Media { victim: pool }
             || self.profile == Profile::Liar { victim: pool }
+    }
+
+    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
+    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
+    pub fn is_promised(&self, rf: u8, cf: u8) -> bool {
+        self.profile == Profile::Power || rf > open_quorum(rf, cf)
+    }
+
+    /// What a pool writes when it creates a replica: counted at once (a first one), or only
+    /// after it has been adopted.
+    pub fn newborn(
+        &self,
+        member: Member,
+        quorum: bool,
+        membership: Membership,
+    ) -> (ReplicaIdentity, ReplicaMeta) {
+        let identity = ReplicaIdentity {
+            volume: self.config.volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: bytes::Bytes::new(),
+        };
+        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
     }
 
     /// A small world in the place of what was drawn.
@@ -201,7 +224,7 @@ impl World {
         let target_hosts: [usize; 2] =
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
         let members_plan = Members::draw(options.seed, options.swarm, profile);
-        // With an entry missing nobody else is dispensable.
+        // With an entry missing no other replica is dispensable.
         let short = members_plan.unexpected.list_is_short;
         let profile = if short { Profile::Power } else { profile };
         let hosts = replicas + 3 + members_plan.spare_pools();
@@ -362,7 +385,7 @@ impl World {
         };
         let spare = member == Member::default();
         let listed = membership.contains(member);
-        let (identity, meta) = self.newborn(member, listed, membership.clone());
+        let (identity, meta) = self.setup.newborn(member, listed, membership.clone());
         if !spare
             && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
         {
@@ -394,23 +417,6 @@ impl World {
             starts: super::recognition::Starts::new(self.setup.seed, pool),
         });
         self.schedule.after(0, Event::StartPool { pool });
-    }
-
-    /// What a pool writes when it creates a replica: counted at once (a first one), or only
-    /// after it has been adopted.
-    pub(crate) fn newborn(
-        &self,
-        member: Member,
-        quorum: bool,
-        membership: Membership,
-    ) -> (ReplicaIdentity, ReplicaMeta) {
-        let identity = ReplicaIdentity {
-            volume: self.setup.config.volume,
-            replica: member.id,
-            guid: member.guid,
-            volume_spec: bytes::Bytes::new(),
-        };
-        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
     }
 
     fn plan_run(&mut self, clocks_stop: bool, shape: Option<&Shape>) {

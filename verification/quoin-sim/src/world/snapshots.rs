@@ -1,6 +1,6 @@
 //! Users who make snapshots and delete them while everything else goes on.
 //!
-//! A wish is said to the owner's target until some target answers it. At rest every replica lists
+//! A wish is sent to the owner's target until some target answers it. At rest every replica lists
 //! the same snapshots, those of the history; what was answered is among them or is not, and each
 //! holds what the history held at its LSN, slot by slot.
 
@@ -49,6 +49,33 @@ impl Snapshots {
 }
 
 impl Snapshots {
+    /// A target's answer; an error says how it contradicts an earlier one.
+    pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
+        let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
+        match (*state, outcome) {
+            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
+                *state = State::Made(lsn);
+            }
+            (State::Wished(SnapshotWish::Delete), SnapshotOutcome::Deleted) => {
+                *state = State::Deleted;
+            }
+            (State::Made(lsn), SnapshotOutcome::Made { lsn: now }) if lsn != now => {
+                return Err(format!("snapshot {id} was made at {lsn} and at {now}"));
+            }
+            // An answer to what was wished before.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Whether all that was wished is answered.
+    pub fn settled(&self) -> Result<(), String> {
+        match self.open().next() {
+            Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
+            None => Ok(()),
+        }
+    }
+
     /// How what was answered differs from the snapshots of the history.
     pub fn differs_from(&self, listed: &[(SnapshotId, Lsn)]) -> Option<String> {
         self.known.iter().find_map(|(id, state)| {
@@ -72,7 +99,7 @@ impl World {
         }
     }
 
-    /// Somebody wishes for one more or one less.
+    /// A user wishes for one more or one less.
     pub(crate) fn request_snapshot(&mut self) {
         if self.faults.over {
             return;
@@ -95,7 +122,7 @@ impl World {
         self.plan_snapshots();
     }
 
-    /// Faults are over and everything was compared: nobody keeps any.
+    /// Faults are over and everything was compared: all are deleted.
     pub(crate) fn delete_snapshots(&mut self) {
         for state in self.operators.snapshots.known.values_mut() {
             if *state != State::Deleted {
@@ -105,7 +132,7 @@ impl World {
         self.send_snapshots();
     }
 
-    /// The owner's target hears of what is wished until it is answered.
+    /// Sends what is wished to the owner's target until it is answered.
     pub(crate) fn send_snapshots(&mut self) {
         let events: Vec<PrimaryEvent> = self
             .operators
@@ -122,30 +149,5 @@ impl World {
         }
         let delay = if self.faults.over { SECOND } else { SEND_AGAIN };
         self.schedule.after(delay, Event::SendSnapshots);
-    }
-
-    pub(crate) fn snapshot_answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) {
-        let Some(state) = self.operators.snapshots.known.get_mut(&id) else { return };
-        match (*state, outcome) {
-            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
-                *state = State::Made(lsn);
-            }
-            (State::Wished(SnapshotWish::Delete), SnapshotOutcome::Deleted) => {
-                *state = State::Deleted;
-            }
-            (State::Made(lsn), SnapshotOutcome::Made { lsn: now }) if lsn != now => {
-                let detail = format!("snapshot {id} was made at {lsn} and at {now}");
-                self.violate("SnapshotSurvives", detail);
-            }
-            // An answer to what was wished before.
-            _ => {}
-        }
-    }
-
-    pub(crate) fn snapshots_settled(&self) -> Result<(), String> {
-        match self.operators.snapshots.open().next() {
-            Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
-            None => Ok(()),
-        }
     }
 }

@@ -27,13 +27,13 @@ pub(crate) struct Process {
     /// The epoch it serves in, once it does.
     pub serving: Option<Epoch>,
     pub has_served: bool,
-    /// This open said that unflushed data may be lost.
+    /// This open reported that unflushed data may be lost.
     pub tail_lost: bool,
     /// It has sent a Close, and with that given up its lease.
     pub closes: bool,
     pub in_sync: Vec<Member>,
     pub waiting: String,
-    /// The size that the controller has told it.
+    /// The size that the controller has sent it.
     pub known_blocks: u64,
     pub grant: Grant,
     /// The newest LSN that it has sent.
@@ -101,7 +101,7 @@ impl World {
             sessions: BTreeMap::new(),
         });
         self.observe(&Observation::TargetStarted { target });
-        let desired = self.desired_now();
+        let desired = self.control.desired();
         let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit());
         self.feed_target(target, events.collect());
     }
@@ -128,10 +128,6 @@ impl World {
         self.clients_lost_target(target);
         let delay = self.random.between(50, 1500) * MILLISECOND;
         self.schedule.after(delay, Event::StartTarget { target });
-    }
-
-    pub(crate) fn life_of(&self, target: usize) -> u32 {
-        self.targets[target].life
     }
 
     /// Gives events to the target in one batch and does what it asks.
@@ -621,7 +617,11 @@ impl World {
             PrimaryNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
-            PrimaryNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
+            PrimaryNote::Snapshot { id, outcome } => {
+                if let Err(detail) = self.operators.snapshots.answered(id, outcome) {
+                    self.violate("SnapshotSurvives", detail);
+                }
+            }
             PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
             // One that was granted under an old copy may say so when the newest is back, and one
             // whose grant came late when the record has gone on since.
@@ -690,7 +690,7 @@ impl World {
                 if error == BlockError::OutOfRange || error == BlockError::Misaligned {
                     self.violate("Requests", format!("a good request was refused: {error}"));
                 }
-                // Without a quorum there is no lease, and one that is not wanted is told to nobody.
+                // Without a quorum there is no lease, and a request that is not wanted is answered without one.
                 if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
                     let tag = token as u32;
                     self.observe(&Observation::Answers { target, life, tag, is_good: false });

@@ -1,9 +1,9 @@
 //! Two controllers of one volume, in the swarm `controllers`: as the volume goes to the other host, its
 //! record is recovered there, in a term of its own. The former controller is on the host that lost the
 //! volume and goes on: its target asks it alone, until a pool shows the newer term.
-//! Pools hear of that by the recovery, or later by the grants that are shown to them. At times both
+//! Pools learn of that by the recovery, or later by the grants that are shown to them. At times both
 //! controllers recover their records at once: two terms of one number, of which each pool believes
-//! the one that it hears of first. A person recovers once more at the end.
+//! the one that it learns of first. A person recovers once more at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ pub(crate) struct Terms {
     former: Option<Former>,
     /// By pool.
     pools: BTreeMap<usize, KnownTerms>,
-    /// By target host, the highest term that it heard of.
+    /// By target host, the highest term that it knows.
     targets: BTreeMap<usize, Term>,
     /// By incarnation, the term of its grant.
     grants: BTreeMap<u128, Term>,
@@ -36,12 +36,12 @@ pub(crate) struct Terms {
     turned_away: BTreeSet<ConnectionId>,
 }
 
-/// The terms that a pool heard of.
+/// The terms that a pool knows.
 #[derive(Clone, Copy, Default)]
 struct KnownTerms {
-    /// All that it was ever told.
+    /// The highest that it was ever shown.
     highest: Term,
-    /// The one that its process goes by.
+    /// The one in force in its process.
     known: Term,
 }
 
@@ -50,7 +50,7 @@ struct Former {
     record: Record,
     /// The target that asks it.
     target: usize,
-    /// It heard of a higher term.
+    /// It knows of a higher term.
     is_informed: bool,
     ended: bool,
 }
@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// The target remembers, and its controller hears of it with the next call.
+    /// The target keeps the term, and its controller learns of it with the next call.
     fn target_learns(&mut self, target: usize, term: Term) {
         let learned = self.control.terms.targets.entry(target).or_default();
         if term.standing(*learned) == Standing::Higher {
@@ -281,7 +281,7 @@ impl World {
         self.observe(&Observation::EpochGranted { by_former, epoch });
     }
 
-    /// The name of the controller leads all to the one that rules, and it is heard.
+    /// The name of the controller leads all to the one that rules, and all learn its term.
     pub(crate) fn spread_term(&mut self) {
         let own = self.control.record.term;
         let former = self.control.terms.former_term();

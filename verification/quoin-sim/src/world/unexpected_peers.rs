@@ -191,7 +191,7 @@ impl World {
         let has_room = |p: &super::PoolHost| p.is_spare() && p.process.is_some();
         let Some(pool) = self.pools.iter().position(has_room) else { return false };
         let (mut identity, meta) =
-            self.newborn(member, quorum, self.control.record.membership.clone());
+            self.setup.newborn(member, quorum, self.control.record.membership.clone());
         if foreign {
             identity.volume = VolumeId(!self.setup.config.volume.0);
         }

@@ -188,7 +188,7 @@ impl Reported {
                 }
             }
             // A target that has sent Close has given up its lease (`Durability` holds it to that),
-            // so the close may reach media, and the power go, before the replica has said so: its
+            // so the close may reach media, and the power go, before the replica has reported it: its
             // start then finds no session open, and owes nobody a lease.
             ToReplica::Close => {
                 let holder = self.honoured.map(|(holder, _)| holder);
@@ -412,7 +412,7 @@ impl Assertions {
             return Ok(());
         }
         let (_, stable) = process.target.reach();
-        // Once begun it goes on: should its receiver count no more, then because of a View behind
+        // Once begun it continues: should its receiver count no more, then because of a View behind
         // the boundary, and whoever opens without the receiver has heard that View from a holder.
         if lsn <= stable.max(commitments.settled_without_stable) {
             return Ok(());
@@ -461,13 +461,14 @@ impl Assertions {
         let Some(process) = scene.process(target) else { return Ok(()) };
         let (own, needed) = (process.grant.version, process.grant.membership.open_quorum());
         let commitments = self.target(target);
-        let (heard, answered) = (commitments.reported_version, commitments.answered.len());
+        let (reported, answered) = (commitments.reported_version, commitments.answered.len());
         if answered < needed {
             let detail = format!("epoch {epoch} serves after {answered} answers, {needed} needed");
             return broken("OpenQuorum", detail);
         }
-        if own < heard {
-            let detail = format!("epoch {epoch} serves under membership {own}, {heard} was heard");
+        if own < reported {
+            let detail =
+                format!("epoch {epoch} serves under membership {own}, {reported} was heard");
             return broken("MembershipMonotone", detail);
         }
         Ok(())
@@ -478,7 +479,9 @@ impl Assertions {
         let commitments = self.target(target);
         let lsn = entry.lsn;
         match &entry.kind {
-            EntryKind::Snapshot { id, .. } => drop(commitments.boundaries.insert(*id, lsn)),
+            EntryKind::Snapshot { id, .. } => {
+                commitments.boundaries.insert(*id, lsn);
+            }
             EntryKind::View(view) => {
                 if view.joint.is_some() && !commitments.is_joint {
                     commitments.joint = lsn;

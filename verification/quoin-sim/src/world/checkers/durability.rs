@@ -26,7 +26,7 @@ pub(crate) struct Durability {
     served: (Epoch, usize, u32),
     /// The newest epoch that served after giving up unflushed data.
     last_loss: Epoch,
-    /// Opens that said that unflushed data may be lost.
+    /// Opens that reported that unflushed data may be lost.
     tails_lost: u64,
     /// Whom the target that acts drops further on in its batch.
     yet_to_drop: Vec<Member>,
@@ -201,7 +201,7 @@ impl Durability {
         self.tails_lost += 1;
         let lost = |p: &&PoolHost| !p.is_spare() && (p.cache_lost || p.gone);
         let lost = scene.pools.iter().filter(lost).count();
-        // Nothing was written since the last time that it was said: it is said again.
+        // Nothing was written since the last report of a loss: it is reported again.
         let again = std::mem::replace(&mut self.last_loss, epoch) == served_before;
         // A joint View is judged under the rule that a change is on its way to as well.
         let desired = &scene.control.record.desired;
@@ -447,7 +447,7 @@ impl Durability {
             BlockError::Stopped => true,
             BlockError::NoQuorum => config.on_quorum_loss == OnQuorumLoss::Fail,
             BlockError::NoSpace => config.on_full == OnFull::NoSpace,
-            // The flush after an allowed loss says so, once.
+            // The flush after an allowed loss reports it, once.
             BlockError::Damaged if scene.history.op(tag).draft == Draft::Flush => {
                 self.tails_lost > 0
             }

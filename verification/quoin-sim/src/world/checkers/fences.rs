@@ -23,7 +23,7 @@ struct Fence {
 impl Checker for FenceRules {
     fn on(&mut self, scene: &mut Scene<'_>, seen: &Observation<'_>) -> Result<(), Broken> {
         match *seen {
-            // A pool goes by what it has on its disk until it is told again.
+            // A pool applies what it has on its disk until it receives the fence again.
             Observation::PoolStarts { pool, promised, .. } => {
                 let own = scene.pools[pool].member.guid.0;
                 self.delivered.retain(|guid, (fence, _)| *guid != own || fence.epoch <= promised);

@@ -14,8 +14,9 @@ use quoin_replication::primary::VerifyReport;
 use quoin_types::block::BlockError;
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{FromReplica, ToReplica};
-use quoin_types::{Desired, Epoch, Lsn, Member, Membership, ReplicaGuid, SessionKey};
-use quoin_types::{Time, View};
+use quoin_types::{
+    Desired, Epoch, Lsn, Member, Membership, ReplicaGuid, SessionKey, Term, Time, View,
+};
 
 use super::control::Control;
 use super::hosts::Hosts;
@@ -31,7 +32,7 @@ use crate::scaleup::Situations;
 use crate::schedule::Instant;
 use crate::stats::Violation;
 
-/// Something that happened, told before the world goes on.
+/// Something that happened, shown to the checkers before the world continues.
 #[derive(Debug)]
 pub(crate) enum Observation<'a> {
     TargetStarted {
@@ -220,7 +221,7 @@ pub(crate) enum Observation<'a> {
     /// A pool has let a session in by a grant of this term.
     LetIn {
         pool: usize,
-        term: quoin_types::Term,
+        term: Term,
     },
     FenceDelivered {
         pool: usize,
@@ -371,12 +372,14 @@ impl World {
         };
         let all: [&mut dyn Checker; 7] =
             [durability, assertions, fences, terms, admissions, retired, at_rest];
-        for checker in all {
-            if let Err(broken) = each(checker, &mut scene) {
+        let failed = all.into_iter().find_map(|checker| each(checker, &mut scene).err());
+        let follows = scene.follows;
+        match failed {
+            Some(broken) => {
                 self.violate(broken.invariant, broken.detail);
-                return Vec::new();
+                Vec::new()
             }
+            None => follows,
         }
-        scene.follows
     }
 }

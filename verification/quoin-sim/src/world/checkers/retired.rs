@@ -15,7 +15,7 @@ pub(crate) struct Retired {
 impl Checker for Retired {
     fn on(&mut self, scene: &mut Scene<'_>, seen: &Observation<'_>) -> Result<(), Broken> {
         match *seen {
-            // Where an old copy has ruled for a while, nobody can know.
+            // Where an old copy has ruled for a while, the epochs are not known.
             Observation::RecordExecuted { .. } if scene.control.rolled_back => self.under.clear(),
             Observation::RecordExecuted { .. } => {
                 let record = &scene.control.record;

@@ -1,5 +1,5 @@
 //! Changes of the known list: what a target asks for, what the record becomes, and what the target
-//! hears of that.
+//! is answered.
 
 use quoin_types::{Lsn, Member, Membership};
 

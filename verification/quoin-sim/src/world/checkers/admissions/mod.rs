@@ -6,7 +6,8 @@ mod seats;
 mod seen;
 
 use quoin_replication::primary::{ReplicaStanding, ReplicaStatus};
-use quoin_types::entry::SharedEntry;
+use quoin_types::block::BlockError;
+use quoin_types::entry::{Rule, SharedEntry};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::{EntryKind, Lsn, Member, SessionKey, View};
 
@@ -89,9 +90,7 @@ impl Checker for Admissions {
             Observation::Acknowledged { target, lsn } => {
                 return self.of(target).check_held(scene, lsn);
             }
-            Observation::Failed {
-                target, error: quoin_types::block::BlockError::NoQuorum, ..
-            } => {
+            Observation::Failed { target, error: BlockError::NoQuorum, .. } => {
                 return self.of(target).check_no_quorum(scene, target);
             }
             _ => {}
@@ -242,7 +241,7 @@ impl Target {
         Ok(())
     }
 
-    /// A View that was not sent before: it is by the list of the record, counts nobody else, and
+    /// A View that was not sent before: it is by the list of the record, counts no other, and
     /// begins no change that what is desired has no room for.
     fn check_view(
         &mut self,
@@ -309,8 +308,8 @@ impl Target {
         Ok(())
     }
 
-    /// A write is acknowledged: CF of the known replicas have said that they have it, under each
-    /// rule, and nobody else was needed.
+    /// A write is acknowledged: CF of the known replicas have reported that they have it, under
+    /// each rule, and no other was needed.
     fn check_held(&mut self, scene: &mut Scene<'_>, lsn: Lsn) -> Result<(), Broken> {
         self.acknowledged = self.acknowledged.max(lsn);
         let Some((_, view)) = &self.views.newest else { return Ok(()) };
@@ -335,9 +334,9 @@ impl Target {
 
     /// Any good answer: CF of the known replicas are connected, under each rule.
     fn check_connected(&mut self, scene: &mut Scene<'_>, target: usize) -> Result<(), Broken> {
-        let mut counts =
-            self.rules().map(|rule| (self.peers.connected(rule), usize::from(rule.cf)));
-        if let Some((there, cf)) = counts.find(|(there, cf)| there < cf) {
+        let count = |rule: &Rule| (self.peers.connected(rule), usize::from(rule.cf));
+        let short = self.rules().map(count).find(|(there, cf)| there < cf);
+        if let Some((there, cf)) = short {
             let what = format!("target {target} answers with {there} known ones, CF is {cf}");
             return breaks("SCALE-IO-03", what);
         }

@@ -33,7 +33,7 @@ pub(super) struct Target {
 #[derive(Default, Debug)]
 pub(super) struct Peers {
     pub all: Vec<Peer>,
-    /// What each replica has said that it applied.
+    /// What each replica has reported as applied.
     applied: Vec<(ReplicaGuid, Lsn)>,
     /// Known replicas that have answered the open, quorum on and whole.
     pub voters: Vec<Member>,
@@ -53,7 +53,7 @@ pub(super) struct Peer {
     pub durable: Lsn,
     /// The next entry that it must be sent; `None` before it is known where it stands.
     pub next: Option<Lsn>,
-    /// It has said where it stands.
+    /// It has reported its position.
     pub is_live: bool,
     /// Entries were sent to it.
     pub is_fed: bool,
