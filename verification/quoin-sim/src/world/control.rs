@@ -48,9 +48,7 @@ impl Control {
             terms,
         }
     }
-}
 
-impl Control {
     /// What a target is to make of the membership.
     pub fn desired(&self) -> PrimaryEvent {
         let version = self.record.membership.version;

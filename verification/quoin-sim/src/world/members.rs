@@ -8,10 +8,9 @@
 //! membership that a loss would stop for good. When faults are over everything that was asked for
 //! has to come true.
 
-use quoin_replication::primary::PrimaryEvent;
 use quoin_replication::replica::Replica;
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
+use quoin_types::{Member, Newcomer, ReplicaGuid, ReplicaId};
 
 use super::checkers::Observation;
 use super::unexpected_peers::UnexpectedPeers;

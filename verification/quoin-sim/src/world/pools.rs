@@ -339,8 +339,8 @@ impl World {
             if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
-            let (message_ref, at) = (&message, self.local(self.pools[pool].host));
-            self.observe(&Observation::PoolReceives { pool, session, message: message_ref, at });
+            let (received, at) = (&message, self.local(self.pools[pool].host));
+            self.observe(&Observation::PoolReceives { pool, session, message: received, at });
             // As the pool does it: Appends that continue each other become one batch.
             let message = match message {
                 ToReplica::Append { entries, stable, sync, ping } => {

@@ -3,7 +3,7 @@
 use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
 use quoin_types::{
-    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid,
+    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Member, Membership, ReplicaGuid,
     ReplicaId, VolumeId, membership::open_quorum,
 };
 
