@@ -231,7 +231,6 @@ impl Network {
             self.counts.lost += 1;
             return None;
         }
-        if let Item::Bytes(bytes) = &item {}
         Some(stream.push(now + delay, sent, item))
     }
 

@@ -5,6 +5,7 @@
 mod bulk;
 mod checkers;
 mod clients;
+mod connections;
 mod control;
 mod faults;
 mod fences;

@@ -25,7 +25,6 @@ use super::setup::Setup;
 use super::targets::Process;
 use super::{PoolHost, TargetHost, World};
 use crate::content::Tag;
-use crate::faults::Profile;
 use crate::history::History;
 use crate::lineage::{Broken, Lineage, Path};
 use crate::scaleup::Situations;
