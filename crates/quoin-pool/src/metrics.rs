@@ -16,28 +16,49 @@ pub struct Metrics {
     registry: Arc<Registry>,
     pub sessions: Gauge,
     pub connections_refused: Counter,
+    pub log: LogMetrics,
+    pub disk: DiskMetrics,
+    pub scrub: ScrubMetrics,
+    pub space: SpaceMetrics,
+    pub reads: Counter,
+    pub read_duration: Histogram,
+    /// One turn of the pool's thread.
+    pub turn: Histogram,
+    pub health: Health,
+}
+
+#[derive(Clone)]
+pub struct LogMetrics {
     pub entries: Counter,
     pub written: Counter,
     pub appends: Counter,
-    pub reads: Counter,
+    pub append_duration: Histogram,
+}
+
+#[derive(Clone)]
+pub struct DiskMetrics {
     pub syncs: Counter,
     pub sync_deliveries: Counter,
-    pub disk_failures: Counter,
-    pub disk_refusals: Counter,
+    pub sync_duration: Histogram,
+    pub failures: Counter,
+    pub refusals: Counter,
     pub stalls: Counter,
-    pub scrubs: Counter,
-    pub scrubbed: Counter,
-    pub scrub_found: Counter,
-    pub scrub_repaired: Counter,
+}
+
+#[derive(Clone, Default)]
+pub struct ScrubMetrics {
+    pub runs: Counter,
+    pub read: Counter,
+    pub found: Counter,
+    pub repaired: Counter,
+}
+
+#[derive(Clone, Default)]
+pub struct SpaceMetrics {
     pub replicas: Gauge,
     pub used: Gauge,
     pub capacity: Gauge,
     pub free: Gauge,
-    pub append_duration: Histogram,
-    pub sync_duration: Histogram,
-    pub read_duration: Histogram,
-    pub turn: Histogram,
-    pub health: Health,
 }
 
 /// From 2 µs to ten seconds.
@@ -68,25 +89,23 @@ impl Metrics {
             registry: Arc::new(Registry::default()),
             sessions: Gauge::default(),
             connections_refused: Counter::default(),
-            entries: Counter::default(),
-            written: Counter::default(),
-            appends: Counter::default(),
+            log: LogMetrics {
+                entries: Counter::default(),
+                written: Counter::default(),
+                appends: Counter::default(),
+                append_duration: latency(),
+            },
+            disk: DiskMetrics {
+                syncs: Counter::default(),
+                sync_deliveries: Counter::default(),
+                sync_duration: latency(),
+                failures: Counter::default(),
+                refusals: Counter::default(),
+                stalls: Counter::default(),
+            },
+            scrub: ScrubMetrics::default(),
+            space: SpaceMetrics::default(),
             reads: Counter::default(),
-            syncs: Counter::default(),
-            sync_deliveries: Counter::default(),
-            disk_failures: Counter::default(),
-            disk_refusals: Counter::default(),
-            stalls: Counter::default(),
-            scrubs: Counter::default(),
-            scrubbed: Counter::default(),
-            scrub_found: Counter::default(),
-            scrub_repaired: Counter::default(),
-            replicas: Gauge::default(),
-            used: Gauge::default(),
-            capacity: Gauge::default(),
-            free: Gauge::default(),
-            append_duration: latency(),
-            sync_duration: latency(),
             read_duration: latency(),
             turn: turns(),
             health: Health::starting(&["controller"]),
@@ -98,49 +117,54 @@ impl Metrics {
             "Data connections that were not let in",
             metrics.connections_refused.clone(),
         );
-        r.register("entries", "Log entries taken", metrics.entries.clone());
-        let bytes = metrics.written.clone();
+        r.register("entries", "Log entries taken", metrics.log.entries.clone());
+        let bytes = metrics.log.written.clone();
         r.register_with_unit("written", "Bytes of client data taken", Unit::Bytes, bytes);
-        r.register("appends", "Batches appended to a log", metrics.appends.clone());
+        r.register("appends", "Batches appended to a log", metrics.log.appends.clone());
         r.register("reads", "Reads answered", metrics.reads.clone());
-        r.register("syncs", "Group syncs of the disk", metrics.syncs.clone());
+        r.register("syncs", "Group syncs of the disk", metrics.disk.syncs.clone());
         r.register(
             "sync_deliveries",
             "Replicas that were told of a group sync they waited for",
-            metrics.sync_deliveries.clone(),
+            metrics.disk.sync_deliveries.clone(),
         );
         r.register(
             "disk_failures",
             "Times the disk failed and the pool was opened anew",
-            metrics.disk_failures.clone(),
+            metrics.disk.failures.clone(),
         );
         r.register(
             "disk_refusals",
             "Operations that the disk refused, but for want of room",
-            metrics.disk_refusals.clone(),
+            metrics.disk.refusals.clone(),
         );
-        r.register("stalls", "Reads and syncs that took far too long", metrics.stalls.clone());
-        r.register("scrubs", "Scrubs that read the whole pool", metrics.scrubs.clone());
-        let bytes = metrics.scrubbed.clone();
+        r.register("stalls", "Reads and syncs that took far too long", metrics.disk.stalls.clone());
+        r.register("scrubs", "Scrubs that read the whole pool", metrics.scrub.runs.clone());
+        let bytes = metrics.scrub.read.clone();
         r.register_with_unit("scrubbed", "Bytes read by scrubs", Unit::Bytes, bytes);
         r.register(
             "bad_copies_found",
             "Blocks, stretches of a map, headers and metadata that failed their checksums",
-            metrics.scrub_found.clone(),
+            metrics.scrub.found.clone(),
         );
         r.register(
             "bad_copies_repaired",
             "Blocks and stretches that another replica's copy replaced",
-            metrics.scrub_repaired.clone(),
+            metrics.scrub.repaired.clone(),
         );
-        r.register("replicas", "Replicas held", metrics.replicas.clone());
-        r.register_with_unit("used", "Space in use", Unit::Bytes, metrics.used.clone());
-        r.register_with_unit("capacity", "Size of the pool", Unit::Bytes, metrics.capacity.clone());
-        let free = metrics.free.clone();
+        r.register("replicas", "Replicas held", metrics.space.replicas.clone());
+        r.register_with_unit("used", "Space in use", Unit::Bytes, metrics.space.used.clone());
+        r.register_with_unit(
+            "capacity",
+            "Size of the pool",
+            Unit::Bytes,
+            metrics.space.capacity.clone(),
+        );
+        let free = metrics.space.free.clone();
         r.register_with_unit("free", "Space that clients may still fill", Unit::Bytes, free);
         for (name, help, histogram) in [
-            ("append_duration", "Taking one batch into a log", &metrics.append_duration),
-            ("sync_duration", "One group sync of the disk", &metrics.sync_duration),
+            ("append_duration", "Taking one batch into a log", &metrics.log.append_duration),
+            ("sync_duration", "One group sync of the disk", &metrics.disk.sync_duration),
             ("read_duration", "Answering one read", &metrics.read_duration),
             (
                 "turn",
@@ -155,21 +179,21 @@ impl Metrics {
 
     /// What the disk has done since this process began.
     pub fn wear(&self) -> PoolWear {
-        let operations = self.appends.get() + self.reads.get() + self.syncs.get();
+        let operations = self.log.appends.get() + self.reads.get() + self.disk.syncs.get();
         PoolWear {
             operations,
-            errors: self.disk_refusals.get(),
-            bad: self.scrub_found.get(),
-            stalls: self.stalls.get(),
+            errors: self.disk.refusals.get(),
+            bad: self.scrub.found.get(),
+            stalls: self.disk.stalls.get(),
         }
     }
 
     /// How full the pool is; a full one is not well, since writes wait for it.
     pub fn filled(&self, space: Space) {
         let bytes = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
-        self.used.set(bytes(space.used_bytes));
-        self.capacity.set(bytes(space.capacity_bytes));
-        self.free.set(bytes(space.free_bytes));
+        self.space.used.set(bytes(space.used_bytes));
+        self.space.capacity.set(bytes(space.capacity_bytes));
+        self.space.free.set(bytes(space.free_bytes));
         let is_full = space.capacity_bytes > 0 && space.free_bytes == 0;
         let problem = "full: writes wait until a volume here is trimmed or deleted";
         self.health.set("space", is_full.then(|| problem.to_owned()));
@@ -191,8 +215,8 @@ mod tests {
     #[test]
     fn what_is_counted_is_in_the_text_under_its_name_and_unit() {
         let metrics = Metrics::new("p1");
-        metrics.written.inc_by(4096);
-        metrics.scrubbed.inc_by(512);
+        metrics.log.written.inc_by(4096);
+        metrics.scrub.read.inc_by(512);
         metrics.turn.observe(0.015);
         let text = metrics.render();
         assert!(text.contains("quoin_pool_written_bytes_total{pool=\"p1\"} 4096"), "{text}");

@@ -26,10 +26,10 @@ impl Model {
         }
         self.take_back(s, steps);
         self.force(s, steps);
-        if s.record.old_known != 0 && s.budget.forced_consents > 0 {
+        if s.record.old.known != 0 && s.budget.forced_consents > 0 {
             let mut next = *s;
             next.budget.forced_consents -= 1;
-            (next.record.old_known, next.record.old_cf, next.record.old_rf) = (0, 0, 0);
+            next.record.old = Rule::default();
             next.consented = 1;
             steps.push(self, Step::Consent, next);
         }
@@ -39,46 +39,46 @@ impl Model {
     fn go_joint(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         if s.budget.changes == 0
-            || attempt.change != NO_CHANGE
+            || attempt.change.stage != NO_CHANGE
             || attempt.pending_views().next().is_some()
         {
             return;
         }
-        let known = attempt.known;
+        let known = attempt.rule.known;
         let changes = self.bounds.changes;
         for newcomer in members(self.candidates(s)) {
-            let fed = attempt.link[newcomer] == LINK_FED;
-            if !fed || attempt.applied[newcomer] < attempt.tip[newcomer] {
+            let fed = attempt.links[newcomer].state == LINK_FED;
+            if !fed || attempt.links[newcomer].applied < attempt.links[newcomer].tip {
                 continue;
             }
             let new = 1 << newcomer;
             for old in members(known).filter(|_| changes.replace) {
-                self.joint(s, a, known & !(1 << old) | new, attempt.cf, steps);
+                self.joint(s, a, known & !(1 << old) | new, attempt.rule.cf, steps);
             }
             if changes.add {
-                self.joint(s, a, known | new, default_cf(attempt.rf + 1), steps);
+                self.joint(s, a, known | new, default_cf(attempt.rule.rf + 1), steps);
             }
             for other in members(self.candidates(s) & !(2 * new - 1)).filter(|_| changes.pair) {
-                let fed = attempt.link[other] == LINK_FED;
-                if fed && attempt.applied[other] >= attempt.tip[other] {
+                let fed = attempt.links[other].state == LINK_FED;
+                if fed && attempt.links[other].applied >= attempt.links[other].tip {
                     let pair = new | 1 << other;
-                    self.joint(s, a, known | pair, default_cf(attempt.rf + 2), steps);
+                    self.joint(s, a, known | pair, default_cf(attempt.rule.rf + 2), steps);
                 }
             }
         }
-        for cf in (1..=attempt.rf).filter(|cf| changes.factor && *cf != attempt.cf) {
+        for cf in (1..=attempt.rule.rf).filter(|cf| changes.factor && *cf != attempt.rule.cf) {
             self.joint(s, a, known, cf, steps);
         }
-        for old in members(known).filter(|_| changes.remove && attempt.rf > 1) {
-            self.joint(s, a, known & !(1 << old), default_cf(attempt.rf - 1), steps);
+        for old in members(known).filter(|_| changes.remove && attempt.rule.rf > 1) {
+            self.joint(s, a, known & !(1 << old), default_cf(attempt.rule.rf - 1), steps);
         }
     }
 
     fn joint(&self, s: &State, a: usize, joint_known: Set, joint_cf: u8, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         let Some(newest) = attempt.newest_view() else { return };
-        let removed = attempt.known & !joint_known;
-        let added = joint_known & !attempt.known;
+        let removed = attempt.rule.known & !joint_known;
+        let added = joint_known & !attempt.rule.known;
         // A leaving replica stays in sync until the record has the change, if it keeps up.
         let kept = newest.in_sync | added;
         for in_sync in [kept & !removed, kept] {
@@ -110,8 +110,8 @@ impl Model {
         next.budget.changes -= 1;
         let attempt = &mut next.attempts[a];
         attempt.append(view);
-        attempt.change = JOINT;
-        attempt.joint_at = attempt.length;
+        attempt.change.stage = JOINT;
+        attempt.change.joint_at = attempt.length;
         let lsn = attempt.last();
         let step = Step::Joint { attempt: a, lsn, in_sync, known: joint_known, cf: joint_cf };
         steps.push(self, step, next);
@@ -120,7 +120,7 @@ impl Model {
     /// Before the compare-and-swap was sent: a View without the newcomer ends the joint rule.
     fn give_up(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
-        let possible = match attempt.change {
+        let possible = match attempt.change.stage {
             JOINT => !self.is(Mutant::CannotGiveUp),
             SWAP_SENT | SWAP_DONE => self.is(Mutant::JointDropped),
             _ => false,
@@ -141,29 +141,30 @@ impl Model {
         }
         attempt.append(Entry {
             kind: VIEW,
-            in_sync: newest.in_sync & attempt.known,
-            known: attempt.known,
-            cf: attempt.cf,
+            in_sync: newest.in_sync & attempt.rule.known,
+            known: attempt.rule.known,
+            cf: attempt.rule.cf,
             version: attempt.version,
             ..Entry::default()
         });
-        (attempt.change, attempt.joint_at) = (NO_CHANGE, 0);
+        attempt.change = Change::default();
         true
     }
 
     /// Step c, once the joint View is durable on CF under both rules and on the newcomer.
     fn send_swap(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
-        if attempt.change != JOINT {
+        if attempt.change.stage != JOINT {
             return;
         }
-        let joint = attempt.entries[usize::from(attempt.joint_at) - 1];
-        let lsn = attempt.start + attempt.joint_at;
-        let mut newcomers = members(joint.joint_known & !attempt.known);
-        let durable = attempt.active >= attempt.joint_at
-            && newcomers.all(|r| attempt.link[r] == LINK_FED && attempt.durable[r] >= lsn);
+        let joint = attempt.entries[usize::from(attempt.change.joint_at) - 1];
+        let lsn = attempt.start + attempt.change.joint_at;
+        let mut newcomers = members(joint.joint_known & !attempt.rule.known);
+        let durable = attempt.active >= attempt.change.joint_at
+            && newcomers
+                .all(|r| attempt.links[r].state == LINK_FED && attempt.links[r].durable >= lsn);
         let mut next = *s;
-        next.attempts[a].change = SWAP_SENT;
+        next.attempts[a].change.stage = SWAP_SENT;
         let step = Step::SendSwap { attempt: a };
         if durable {
             steps.push(self, step, next);
@@ -176,22 +177,20 @@ impl Model {
     fn swap(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         let record = s.record;
-        if attempt.change != SWAP_SENT
+        if attempt.change.stage != SWAP_SENT
             || (record.epoch, record.version) != (attempt.epoch, attempt.version)
         {
             return;
         }
-        let joint = attempt.entries[usize::from(attempt.joint_at) - 1];
+        let joint = attempt.entries[usize::from(attempt.change.joint_at) - 1];
         let mut next = *s;
-        next.attempts[a].change = SWAP_DONE;
+        next.attempts[a].change.stage = SWAP_DONE;
         let known = joint.joint_known;
-        let rf = if self.is(Mutant::KnownAboveRf) { attempt.rf } else { count(known) };
+        let rf = if self.is(Mutant::KnownAboveRf) { attempt.rule.rf } else { count(known) };
         next.record = Record {
             version: record.version + 1,
-            known,
-            cf: joint.joint_cf,
-            rf,
-            retired: record.retired | (record.known & !known),
+            rule: Rule { known, cf: joint.joint_cf, rf },
+            retired: record.retired | (record.rule.known & !known),
             ..record
         };
         let step = Step::Swap { attempt: a };
@@ -216,23 +215,22 @@ impl Model {
     /// Step d: the target has read v+1 with its list.
     fn learn_swap(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
-        if attempt.change != SWAP_DONE || usize::from(attempt.length) == ENTRIES {
+        if attempt.change.stage != SWAP_DONE || usize::from(attempt.length) == ENTRIES {
             return;
         }
-        let joint = attempt.entries[usize::from(attempt.joint_at) - 1];
+        let joint = attempt.entries[usize::from(attempt.change.joint_at) - 1];
         let Some(newest) = attempt.newest_view().copied() else { return };
         let mut next = *s;
         let attempt = &mut next.attempts[a];
         attempt.version += 1;
-        attempt.known = joint.joint_known;
-        attempt.cf = joint.joint_cf;
-        attempt.rf = count(joint.joint_known);
-        (attempt.change, attempt.joint_at) = (NO_CHANGE, 0);
+        let known = joint.joint_known;
+        attempt.rule = Rule { known, cf: joint.joint_cf, rf: count(known) };
+        attempt.change = Change::default();
         attempt.append(Entry {
             kind: VIEW,
-            in_sync: newest.in_sync & attempt.known,
-            known: attempt.known,
-            cf: attempt.cf,
+            in_sync: newest.in_sync & attempt.rule.known,
+            known: attempt.rule.known,
+            cf: attempt.rule.cf,
             version: attempt.version,
             ..Entry::default()
         });
@@ -244,7 +242,7 @@ impl Model {
     fn take_back(&self, s: &State, steps: &mut Steps) {
         let trusted =
             s.budget.rollbacks == self.bounds.budget.rollbacks || self.is(Mutant::OldCopyChanged);
-        if s.budget.drops > 0 && trusted && s.record.old_known == 0 {
+        if s.budget.drops > 0 && trusted && s.record.old.known == 0 {
             let mut next = *s;
             next.budget.drops -= 1;
             next.record.version += 1;
@@ -255,7 +253,7 @@ impl Model {
     /// The target reads a later version with the list that it knows: all its own swaps are dead.
     fn learn_taken_back(&self, s: &State, a: usize, steps: &mut Steps) {
         let (attempt, record) = (&s.attempts[a], &s.record);
-        let same = (record.known, record.cf) == (attempt.known, attempt.cf);
+        let same = (record.rule.known, record.rule.cf) == (attempt.rule.known, attempt.rule.cf);
         if record.version <= attempt.version || !same {
             return;
         }
@@ -271,10 +269,10 @@ impl Model {
     /// full lease was waited out.
     fn force(&self, s: &State, steps: &mut Steps) {
         let Some(fence) = s.unused_attempt(self.bounds.attempts.into()) else { return };
-        if s.budget.forced == 0 || s.record.old_known != 0 {
+        if s.budget.forced == 0 || s.record.old.known != 0 {
             return;
         }
-        let known = s.record.known;
+        let known = s.record.rule.known;
         for keep in (1..known).filter(|keep| keep & !known == 0) {
             for gone in [false, true] {
                 self.force_to(s, fence, keep, gone, steps);
@@ -285,7 +283,7 @@ impl Model {
     fn force_to(&self, s: &State, fence: usize, keep: Set, gone: bool, steps: &mut Steps) {
         let mut next = *s;
         let record = s.record;
-        let dropped = record.known & !keep;
+        let dropped = record.rule.known & !keep;
         let waits = match self.mutant {
             Some(Mutant::FencedAtPromise) => gone,
             Some(Mutant::LeaseNotWaitedWhenGone) => !gone,
@@ -318,16 +316,12 @@ impl Model {
         next.record = Record {
             epoch: record.epoch + 1,
             version: record.version + 1,
-            known: keep,
-            cf: default_cf(rf),
-            rf,
+            rule: Rule { known: keep, cf: default_cf(rf), rf },
             retired: record.retired | dropped,
             ..record
         };
         if !self.is(Mutant::ForcedWithoutOld) {
-            next.record.old_known = record.known;
-            next.record.old_cf = record.cf;
-            next.record.old_rf = record.rf;
+            next.record.old = record.rule;
         }
         steps.push(self, Step::Force { keep, gone }, next);
     }
@@ -335,11 +329,11 @@ impl Model {
     /// A target that has started IO removes the old membership.
     fn forget_old(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
-        if s.record.old_known == 0 || attempt.served == 0 || s.record.epoch != attempt.epoch {
+        if s.record.old.known == 0 || attempt.io.served == 0 || s.record.epoch != attempt.epoch {
             return;
         }
         let mut next = *s;
-        (next.record.old_known, next.record.old_cf, next.record.old_rf) = (0, 0, 0);
+        next.record.old = Rule::default();
         steps.push(self, Step::ForgetOld { attempt: a }, next);
     }
 }

@@ -38,8 +38,8 @@ impl Model {
     pub(crate) fn first_record(&self, s: &State) -> Record {
         let old = (0..self.bounds.replicas()).filter(|r| s.replicas[*r].newcomer == 0);
         let known = old.fold(0, |set, r| set | 1 << r);
-        let (cf, rf) = (self.bounds.cf, self.bounds.rf);
-        Record { known, cf, rf, ..Record::default() }
+        let rule = Rule { known, cf: self.bounds.cf, rf: self.bounds.rf };
+        Record { rule, ..Record::default() }
     }
 
     /// Any set of hosts at once. Each keeps what is on media and any further part of its log
@@ -132,9 +132,9 @@ impl Model {
             replica.durable = s.lsn(at.log);
             if let Some(a) = usize::from(at.promised).checked_sub(1)
                 && s.is_live(a, r)
-                && s.attempts[a].link[r] == LINK_FED
+                && s.attempts[a].links[r].state == LINK_FED
             {
-                next.attempts[a].durable[r] = next.replicas[r].durable;
+                next.attempts[a].links[r].durable = next.replicas[r].durable;
             }
         } else {
             let replica = &mut next.replicas[r];

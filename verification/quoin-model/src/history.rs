@@ -70,7 +70,7 @@ impl State {
     pub fn tail_may_be_lost(&self, mut history: Place) -> bool {
         while history.attempt != 0 {
             let attempt = self.attempt(history.attempt);
-            if attempt.served == 1 {
+            if attempt.io.served == 1 {
                 return false;
             }
             if attempt.entries[0].kind == MARKED_VIEW {

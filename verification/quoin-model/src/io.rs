@@ -30,7 +30,7 @@ impl Model {
         let attempt = &s.attempts[a];
         let history = Place { attempt: a as u8 + 1, count: attempt.length };
         for r in 0..self.bounds.replicas() {
-            if attempt.link[r] != LINK_FED || !s.is_live(a, r) {
+            if attempt.links[r].state != LINK_FED || !s.is_live(a, r) {
                 continue;
             }
             let lsn = s.lsn(s.replicas[r].log);
@@ -38,10 +38,10 @@ impl Model {
                 let next = self.applied(s, a, r, s.prefix(history, lsn + 1));
                 steps.push(self, Step::Apply { attempt: a, replica: r, lsn: lsn + 1 }, next);
             }
-            if attempt.durable[r] < attempt.flush && attempt.flush <= lsn {
+            if attempt.links[r].durable < attempt.io.flush && attempt.io.flush <= lsn {
                 let mut next = *s;
                 next.replicas[r].durable = lsn;
-                next.attempts[a].durable[r] = lsn;
+                next.attempts[a].links[r].durable = lsn;
                 steps.push(self, Step::Sync { attempt: a, replica: r, lsn }, next);
             }
             if self.is(Mutant::FoldAboveStable) && s.replicas[r].hollow < lsn {
@@ -66,7 +66,7 @@ impl Model {
             replica.durable = lsn;
             replica.version = replica.version.max(entry.version);
             // An older View met while catching up teaches it nothing.
-            let taught = lsn > s.attempts[a].tip[r] || self.is(Mutant::OldViewTeaches);
+            let taught = lsn > s.attempts[a].links[r].tip || self.is(Mutant::OldViewTeaches);
             replica.continuous |= u8::from(taught);
             let listed = has(entry.in_sync, r) && entry.rules().any(|(known, _)| has(known, r));
             if taught && listed {
@@ -75,8 +75,8 @@ impl Model {
             }
         }
         let durable = replica.durable;
-        next.attempts[a].applied[r] = lsn;
-        next.attempts[a].durable[r] = durable;
+        next.attempts[a].links[r].applied = lsn;
+        next.attempts[a].links[r].durable = durable;
         next
     }
 
@@ -85,14 +85,14 @@ impl Model {
         let attempt = &s.attempts[a];
         let replica = &s.replicas[r];
         let counted = attempt.open_views().any(|(_, view)| has(view.in_sync, r));
-        let stable = self.reached(attempt, &attempt.durable).unwrap_or(0).min(attempt.commit);
+        let stable = self.reached(attempt, |link| link.durable).unwrap_or(0).min(attempt.io.commit);
         if attempt.phase == SERVING && !counted && replica.mixed == 0 && s.lsn(replica.log) < stable
         {
             let mut next = *s;
             let replica = &mut next.replicas[r];
             (replica.log, replica.durable, replica.mixed) = (s.prefix(history, stable), stable, 1);
-            next.attempts[a].applied[r] = stable;
-            next.attempts[a].durable[r] = stable;
+            next.attempts[a].links[r].applied = stable;
+            next.attempts[a].links[r].durable = stable;
             let step = Step::ShowIncrement { attempt: a, replica: r, lsn: stable };
             steps.push(self, step, next);
         }
@@ -122,12 +122,12 @@ impl Model {
     /// to be written back, and a target that knows no more than that promises nothing.
     fn flush(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
-        if s.budget.flushes == 0 || attempt.flush > 0 {
+        if s.budget.flushes == 0 || attempt.io.flush > 0 {
             return;
         }
         let mut next = *s;
         next.budget.flushes -= 1;
-        next.attempts[a].flush = attempt.last();
+        next.attempts[a].io.flush = attempt.last();
         steps.push(self, Step::Flush { attempt: a, lsn: attempt.last() }, next);
     }
 
@@ -144,7 +144,8 @@ impl Model {
         }
         let listed = newest.rules().fold(0, |set, (known, _)| set | known);
         for r in 0..self.bounds.replicas() {
-            let caught_up = attempt.link[r] == LINK_FED && attempt.applied[r] >= attempt.tip[r];
+            let caught_up = attempt.links[r].state == LINK_FED
+                && attempt.links[r].applied >= attempt.links[r].tip;
             let in_sync = if has(newest.in_sync, r) {
                 newest.in_sync & !(1 << r)
             } else if caught_up && has(listed, r) {
@@ -159,9 +160,9 @@ impl Model {
         }
         let renews = members(newest.in_sync).any(|r| {
             s.is_live(a, r)
-                && attempt.link[r] == LINK_FED
+                && attempt.links[r].state == LINK_FED
                 && s.replicas[r].continuous == 0
-                && attempt.applied[r] >= attempt.tip[r]
+                && attempt.links[r].applied >= attempt.links[r].tip
         });
         if renews {
             self.append_view(s, a, newest.in_sync, steps);
@@ -193,11 +194,11 @@ impl Model {
     /// The close keeps the continuous flag, it never sets it.
     fn close_each(&self, s: &State, a: usize, steps: &mut Steps) {
         for r in 0..self.bounds.replicas() {
-            if s.attempts[a].link[r] != LINK_FED || !s.is_live(a, r) {
+            if s.attempts[a].links[r].state != LINK_FED || !s.is_live(a, r) {
                 continue;
             }
             let mut next = *s;
-            next.attempts[a].link[r] = LINK_NONE;
+            next.attempts[a].links[r].state = LINK_NONE;
             let lsn = s.lsn(s.replicas[r].log);
             let replica = &mut next.replicas[r];
             replica.durable = lsn;

@@ -127,13 +127,14 @@ impl Mutant {
                 let first = &s.attempts[0];
                 let view = first.newest_view().copied().unwrap_or_default();
                 let gone = members(view.in_sync).any(|r| s.replicas[r].gone == 1);
-                first.change == JOINT && count(view.in_sync) == 3 && gone && s.owed == EMPTY
+                first.change.stage == JOINT && count(view.in_sync) == 3 && gone && s.owed == EMPTY
             }),
             // A member without which the pending View cannot become active is gone.
             Mutant::StuckView => Some(|s| {
                 let first = &s.attempts[0];
                 let view = first.newest_view().copied().unwrap_or_default();
-                let lacks = |r: usize| s.replicas[r].gone == 1 && first.durable[r] < first.last();
+                let lacks =
+                    |r: usize| s.replicas[r].gone == 1 && first.links[r].durable < first.last();
                 let gone = members(view.in_sync).any(lacks);
                 let pending = first.pending_views().next().is_some();
                 pending && first.length == 2 && count(view.in_sync) == 2 && gone
@@ -146,12 +147,12 @@ impl Mutant {
     /// nearest such state first and on from there.
     pub fn way_point(self) -> Option<fn(&State) -> bool> {
         match self {
-            Mutant::JointDropped => Some(|s| s.attempts[0].change == SWAP_DONE),
+            Mutant::JointDropped => Some(|s| s.attempts[0].change.stage == SWAP_DONE),
             Mutant::RetiredAdmitted => Some(|s| s.record.retired != 0),
             Mutant::RollbackIgnored => Some(|s| s.record.retired != 0 && s.attempts[0].active == 3),
             Mutant::JointNotJudged => Some(|s| {
                 let first = &s.attempts[0];
-                let newest = |r: &usize| first.applied[*r] == 3;
+                let newest = |r: &usize| first.links[*r].applied == 3;
                 let mut newcomers = (0..REPLICAS).filter(|r| s.replicas[*r].newcomer == 1);
                 s.record.retired != 0 && first.active == 2 && newcomers.any(|r| newest(&r))
             }),

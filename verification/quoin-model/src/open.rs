@@ -32,18 +32,18 @@ impl Model {
         for a in 0..ATTEMPTS {
             match s.attempts[a].phase {
                 OPENING => {
-                    let set = s.attempts[a].known | self.joint_members(s, a);
+                    let set = s.attempts[a].rule.known | self.joint_members(s, a);
                     self.open_each(s, a, set, steps);
                     self.decide(s, a, steps);
                 }
                 RECOVERING => {
-                    self.open_each(s, a, s.attempts[a].known, steps);
+                    self.open_each(s, a, s.attempts[a].rule.known, steps);
                     self.cut_each(s, a, steps);
                 }
                 SERVING => {
                     let attempt = &s.attempts[a];
                     let joint = attempt.newest_view().map_or(0, |view| view.joint_known);
-                    let set = attempt.known | joint | self.candidates(s);
+                    let set = attempt.rule.known | joint | self.candidates(s);
                     self.open_each(s, a, set, steps);
                     self.cut_each(s, a, steps);
                 }
@@ -56,7 +56,7 @@ impl Model {
     fn joint_members(&self, s: &State, a: usize) -> Set {
         let attempt = &s.attempts[a];
         let voters = (0..REPLICAS).filter(|r| self.is_voter(attempt, *r));
-        let views = voters.filter_map(|r| s.last_view(attempt.ack[r]));
+        let views = voters.filter_map(|r| s.last_view(attempt.links[r].ack));
         let set = views.fold(0, |set, (_, view)| set | view.joint_known);
         set & !s.record.retired
     }
@@ -65,7 +65,7 @@ impl Model {
     pub(crate) fn candidates(&self, s: &State) -> Set {
         let newcomer = |r: &usize| s.replicas[*r].newcomer == 1;
         let newcomers = (0..REPLICAS).filter(newcomer).fold(0, |set, r| set | 1 << r);
-        newcomers & !s.record.retired & !s.record.known
+        newcomers & !s.record.retired & !s.record.rule.known
     }
 
     /// Step 1. The compare-and-swap reads the membership in the same transaction. Merged with the
@@ -96,21 +96,17 @@ impl Model {
                 epoch,
                 incarnation,
                 version: record.version,
-                known: record.known,
-                cf: record.cf,
-                rf: record.rf,
-                old_known: record.old_known,
-                old_cf: record.old_cf,
-                old_rf: record.old_rf,
+                rule: record.rule,
+                old: record.old,
                 ..Attempt::default()
             };
             if self.is(Mutant::RetiredAdmitted) {
-                attempt.known |= record.retired;
+                attempt.rule.known |= record.retired;
             }
             if self.is(Mutant::FormationOpen) {
-                attempt.known |= self.candidates(s);
+                attempt.rule.known |= self.candidates(s);
             }
-            for r in members(next.attempts[a].known) {
+            for r in members(next.attempts[a].rule.known) {
                 if has(record.retired, r) {
                     let step = Step::Acquire { attempt: a, replica: r };
                     steps.broken(step, next, "RetiredNeverBack");
@@ -185,9 +181,9 @@ impl Model {
         }
         let replica = s.replicas[r];
         let attempt = &mut s.attempts[a];
-        attempt.link[r] = LINK_ANSWERED;
-        attempt.ack[r] = replica.log;
-        attempt.ack_flags[r] =
+        attempt.links[r].state = LINK_ANSWERED;
+        attempt.links[r].ack = replica.log;
+        attempt.links[r].ack_flags =
             replica.continuous * CONTINUOUS + replica.quorum * QUORUM + replica.damaged * DAMAGED;
         Answer::Yes
     }
@@ -206,7 +202,7 @@ impl Model {
             let replica = &mut s.replicas[r];
             replica.damaged = 1;
             replica.session = 0;
-            s.attempts[a].link[r] = LINK_NONE;
+            s.attempts[a].links[r].state = LINK_NONE;
             return Ok(());
         }
         if s.replicas[r].hollow > keep && self.is(Mutant::FoldAboveStable) {
@@ -218,16 +214,16 @@ impl Model {
         replica.durable = replica.durable.min(keep);
         let durable = replica.durable;
         let attempt = &mut s.attempts[a];
-        attempt.link[r] = LINK_FED;
-        attempt.applied[r] = keep;
-        attempt.durable[r] = durable;
-        attempt.tip[r] = tip;
+        attempt.links[r].state = LINK_FED;
+        attempt.links[r].applied = keep;
+        attempt.links[r].durable = durable;
+        attempt.links[r].tip = tip;
         Ok(())
     }
 
     fn cut_each(&self, s: &State, a: usize, steps: &mut Steps) {
         for r in 0..self.bounds.replicas() {
-            if s.attempts[a].link[r] != LINK_ANSWERED || !s.is_live(a, r) {
+            if s.attempts[a].links[r].state != LINK_ANSWERED || !s.is_live(a, r) {
                 continue;
             }
             let history = Place { attempt: a as u8 + 1, count: s.attempts[a].length };
@@ -243,15 +239,15 @@ impl Model {
     }
 
     fn is_voter(&self, attempt: &Attempt, r: usize) -> bool {
-        has(attempt.known, r) && self.is_sound(attempt, r)
+        has(attempt.rule.known, r) && self.is_sound(attempt, r)
     }
 
     /// Answered, quorum on, undamaged.
     fn is_sound(&self, attempt: &Attempt, r: usize) -> bool {
-        let flags = attempt.ack_flags[r];
+        let flags = attempt.links[r].ack_flags;
         let sound =
             self.is(Mutant::QuorumOffCounted) || (flags & QUORUM != 0 && flags & DAMAGED == 0);
-        attempt.link[r] == LINK_ANSWERED && sound
+        attempt.links[r].state == LINK_ANSWERED && sound
     }
 
     /// Steps 3 to 6, as soon as the answers allow it, or later.
@@ -259,28 +255,28 @@ impl Model {
         let attempt = &s.attempts[a];
         let voters = (0..REPLICAS).filter(|r| self.is_voter(attempt, *r));
         let voters: Set = voters.fold(0, |set, r| set | 1 << r);
-        let answered = (0..REPLICAS).filter(|r| attempt.link[*r] == LINK_ANSWERED);
+        let answered = (0..REPLICAS).filter(|r| attempt.links[*r].state == LINK_ANSWERED);
         let newest = answered.map(|r| s.replicas[r].version).max().unwrap_or(0);
         if newest > attempt.version && !self.is(Mutant::RollbackIgnored) {
             // ControlPlaneBehind.
             return;
         }
-        if count(voters) < open_quorum(attempt.rf, attempt.cf) {
+        if count(voters) < open_quorum(attempt.rule.rf, attempt.rule.cf) {
             return;
         }
         let Some(authority) = self.authority(s, attempt, a, voters) else { return };
         let mut marked = s.ends_marked(authority);
         let mut verdicts =
-            vec![self.verdict(s, attempt, voters, authority, attempt.known, attempt.cf)];
-        if attempt.old_known != 0 && !self.is(Mutant::ForcedWithoutOld) {
+            vec![self.verdict(s, attempt, voters, authority, attempt.rule.known, attempt.rule.cf)];
+        if attempt.old.known != 0 && !self.is(Mutant::ForcedWithoutOld) {
             // A forced change: all of the new K, and the whole of step 3 under the old one.
-            if attempt.known & !voters != 0
-                || (count(voters & attempt.old_known) < open_quorum(attempt.old_rf, attempt.old_cf)
+            if attempt.rule.known & !voters != 0
+                || (count(voters & attempt.old.known) < open_quorum(attempt.old.rf, attempt.old.cf)
                     && !self.is(Mutant::ForcedWithoutQuorum))
             {
                 return;
             }
-            let (known, cf) = (attempt.old_known, attempt.old_cf);
+            let (known, cf) = (attempt.old.known, attempt.old.cf);
             verdicts.push(self.verdict(s, attempt, voters, authority, known, cf));
         }
         // A restored record may name the first rule of a joint View although the second ruled for
@@ -292,7 +288,8 @@ impl Model {
         let joint = s.last_view(authority).filter(|(_, view)| open(view));
         if let Some((_, view)) = joint.filter(|_| !self.is(Mutant::JointNotJudged)) {
             let answered = |r: &usize| {
-                attempt.link[*r] == LINK_ANSWERED && attempt.ack_flags[*r] & DAMAGED == 0
+                attempt.links[*r].state == LINK_ANSWERED
+                    && attempt.links[*r].ack_flags & DAMAGED == 0
             };
             let silent = members(view.joint_known).filter(|r| !answered(r)).count();
             if silent >= usize::from(view.joint_cf) {
@@ -325,19 +322,20 @@ impl Model {
         attempt.entries[0] = Entry {
             kind: if marked { MARKED_VIEW } else { VIEW },
             in_sync: voters,
-            known: attempt.known,
-            cf: attempt.cf,
+            known: attempt.rule.known,
+            cf: attempt.rule.cf,
             version: attempt.version,
             ..Entry::default()
         };
-        attempt.ack = [EMPTY; REPLICAS];
-        attempt.ack_flags = [0; REPLICAS];
+        for link in &mut attempt.links {
+            (link.ack, link.ack_flags) = (EMPTY, 0);
+        }
         for r in 0..REPLICAS {
-            if next.attempts[a].link[r] != LINK_ANSWERED {
+            if next.attempts[a].links[r].state != LINK_ANSWERED {
                 continue;
             }
             if !next.is_live(a, r) {
-                next.attempts[a].link[r] = LINK_NONE;
+                next.attempts[a].links[r].state = LINK_NONE;
             } else if next.contains(authority, next.replicas[r].log) {
                 // Nothing to cut: the Truncate changes nothing but the link.
                 if let Err(invariant) = self.feed(&mut next, a, r, start) {
@@ -353,12 +351,13 @@ impl Model {
         let position = |at: Place| {
             s.position(if self.is(Mutant::ViewOutOfPosition) { s.last_write(at) } else { at })
         };
-        let highest = members(voters).map(|r| position(attempt.ack[r])).max()?;
+        let highest = members(voters).map(|r| position(attempt.links[r].ack)).max()?;
         let mut authority = None;
-        for r in members(voters).filter(|r| position(attempt.ack[*r]) == highest) {
-            let complete = members(voters).all(|v| s.contains(attempt.ack[v], attempt.ack[r]));
+        for r in members(voters).filter(|r| position(attempt.links[*r].ack) == highest) {
+            let complete =
+                members(voters).all(|v| s.contains(attempt.links[v].ack, attempt.links[r].ack));
             if s.is_live(a, r) || complete {
-                authority = Some(attempt.ack[r]);
+                authority = Some(attempt.links[r].ack);
             }
         }
         authority
@@ -380,7 +379,7 @@ impl Model {
             return Verdict::Go;
         }
         let kept = (0..REPLICAS)
-            .filter(|r| attempt.ack_flags[*r] & CONTINUOUS != 0)
+            .filter(|r| attempt.links[*r].ack_flags & CONTINUOUS != 0)
             .fold(0, |set, r| set | 1 << r);
         let owed = view.in_sync & known;
         if count(voters & kept & owed) + cf > count(owed) {
@@ -403,7 +402,7 @@ impl Model {
         }
         for a in (0..ATTEMPTS).filter(|a| *a != by) {
             if !matches!(s.attempts[a].phase, OPENING | RECOVERING | SERVING)
-                || s.attempts[a].change != NO_CHANGE
+                || s.attempts[a].change.stage != NO_CHANGE
                 || is_powerful(s, a)
                 || !is_powerful(before, a)
             {
@@ -417,7 +416,7 @@ impl Model {
                 base: old.base,
                 start: old.start,
                 length: old.length,
-                served: old.served,
+                io: Io { served: old.io.served, ..Io::default() },
                 entries: old.entries,
                 ..Attempt::default()
             };
@@ -433,11 +432,11 @@ impl Model {
 /// Whether CF of its known list have not promised a newer epoch.
 fn is_powerful(s: &State, a: usize) -> bool {
     let attempt = &s.attempts[a];
-    let free = members(attempt.known).filter(|r| {
+    let free = members(attempt.rule.known).filter(|r| {
         let promised = s.replicas[*r].promised;
         promised == 0 || s.attempt(promised).epoch <= attempt.epoch
     });
-    free.count() >= usize::from(attempt.cf)
+    free.count() >= usize::from(attempt.rule.cf)
 }
 
 /// max(CF, RF − CF + 1).

@@ -43,8 +43,8 @@ impl Model {
             let promised = s.replicas[r].promised;
             if promised > 0 && s.is_live(usize::from(promised) - 1, r) {
                 let attempt = &mut s.attempts[usize::from(promised) - 1];
-                if attempt.link[r] == LINK_FED {
-                    attempt.durable[r] = attempt.applied[r];
+                if attempt.links[r].state == LINK_FED {
+                    attempt.links[r].durable = attempt.links[r].applied;
                 }
             }
         }
@@ -60,8 +60,9 @@ impl Model {
         let view = &attempt.entries[usize::from(index) - 1];
         let lsn = attempt.start + index;
         view.rules().all(|(known, cf)| {
-            let holders = members(by & known)
-                .filter(|r| attempt.link[*r] == LINK_FED && attempt.durable[*r] >= lsn);
+            let holders = members(by & known).filter(|r| {
+                attempt.links[*r].state == LINK_FED && attempt.links[*r].durable >= lsn
+            });
             holders.count() >= usize::from(cf)
         })
     }
@@ -75,15 +76,15 @@ impl Model {
     }
 
     /// The highest value that CF counted members have reached, under every rule.
-    pub(crate) fn reached(&self, attempt: &Attempt, values: &[u8; REPLICAS]) -> Option<u8> {
+    pub(crate) fn reached(&self, attempt: &Attempt, value: impl Fn(&Link) -> u8) -> Option<u8> {
         let counted = self.counted(attempt);
         let mut lowest = u8::MAX;
         for (_, view) in attempt.open_views() {
             for (known, cf) in view.rules() {
                 let mut reached = [0u8; REPLICAS];
                 let mut n = 0;
-                for r in members(counted & known).filter(|r| attempt.link[*r] == LINK_FED) {
-                    reached[n] = values[r];
+                for r in members(counted & known).filter(|r| attempt.links[*r].state == LINK_FED) {
+                    reached[n] = value(&attempt.links[r]);
                     n += 1;
                 }
                 let cf = self.needed(attempt, known, cf);
@@ -122,7 +123,7 @@ impl Model {
     fn start(&self, attempt: &mut Attempt) {
         attempt.phase = SERVING;
         attempt.active = 1;
-        attempt.commit = attempt.start + 1;
+        attempt.io.commit = attempt.start + 1;
     }
 
     /// The first moment at which a client could be answered under this epoch: all answers that
@@ -142,7 +143,7 @@ impl Model {
             s.owed = s.last_write(s.prefix(history, s.common(history, s.owed)));
         }
         s.consented = 0;
-        s.attempts[a].served = 1;
+        s.attempts[a].io.served = 1;
         Ok(())
     }
 
@@ -163,14 +164,14 @@ impl Model {
             }
         }
         let attempt = &s.attempts[a];
-        let applied = self.reached(attempt, &attempt.applied);
-        let commit = attempt.commit.max(applied.unwrap_or(0));
-        let stable = self.reached(attempt, &attempt.durable).unwrap_or(0).min(commit);
-        s.attempts[a].commit = commit;
+        let applied = self.reached(attempt, |link| link.applied);
+        let commit = attempt.io.commit.max(applied.unwrap_or(0));
+        let stable = self.reached(attempt, |link| link.durable).unwrap_or(0).min(commit);
+        s.attempts[a].io.commit = commit;
         let history = Place { attempt: a as u8 + 1, count: s.attempts[a].length };
         let lying = self.bounds.lying_disks;
         let settled = if self.is(Mutant::FlushAtApplied) { commit } else { stable };
-        let flush = s.attempts[a].flush;
+        let flush = s.attempts[a].io.flush;
         let held = applied.is_some_and(|applied| applied >= commit);
         if lying {
             // Entries that may be lost are not checked; below them nothing may be cut all the same.
@@ -184,10 +185,10 @@ impl Model {
             return Ok(());
         }
         let epoch = s.attempts[a].epoch;
-        if s.attempts.iter().any(|other| other.served == 1 && other.epoch > epoch) {
+        if s.attempts.iter().any(|other| other.io.served == 1 && other.epoch > epoch) {
             return Err("LeaseExcludes");
         }
-        if s.attempts[a].served == 0 {
+        if s.attempts[a].io.served == 0 {
             self.first_answer(s, a)?;
         }
         let media = self.bounds.durability_media && !self.is(Mutant::ReadAtCommitUnderMedia);
@@ -195,11 +196,11 @@ impl Model {
         if self.is(Mutant::ReadNotHeld) {
             let attempt = &s.attempts[a];
             let set = self.counted(attempt);
-            let fed = members(set).filter(|r| attempt.link[*r] == LINK_FED);
-            shown = fed.map(|r| attempt.applied[r]).max().unwrap_or(0).max(shown);
+            let fed = members(set).filter(|r| attempt.links[*r].state == LINK_FED);
+            shown = fed.map(|r| attempt.links[r].applied).max().unwrap_or(0).max(shown);
         }
         if flush > 0 && settled >= flush {
-            s.attempts[a].flush = 0;
+            s.attempts[a].io.flush = 0;
         }
         let settled = s.prefix(history, settled);
         s.flushed = self.deeper(s, settled, s.flushed, "StableSurvives")?;
@@ -237,12 +238,13 @@ impl Model {
                 if attempt.phase == OPENING {
                     continue;
                 }
-                attempt.ack[r] = EMPTY;
-                attempt.ack_flags[r] = 0;
-                if attempt.link[r] != LINK_FED {
-                    (attempt.applied[r], attempt.durable[r], attempt.tip[r]) = (0, 0, 0);
-                } else if continuous && attempt.applied[r] >= attempt.tip[r] {
-                    attempt.tip[r] = 0;
+                attempt.links[r].ack = EMPTY;
+                attempt.links[r].ack_flags = 0;
+                if attempt.links[r].state != LINK_FED {
+                    (attempt.links[r].applied, attempt.links[r].durable, attempt.links[r].tip) =
+                        (0, 0, 0);
+                } else if continuous && attempt.links[r].applied >= attempt.links[r].tip {
+                    attempt.links[r].tip = 0;
                 }
             }
         }
@@ -263,7 +265,7 @@ impl Model {
             s.replicas.iter().for_each(|replica| seen(replica.log));
             for attempt in &s.attempts {
                 seen(attempt.base);
-                attempt.ack.iter().for_each(|at| seen(*at));
+                attempt.links.iter().for_each(|link| seen(link.ack));
             }
             let attempt = &mut s.attempts[a];
             for entry in &mut attempt.entries[usize::from(used)..] {

@@ -96,6 +96,58 @@ pub const CONTINUOUS: u8 = 1;
 pub const QUORUM: u8 = 2;
 pub const DAMAGED: u8 = 4;
 
+/// A membership: who counts, and by which factors.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct Rule {
+    pub known: Set,
+    pub cf: u8,
+    pub rf: u8,
+}
+
+/// What clients of an attempt have been answered.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct Io {
+    pub commit: u8,
+    /// LSN that an unanswered flush waits for; 0: none.
+    pub flush: u8,
+    /// IO has started.
+    pub served: u8,
+}
+
+/// The change of membership that an attempt makes.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct Change {
+    pub stage: u8,
+    /// Index + 1 of the joint View.
+    pub joint_at: u8,
+}
+
+/// The session of an attempt with a replica.
+#[derive(
+    Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct Link {
+    pub state: u8,
+    /// Position in the OpenAck, until the open is decided.
+    pub ack: Place,
+    pub ack_flags: u8,
+    /// LSNs that the target knows for the replica, if it feeds it.
+    pub applied: u8,
+    pub durable: u8,
+    /// The target's last LSN when the session began.
+    pub tip: u8,
+}
+
 /// Attempt of a target to open the volume, and the serving that follows from it.
 #[derive(
     Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -107,13 +159,9 @@ pub struct Attempt {
     pub incarnation: u8,
     /// The membership that the epoch was granted with, or that it has changed to since.
     pub version: u8,
-    pub known: Set,
-    pub cf: u8,
-    pub rf: u8,
+    pub rule: Rule,
     /// The membership before a forced change, while the record keeps it.
-    pub old_known: Set,
-    pub old_cf: u8,
-    pub old_rf: u8,
+    pub old: Rule,
     /// The history that it continues, and that history's length.
     pub base: Place,
     pub start: u8,
@@ -121,26 +169,12 @@ pub struct Attempt {
     pub length: u8,
     /// Index + 1 of its active View; 0: none yet.
     pub active: u8,
-    pub commit: u8,
     pub marked: u8,
-    /// LSN that an unanswered flush waits for; 0: none.
-    pub flush: u8,
-    /// IO has started.
-    pub served: u8,
-    pub change: u8,
-    /// Index + 1 of the joint View.
-    pub joint_at: u8,
+    pub io: Io,
+    pub change: Change,
     /// Mutants only: replicas whose lease it believes to hold though they answered a newer one.
     pub late_grants: Set,
-    pub link: [u8; REPLICAS],
-    /// Positions in the OpenAcks, until the open is decided.
-    pub ack: [Place; REPLICAS],
-    pub ack_flags: [u8; REPLICAS],
-    /// LSNs that the target knows for each replica that it feeds.
-    pub applied: [u8; REPLICAS],
-    pub durable: [u8; REPLICAS],
-    /// The target's last LSN when the session with the replica began.
-    pub tip: [u8; REPLICAS],
+    pub links: [Link; REPLICAS],
     pub entries: [Entry; ENTRIES],
 }
 
@@ -180,13 +214,10 @@ pub struct Replica {
 pub struct Record {
     pub epoch: u8,
     pub version: u8,
-    pub known: Set,
-    pub cf: u8,
-    pub rf: u8,
+    pub rule: Rule,
     pub retired: Set,
-    pub old_known: Set,
-    pub old_cf: u8,
-    pub old_rf: u8,
+    /// The membership before a forced change, until a target has started IO under the new one.
+    pub old: Rule,
 }
 
 /// How often each kind of step may still happen.
@@ -244,7 +275,7 @@ impl State {
         let replica = &self.replicas[r];
         usize::from(replica.promised) == a + 1
             && replica.session == 1
-            && self.attempts[a].link[r] != LINK_NONE
+            && self.attempts[a].links[r].state != LINK_NONE
     }
 
     /// This state with replicas in a canonical order. Replicas are named in sets and arrays
@@ -263,18 +294,19 @@ impl State {
     /// All that distinguishes a replica, independent of its number.
     fn marks(&self, r: usize) -> Marks {
         let bit = |set: Set| u128::from(has(set, r));
-        let mut sets = bit(self.record.known)
+        let mut sets = bit(self.record.rule.known)
             | bit(self.record.retired) << 1
-            | bit(self.record.old_known) << 2;
+            | bit(self.record.old.known) << 2;
         let mut shift = 3;
         let mut peers = [[0u8; 7]; ATTEMPTS];
         for (attempt, peer) in self.attempts.iter().zip(&mut peers) {
             if attempt.phase == UNUSED {
                 continue;
             }
-            sets |=
-                (bit(attempt.known) | bit(attempt.old_known) << 1 | bit(attempt.late_grants) << 2)
-                    << shift;
+            sets |= (bit(attempt.rule.known)
+                | bit(attempt.old.known) << 1
+                | bit(attempt.late_grants) << 2)
+                << shift;
             shift += 3;
             for entry in &attempt.entries[..usize::from(attempt.length)] {
                 if entry.is_view() {
@@ -285,13 +317,13 @@ impl State {
                 }
             }
             *peer = [
-                attempt.link[r],
-                attempt.ack[r].attempt,
-                attempt.ack[r].count,
-                attempt.ack_flags[r],
-                attempt.applied[r],
-                attempt.durable[r],
-                attempt.tip[r],
+                attempt.links[r].state,
+                attempt.links[r].ack.attempt,
+                attempt.links[r].ack.count,
+                attempt.links[r].ack_flags,
+                attempt.links[r].applied,
+                attempt.links[r].durable,
+                attempt.links[r].tip,
             ];
         }
         let mut own = [0u8; size_of::<Replica>()];
@@ -306,19 +338,15 @@ impl State {
         let mut new = *self;
         new.replicas = order.map(|r| self.replicas[r]);
         let record = &mut new.record;
-        for field in [&mut record.known, &mut record.retired, &mut record.old_known] {
+        for field in [&mut record.rule.known, &mut record.retired, &mut record.old.known] {
             *field = set(*field);
         }
         for attempt in new.attempts.iter_mut().filter(|a| a.phase != UNUSED) {
-            for field in [&mut attempt.known, &mut attempt.old_known, &mut attempt.late_grants] {
+            for field in [&mut attempt.rule.known, &mut attempt.old.known, &mut attempt.late_grants]
+            {
                 *field = set(*field);
             }
-            attempt.link = order.map(|r| attempt.link[r]);
-            attempt.ack = order.map(|r| attempt.ack[r]);
-            attempt.ack_flags = order.map(|r| attempt.ack_flags[r]);
-            attempt.applied = order.map(|r| attempt.applied[r]);
-            attempt.durable = order.map(|r| attempt.durable[r]);
-            attempt.tip = order.map(|r| attempt.tip[r]);
+            attempt.links = order.map(|r| attempt.links[r]);
             for entry in &mut attempt.entries {
                 entry.in_sync = set(entry.in_sync);
                 entry.known = set(entry.known);
@@ -343,18 +371,20 @@ mod tests {
     #[test]
     fn exchanged_replicas_are_one_canonical_state() {
         let mut state = State::default();
-        state.record.known = 0b111;
+        state.record.rule.known = 0b111;
         state.attempts[0].phase = SERVING;
-        state.attempts[0].known = 0b111;
+        state.attempts[0].rule.known = 0b111;
         state.attempts[0].length = 1;
         state.attempts[0].entries[0] =
             Entry { kind: VIEW, in_sync: 0b011, known: 0b111, cf: 2, ..Entry::default() };
-        state.attempts[0].applied = [4, 2, 3, 0, 0];
+        for (link, applied) in state.attempts[0].links.iter_mut().zip([4, 2, 3]) {
+            link.applied = applied;
+        }
         state.replicas[1].durable = 2;
         let mut other = state.permuted(&[2, 0, 1, 3, 4]);
         assert_ne!(state, other);
         assert_eq!(state.canonical(3), other.canonical(3));
-        other.attempts[0].applied[1] += 1;
+        other.attempts[0].links[1].applied += 1;
         assert_ne!(state.canonical(3), other.canonical(3));
     }
 }

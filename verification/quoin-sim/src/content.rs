@@ -20,7 +20,7 @@ pub const ZERO: Tags = [0; SECTORS];
 pub struct WrongBytes {
     pub sector: u64,
     /// What the sector says of itself, if it says anything.
-    pub claims: Option<(Tag, u64)>,
+    pub names: Option<(Tag, u64)>,
 }
 
 fn word(run: u64, tag: Tag, sector: u64) -> u64 {
@@ -70,10 +70,10 @@ pub fn tag_of(run: u64, sector: u64, bytes: &[u8]) -> Result<Tag, WrongBytes> {
             if tag != 0 && place == sector && holds(&bytes[16..], filler) {
                 return Ok(tag);
             }
-            return Err(WrongBytes { sector, claims: Some((tag, place)) });
+            return Err(WrongBytes { sector, names: Some((tag, place)) });
         }
     }
-    Err(WrongBytes { sector, claims: None })
+    Err(WrongBytes { sector, names: None })
 }
 
 /// The tags of one whole block.

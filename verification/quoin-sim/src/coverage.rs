@@ -1,4 +1,4 @@
-//! Which faults have struck in the middle of which steps of the protocol.
+//! Which faults were injected in the middle of which steps of the protocol.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use quoin_replication::Step;
 
 use crate::faults::FaultKind;
 
-/// How often each kind of fault struck while each step was under way.
+/// How often each kind of fault was injected while each step was under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Coverage(Vec<u64>);
 
@@ -47,8 +47,8 @@ impl fmt::Display for Coverage {
             let hits = FaultKind::ALL.iter().map(|k| (k.name(), self.of(*k, *step)));
             let never: Vec<&str> = hits.clone().filter(|h| h.1 == 0).map(|h| h.0).collect();
             let kinds = FaultKind::ALL.len() - never.len();
-            let strikes: u64 = hits.map(|h| h.1).sum();
-            writeln!(f, "{:<44} {strikes:>8} strikes of {kinds:>2} kinds", step.name())?;
+            let faults: u64 = hits.map(|h| h.1).sum();
+            writeln!(f, "{:<44} {faults:>8} faults of {kinds:>2} kinds", step.name())?;
             if !never.is_empty() {
                 writeln!(f, "    never under: {}", never.join(", "))?;
             }

@@ -112,6 +112,14 @@ pub struct DiskCounts {
     pub errors: u64,
 }
 
+impl DiskCounts {
+    pub fn merge(&mut self, other: &Self) {
+        self.sectors_lost += other.sectors_lost;
+        self.pages_torn += other.pages_torn;
+        self.errors += other.errors;
+    }
+}
+
 #[derive(Default)]
 struct State {
     pages: Pages,

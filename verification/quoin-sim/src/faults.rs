@@ -6,7 +6,7 @@
 //! with a loss elsewhere it would be more than CF-1 failure domains); or one replica's disk lies
 //! about what it wrote, and nothing keeps the others from answering.
 //!
-//! Some faults are aimed: they wait for a step of the protocol and strike in the middle of it.
+//! Some faults are aimed: they wait for a step of the protocol and are injected in the middle of it.
 
 use quoin_replication::Step;
 
@@ -82,7 +82,7 @@ kinds! {
     OrderForAnother = "order for another volume",
 }
 
-/// How often each fault struck.
+/// How often each fault was injected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultCounts(pub [u64; FaultKind::ALL.len()]);
 
@@ -119,12 +119,12 @@ pub enum Profile {
     Liar { victim: usize },
 }
 
-/// A fault that is going to strike some events after `at`, in the middle of a burst of requests.
+/// A fault that is to be injected some events after `at`, in the middle of a burst of requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Planned {
     pub at: Instant,
     pub kind: FaultKind,
-    /// Events that pass between the burst's begin and the strike, at most where it is aimed.
+    /// Events that pass between the burst's begin and the fault, at most where it is aimed.
     pub countdown: u64,
     /// The step that it waits for.
     pub aim: Option<Step>,
@@ -213,7 +213,7 @@ pub fn plan(
     planned
 }
 
-/// Kinds that strike in their swarms alone.
+/// Kinds that are injected in their swarms alone.
 const OF_SWARMS: [FaultKind; 7] = [
     FaultKind::OwnerIsolated,
     FaultKind::PowerAllFull,

@@ -1,4 +1,4 @@
-//! All that the clients asked and were told, and whether it could have been one volume.
+//! All requests of the clients and their answers, and whether it could have been one volume.
 //!
 //! Instants are numbers of one total order. Writes that were never answered stay open, until a
 //! newer target serves: from then on they are part of its history or void (contract item 4).
@@ -23,9 +23,9 @@ pub struct Op {
     pub seen: Vec<Tag>,
     /// Which life of which target it was given to.
     pub target: (usize, u32),
-    /// Blocks that are not in the history any more or never were: nobody may see them.
+    /// Blocks that are not in the history any more or never were: no later read may see them.
     void: Vec<u64>,
-    /// Blocks known to have taken effect by an instant, though nobody was told.
+    /// Blocks known to have taken effect by an instant, though they were never answered.
     effect_by: Option<u64>,
     /// A trim or zero that was open at a cut: it took effect before it or after it.
     either_part: bool,

@@ -1,20 +1,22 @@
 //! The deterministic simulator: the real core and store under one scheduler with simulated
 //! clocks, network, disks, control plane and clients.
 //!
-//! A run is a function of its seed. [`run`] builds a world, lets faults strike, lets everything
+//! A run is a function of its seed. [`run`] builds a world, injects faults, lets everything
 //! recover, and reports the first thing that the contract does not allow, if there is one:
 //!
 //! | checker | finds |
 //! |---|---|
 //! | [`linear`] | reads and writes of a 4 KiB block that no order explains |
 //! | [`lineage`] | acknowledged, read or flushed entries that a later history lacks; two contents for one position |
-//! | `world::checks` | answers under an old epoch, wrong bytes, errors without a cause, replicas that differ at rest |
-//! | `world::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
-//! | `world::ending` | IO or replicas that do not come back after the last fault |
+//! | `world::checkers::durability` | answers under an old epoch or of what is not held, wrong bytes, errors without a cause |
+//! | `world::checkers::assertions` | replicas and targets that break what they reported before |
+//! | `world::checkers::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
+//! | `world::checkers::at_rest` | replicas that differ at rest, room that does not come back |
+//! | `world::quiesce` | IO or replicas that do not come back after the last fault |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |
 //!
-//! [`coverage`] counts which faults struck at which steps of the protocol, [`shrink`] makes a
+//! [`coverage`] counts which faults were injected at which steps of the protocol, [`shrink`] makes a
 //! failing run small and draws it.
 //!
 //! The world around the core is adversarial within what `docs/replication.md` assumes, and no
@@ -77,7 +79,7 @@ pub fn run(options: RunOptions) -> Report {
     let mut report = match &world {
         Some(world) => Report {
             stats: world.stats.clone(),
-            violation: world.violation.clone(),
+            violation: world.checkers.violation.clone(),
             fingerprint: world.trace.fingerprint(),
             lines: world.trace.lines().to_vec(),
         },
@@ -109,7 +111,7 @@ pub fn run_many(
         let report = run(RunOptions { seed, ..options });
         each(seed, &report);
         summary.merge(Summary {
-            ios_checked_least: Some(report.stats.ios_checked),
+            ios_checked_least: Some(report.stats.ios.checked),
             stats: report.stats,
             violations: report.violation.into_iter().collect(),
             cpu: Duration::ZERO,

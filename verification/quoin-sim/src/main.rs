@@ -39,10 +39,10 @@ struct Arguments {
     /// What replicas keep their data in.
     #[arg(long, value_enum, default_value = "real")]
     store: Store,
-    /// Print which faults struck at which steps of the protocol, and which never did.
+    /// Print which faults were injected at which steps of the protocol, and which never were.
     #[arg(long)]
     coverage: bool,
-    /// Small worlds in which few kinds of faults strike often, by name (`--swarm few`); `all`
+    /// Small worlds in which few kinds of faults are injected often, by name (`--swarm few`); `all`
     /// runs the seeds in each of them. Default: `broad`; `all` with --fresh.
     #[arg(long)]
     swarm: Option<String>,
@@ -174,7 +174,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
             None => {
-                println!("seed {seed}: {} IOs checked, no violation", report.stats.ios_checked);
+                println!("seed {seed}: {} IOs checked, no violation", report.stats.ios.checked);
                 ExitCode::SUCCESS
             }
         };

@@ -92,8 +92,8 @@ pub const ALL: &[Defect] = &[
     core("late-answer-to-a-swap-believed", Swarm::Members),
     core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
     core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
-    core("let-in-when-full", Swarm::Strangers),
-    core("let-in-unasked", Swarm::Strangers),
+    core("let-in-when-full", Swarm::UnexpectedPeers),
+    core("let-in-unasked", Swarm::UnexpectedPeers),
     core("joint-rule-left-out", Swarm::Members),
     core("joint-not-judged", Swarm::Members).like("joint-not-judged"),
     core("record-not-asked-again", Swarm::Members),
@@ -191,7 +191,7 @@ pub const ALL: &[Defect] = &[
     model("forced-without-quorum"),
     model("fenced-at-promise"),
     model("lease-not-waited-when-gone"),
-    // The first known list is written whole by the control plane; no stranger ever joins it.
+    // The first known list is written whole by the control plane; no unexpected peer ever joins it.
     model("formation-open"),
 ];
 

@@ -17,6 +17,7 @@ use quoin_wire::frame::HEADER_LEN;
 
 use crate::random::Random;
 use crate::schedule::{Instant, MICROSECOND};
+use crate::stats::MessageCounts;
 use crate::wire::{self, Payload, Receiver};
 
 pub type ConnectionId = u64;
@@ -89,7 +90,7 @@ impl Stream {
     }
 
     /// Loses a tail; what is left may end within a frame.
-    fn lose_tail(&mut self, random: &mut Random, counts: &mut NetworkCounts) {
+    fn lose_tail(&mut self, random: &mut Random, counts: &mut MessageCounts) {
         let keep = random.index(self.items.len() + 1);
         counts.lost += (self.items.len() - keep) as u64;
         let torn = self.items.get(keep).and_then(|(due, sent, item)| match item {
@@ -145,17 +146,6 @@ pub struct Connection {
     pub pool_open: bool,
 }
 
-#[derive(Default, Debug, Clone, Copy)]
-pub struct NetworkCounts {
-    pub messages: u64,
-    /// Messages delivered after one that was sent later by the same process to another one.
-    pub reordered: u64,
-    pub lost: u64,
-    /// Connections cut in the middle of a frame.
-    pub frames_cut: u64,
-    pub bytes: u64,
-}
-
 pub struct Network {
     pub connections: BTreeMap<ConnectionId, Connection>,
     next: ConnectionId,
@@ -168,7 +158,7 @@ pub struct Network {
     pub storm: u64,
     /// The same of bulk connections alone.
     pub bulk_storm: u64,
-    pub counts: NetworkCounts,
+    pub counts: MessageCounts,
     random: Random,
     frame: FrameBuffer,
 }
@@ -184,7 +174,7 @@ impl Network {
             typical_delay: typical_delay.max(MICROSECOND),
             storm: 1,
             bulk_storm: 1,
-            counts: NetworkCounts::default(),
+            counts: MessageCounts::default(),
             random,
             frame: FrameBuffer::default(),
         }
@@ -227,7 +217,7 @@ impl Network {
     ) -> Option<Instant> {
         let mut delay = self.delay();
         self.sent += 1;
-        self.counts.messages += 1;
+        self.counts.sent += 1;
         let sent = self.sent;
         let connection = self.connections.get_mut(&id)?;
         if connection.bulk.is_some() {
@@ -240,9 +230,6 @@ impl Network {
         if stream.deaf {
             self.counts.lost += 1;
             return None;
-        }
-        if let Item::Bytes(bytes) = &item {
-            self.counts.bytes += bytes.len() as u64;
         }
         Some(stream.push(now + delay, sent, item))
     }

@@ -21,7 +21,7 @@ pub enum Situation {
     SentAwayQuorumOff,
     /// Nobody with quorum off was there.
     SentAwayQuorumOn,
-    ToldOfTooMany,
+    TooManyReported,
     AllConnected,
     Foreign,
     Known,
@@ -32,16 +32,16 @@ pub enum Situation {
     ListShort,
     ListShortWithQuorum,
     ListShortAndRefused,
-    NobodyAsked,
+    Unasked,
     // Who is on which list.
-    StrangerBesideTheList,
-    StrangerFed,
+    UnlistedBesideTheList,
+    UnlistedFed,
     // Who has a say.
     ReadBesideQuorumOff,
     WriteBesideQuorumOff,
     QuorumOffLost,
     QuorumOffFedOn,
-    NoQuorumTold,
+    NoQuorumReported,
     // When IO starts and stops.
     StartedWithJustEnough,
     StoppedBelowCf,
@@ -55,7 +55,7 @@ pub enum Situation {
     RaisedWithCf,
     HeldByTheNewRule,
     WriteWhileJoint,
-    ToldTheRecord,
+    SwapSent,
     RuledOnceRecorded,
     GivenUp,
     GivenUpAndMade,
@@ -63,7 +63,7 @@ pub enum Situation {
     RefusedAndMade,
     Trimmed,
     ThreeOfFive,
-    StrangersWereEnough,
+    UnlistedWereEnough,
     /// The same with five on the list and CF 3: some of the five are there, fewer than three.
     SixthMadeThreeOfFive,
 }
@@ -164,10 +164,10 @@ pub(crate) fn read(
                     false => refused(true, &[seen]),
                 };
             }
-            let mut strangers: Vec<&Seat> =
+            let mut unlisted: Vec<&Seat> =
                 others.iter().filter(|s| !ids.contains(&s.member.id)).collect();
-            strangers.sort_by_key(|s| s.quorum);
-            let Some(goes) = strangers.first() else {
+            unlisted.sort_by_key(|s| s.quorum);
+            let Some(goes) = unlisted.first() else {
                 return refused(true, &[FullAndListedWithoutPlace]);
             };
             let sent = if goes.quorum { SentAwayQuorumOn } else { SentAwayQuorumOff };
@@ -190,7 +190,7 @@ pub(crate) fn read(
     if list.rf < drf {
         return let_in(if is_short { ListShortWithQuorum } else { Addition });
     }
-    refused(false, &[if is_short { ListShortAndRefused } else { NobodyAsked }])
+    refused(false, &[if is_short { ListShortAndRefused } else { Unasked }])
 }
 
 /// How many known replicas must be there before IO starts.

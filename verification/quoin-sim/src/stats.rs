@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::coverage::Coverage;
+use crate::disk::DiskCounts;
 use crate::faults::{FaultCounts, FaultKind};
 use crate::scaleup::Situations;
 
@@ -16,52 +17,110 @@ pub struct Violation {
     pub detail: String,
 }
 
+/// A group of counters, which are added up over many runs.
+macro_rules! counters {
+    ($(#[$about:meta])* $group:ident { $($(#[$each:meta])* $name:ident,)+ }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $group {
+            $($(#[$each])* pub $name: u64,)+
+        }
+
+        impl $group {
+            pub fn merge(&mut self, other: &Self) {
+                $(self.$name += other.$name;)+
+            }
+        }
+    };
+}
+
+counters! {
+    /// What the network did.
+    MessageCounts {
+        sent,
+        /// Delivered after one that was sent later by the same process to another one.
+        reordered,
+        lost,
+        /// Connections cut in the middle of a frame.
+        frames_cut,
+    }
+}
+
+counters! {
+    /// Operations of clients.
+    IoCounts {
+        /// Answered operations that a checker has seen.
+        checked,
+        open,
+        failed,
+        /// Blocks whose history the checker could neither prove nor refute.
+        undecided,
+    }
+}
+
+counters! {
+    OpenCounts {
+        /// Epochs that were granted.
+        epochs,
+        servings,
+        /// Opens that reported that unflushed data may be lost.
+        tails_lost,
+    }
+}
+
+counters! {
+    /// What the controllers did.
+    ControlCounts {
+        /// Fences that were delivered to pools.
+        fences,
+        terms,
+        /// Terms of a number that another controller began at the same time.
+        rival_terms,
+        terms_refused,
+        controllers_ended,
+    }
+}
+
+counters! {
+    ReplicaCounts {
+        rebuilds,
+        drops,
+        repairs,
+        replacements,
+    }
+}
+
+counters! {
+    /// Changes that operators asked for.
+    OperatorCounts {
+        scale_ups,
+        moves,
+        removals,
+        cf_changes,
+        taken_back,
+        /// Times that a person went on with the replicas that were left.
+        recoveries,
+        /// Times that a volume was grown.
+        growths,
+        snapshots,
+        /// Changes of membership that targets made, and gave up.
+        changes_made,
+        changes_given_up,
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     pub seeds: u64,
     pub simulated_ns: u64,
     pub events: u64,
-    pub messages: u64,
-    pub messages_reordered: u64,
-    pub messages_lost: u64,
-    /// Answered operations that a checker has looked at.
-    pub ios_checked: u64,
-    pub ios_open: u64,
-    pub ios_failed: u64,
-    pub epochs: u64,
-    /// Words of the control plane that epochs were taken back, as pools heard them.
-    pub fences: u64,
-    pub terms: u64,
-    /// Terms of a number that another controller began at the same time.
-    pub rival_terms: u64,
-    pub terms_refused: u64,
-    pub controllers_ended: u64,
-    pub servings: u64,
-    /// Opens that said that unflushed data may be lost.
-    pub tails_lost: u64,
-    pub rebuilds: u64,
-    pub drops: u64,
-    pub repairs: u64,
-    pub replacements: u64,
-    /// Changes that operators asked for, and changes of membership that were made and given up.
-    pub scale_ups: u64,
-    pub moves: u64,
-    pub removals: u64,
-    pub cf_changes: u64,
-    pub taken_back: u64,
-    /// Times that a person went on with the replicas that were left.
-    pub recoveries: u64,
-    /// Times that a volume was grown.
-    pub growths: u64,
-    pub snapshots: u64,
-    pub changes: u64,
-    pub given_up: u64,
-    pub sectors_lost: u64,
-    pub pages_torn: u64,
-    pub disk_errors: u64,
-    /// Blocks whose history the checker could neither prove nor refute.
-    pub undecided: u64,
-    pub frames_cut: u64,
+    pub messages: MessageCounts,
+    pub ios: IoCounts,
+    pub opens: OpenCounts,
+    pub control: ControlCounts,
+    pub replicas: ReplicaCounts,
+    pub operators: OperatorCounts,
+    pub disks: DiskCounts,
     pub faults: FaultCounts,
     pub coverage: Coverage,
     /// Situations in which the rules of the scale-up document were held.
@@ -73,39 +132,13 @@ impl Stats {
         self.seeds += other.seeds;
         self.simulated_ns += other.simulated_ns;
         self.events += other.events;
-        self.messages += other.messages;
-        self.messages_reordered += other.messages_reordered;
-        self.messages_lost += other.messages_lost;
-        self.ios_checked += other.ios_checked;
-        self.ios_open += other.ios_open;
-        self.ios_failed += other.ios_failed;
-        self.epochs += other.epochs;
-        self.fences += other.fences;
-        self.terms += other.terms;
-        self.rival_terms += other.rival_terms;
-        self.terms_refused += other.terms_refused;
-        self.controllers_ended += other.controllers_ended;
-        self.servings += other.servings;
-        self.tails_lost += other.tails_lost;
-        self.rebuilds += other.rebuilds;
-        self.drops += other.drops;
-        self.repairs += other.repairs;
-        self.replacements += other.replacements;
-        self.scale_ups += other.scale_ups;
-        self.taken_back += other.taken_back;
-        self.recoveries += other.recoveries;
-        self.moves += other.moves;
-        self.removals += other.removals;
-        self.cf_changes += other.cf_changes;
-        self.growths += other.growths;
-        self.snapshots += other.snapshots;
-        self.changes += other.changes;
-        self.given_up += other.given_up;
-        self.sectors_lost += other.sectors_lost;
-        self.pages_torn += other.pages_torn;
-        self.disk_errors += other.disk_errors;
-        self.undecided += other.undecided;
-        self.frames_cut += other.frames_cut;
+        self.messages.merge(&other.messages);
+        self.ios.merge(&other.ios);
+        self.opens.merge(&other.opens);
+        self.control.merge(&other.control);
+        self.replicas.merge(&other.replicas);
+        self.operators.merge(&other.operators);
+        self.disks.merge(&other.disks);
         self.faults.merge(&other.faults);
         self.coverage.merge(&other.coverage);
         self.situations.merge(&other.situations);
@@ -136,50 +169,63 @@ impl Summary {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = &self.stats;
-        let rate = s.ios_checked as f64 / self.cpu.as_secs_f64().max(1e-9);
+        let rate = s.ios.checked as f64 / self.cpu.as_secs_f64().max(1e-9);
         let hours = s.simulated_ns as f64 / 3.6e12;
         writeln!(f, "seeds                        {:>12}", s.seeds)?;
         writeln!(f, "simulated hours              {hours:>12.2}")?;
         writeln!(f, "events                       {:>12}", s.events)?;
-        writeln!(f, "IOs checked                  {:>12}", s.ios_checked)?;
+        writeln!(f, "IOs checked                  {:>12}", s.ios.checked)?;
         if let Some(least) = self.ios_checked_least {
             writeln!(f, "least of any seed            {least:>12}")?;
         }
-        writeln!(f, "IOs left open / failed       {:>12} / {}", s.ios_open, s.ios_failed)?;
+        writeln!(f, "IOs left open / failed       {:>12} / {}", s.ios.open, s.ios.failed)?;
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
-        writeln!(f, "epochs granted / served      {:>12} / {}", s.epochs, s.servings)?;
-        writeln!(f, "epochs taken back, as heard  {:>12}", s.fences)?;
-        writeln!(f, "terms begun / by two at once {:>12} / {}", s.terms, s.rival_terms)?;
-        writeln!(f, "grants of former terms       {:>12}", s.terms_refused)?;
-        writeln!(f, "former controllers ended     {:>12}", s.controllers_ended)?;
-        writeln!(f, "unflushed tails lost         {:>12}", s.tails_lost)?;
+        writeln!(f, "epochs granted / served      {:>12} / {}", s.opens.epochs, s.opens.servings)?;
+        writeln!(f, "epochs taken back, as heard  {:>12}", s.control.fences)?;
+        writeln!(
+            f,
+            "terms begun / by two at once {:>12} / {}",
+            s.control.terms, s.control.rival_terms
+        )?;
+        writeln!(f, "grants of former terms       {:>12}", s.control.terms_refused)?;
+        writeln!(f, "former controllers ended     {:>12}", s.control.controllers_ended)?;
+        writeln!(f, "unflushed tails lost         {:>12}", s.opens.tails_lost)?;
         writeln!(
             f,
             "drops / rebuilds / replaced  {:>12} / {} / {}",
-            s.drops, s.rebuilds, s.replacements
+            s.replicas.drops, s.replicas.rebuilds, s.replicas.replacements
         )?;
         writeln!(
             f,
             "scaled up / taken back / moved / removed / CF / grown  {:>7} / {} / {} / {} / {} / {}",
-            s.scale_ups, s.taken_back, s.moves, s.removals, s.cf_changes, s.growths
+            s.operators.scale_ups,
+            s.operators.taken_back,
+            s.operators.moves,
+            s.operators.removals,
+            s.operators.cf_changes,
+            s.operators.growths
         )?;
-        writeln!(f, "recovered by hand            {:>12}", s.recoveries)?;
-        writeln!(f, "snapshots made or deleted    {:>12}", s.snapshots)?;
-        writeln!(f, "changes made / given up      {:>12} / {}", s.changes, s.given_up)?;
-        writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;
-        writeln!(f, "messages                     {:>12}", s.messages)?;
-        writeln!(f, "connections cut in a frame   {:>12}", s.frames_cut)?;
-        writeln!(f, "faults that struck:")?;
+        writeln!(f, "recovered by hand            {:>12}", s.operators.recoveries)?;
+        writeln!(f, "snapshots made or deleted    {:>12}", s.operators.snapshots)?;
+        writeln!(
+            f,
+            "changes made / given up      {:>12} / {}",
+            s.operators.changes_made, s.operators.changes_given_up
+        )?;
+        writeln!(f, "bad blocks repaired          {:>12}", s.replicas.repairs)?;
+        writeln!(f, "messages                     {:>12}", s.messages.sent)?;
+        writeln!(f, "connections cut in a frame   {:>12}", s.messages.frames_cut)?;
+        writeln!(f, "faults injected:")?;
         for kind in FaultKind::ALL {
             writeln!(f, "  {:<40} {:>8}", kind.name(), s.faults.of(*kind))?;
         }
-        writeln!(f, "  {:<26} {:>12}", "messages out of order", s.messages_reordered)?;
-        writeln!(f, "  {:<26} {:>12}", "messages lost", s.messages_lost)?;
-        writeln!(f, "  {:<26} {:>12}", "unsynced writes lost", s.sectors_lost)?;
-        writeln!(f, "  {:<26} {:>12}", "pages torn", s.pages_torn)?;
-        writeln!(f, "  {:<26} {:>12}", "disk errors returned", s.disk_errors)?;
-        if s.undecided > 0 {
-            writeln!(f, "blocks undecided             {:>12}", s.undecided)?;
+        writeln!(f, "  {:<26} {:>12}", "messages out of order", s.messages.reordered)?;
+        writeln!(f, "  {:<26} {:>12}", "messages lost", s.messages.lost)?;
+        writeln!(f, "  {:<26} {:>12}", "unsynced writes lost", s.disks.sectors_lost)?;
+        writeln!(f, "  {:<26} {:>12}", "pages torn", s.disks.pages_torn)?;
+        writeln!(f, "  {:<26} {:>12}", "disk errors returned", s.disks.errors)?;
+        if s.ios.undecided > 0 {
+            writeln!(f, "blocks undecided             {:>12}", s.ios.undecided)?;
         }
         writeln!(f, "violations                   {:>12}", self.violations.len())?;
         for violation in self.violations.iter().take(10) {

@@ -1,4 +1,4 @@
-//! Small worlds in which few kinds of faults strike often: what a run of everything reaches in a
+//! Small worlds in which few kinds of faults are injected often: what a run of everything reaches in a
 //! thousand seeds, one of these reaches in ten.
 //!
 //! A seed of [`Swarm::Broad`] draws from everything there is. A seed of another swarm draws its
@@ -36,8 +36,8 @@ pub enum Swarm {
     Replacements,
     /// Replicas that are added, moved and removed, and CF that is changed, all the time.
     Members,
-    /// The same, with replicas that connect and that nobody asked for, and lists with an entry missing.
-    Strangers,
+    /// The same, with replicas that connect unasked, and lists with an entry missing.
+    UnexpectedPeers,
     /// More replicas are destroyed than an open can do without, and a person goes on with the rest.
     Recoveries,
     /// Members that fall out of a small window and are copied anew.
@@ -76,7 +76,7 @@ impl Swarm {
         Swarm::PowerCuts,
         Swarm::Replacements,
         Swarm::Members,
-        Swarm::Strangers,
+        Swarm::UnexpectedPeers,
         Swarm::Recoveries,
         Swarm::Rebuilds,
         Swarm::Memory,
@@ -103,7 +103,7 @@ impl Swarm {
             Swarm::PowerCuts => "power-cuts",
             Swarm::Replacements => "replacements",
             Swarm::Members => "members",
-            Swarm::Strangers => "strangers",
+            Swarm::UnexpectedPeers => "unexpected-peers",
             Swarm::Recoveries => "recoveries",
             Swarm::Rebuilds => "rebuilds",
             Swarm::Memory => "memory",
@@ -391,7 +391,7 @@ impl Swarm {
                 horizon_ms: (6_000, 14_000),
                 ..small
             },
-            Swarm::Strangers => Shape {
+            Swarm::UnexpectedPeers => Shape {
                 wanted: Wanted::Media,
                 factors: &[(3, 2), (3, 2), (4, 3), (5, 3)],
                 kinds: &[

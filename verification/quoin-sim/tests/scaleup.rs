@@ -11,10 +11,10 @@ use quoin_sim::{RunOptions, Summary, Swarm, run_many};
 /// The swarms, with the first seed and how many: some ten seconds of CPU time. The last two have
 /// situations of one run in hundreds.
 const RUNS: [(Swarm, u64, u64); 4] = [
-    (Swarm::Strangers, 1, 50),
+    (Swarm::UnexpectedPeers, 1, 50),
     (Swarm::Members, 1, 20),
-    (Swarm::Strangers, 146, 1),
-    (Swarm::Strangers, 478, 1),
+    (Swarm::UnexpectedPeers, 146, 1),
+    (Swarm::UnexpectedPeers, 478, 1),
 ];
 
 fn runs() -> &'static Summary {
@@ -43,9 +43,9 @@ fn held_in(situations: &[Situation]) {
 ///
 /// Proves SCALE-ADMIT-03, SCALE-ADMIT-04, SCALE-ADMIT-05, SCALE-ADMIT-06.
 #[test]
-fn with_all_seats_taken_only_a_listed_replica_gets_one_from_a_stranger_and_somebody_is_told() {
+fn with_all_seats_taken_only_a_listed_replica_gets_one_from_an_unlisted_one_and_that_is_reported() {
     held_in(&[FullAndUnlisted, FullAndCopied, FullAndListed, SentAwayQuorumOff]);
-    held_in(&[AllConnected, ToldOfTooMany]);
+    held_in(&[AllConnected, TooManyReported]);
 }
 
 /// Proves SCALE-ADMIT-07.
@@ -59,20 +59,20 @@ fn a_replica_of_another_volume_never_answers_a_target_though_the_records_name_it
 #[test]
 fn who_is_let_in_is_known_or_takes_a_place_or_was_asked_for() {
     held_in(&[Known, Listed, ListedWithQuorum]);
-    held_in(&[Addition, AdditionWithQuorum, ListShort, NobodyAsked]);
+    held_in(&[Addition, AdditionWithQuorum, ListShort, Unasked]);
 }
 
 /// Proves SCALE-LIST-01, SCALE-LIST-06, SCALE-LIST-07, SCALE-LIST-08.
 #[test]
 fn only_those_on_the_records_list_are_counted_and_all_others_are_kept_beside_it() {
-    held_in(&[StrangerBesideTheList, StrangerFed, RuledOnceRecorded]);
+    held_in(&[UnlistedBesideTheList, UnlistedFed, RuledOnceRecorded]);
 }
 
 /// Proves SCALE-QUORUM-03, SCALE-QUORUM-08, SCALE-QUORUM-09, SCALE-QUORUM-10.
 #[test]
 fn a_replica_whose_quorum_is_off_gets_every_entry_and_has_no_say() {
     held_in(&[ReadBesideQuorumOff, WriteBesideQuorumOff, QuorumOffLost, QuorumOffFedOn]);
-    held_in(&[NoQuorumTold]);
+    held_in(&[NoQuorumReported]);
 }
 
 /// Proves SCALE-IO-03.
@@ -92,7 +92,7 @@ fn the_list_changes_by_one_rule_at_a_time_and_what_was_acknowledged_meets_the_ol
 /// Proves SCALE-KNOWN-10, SCALE-KNOWN-13, SCALE-KNOWN-14, SCALE-KNOWN-15.
 #[test]
 fn the_record_is_told_before_a_list_rules_and_what_it_refuses_or_nobody_waits_for_is_tried_again() {
-    held_in(&[ToldTheRecord, RuledOnceRecorded, GivenUp, GivenUpAndMade, Refused, RefusedAndMade]);
+    held_in(&[SwapSent, RuledOnceRecorded, GivenUp, GivenUpAndMade, Refused, RefusedAndMade]);
 }
 
 /// The first half of it, before the list was ever complete, is on real processes
@@ -112,6 +112,6 @@ fn two_of_five_known_ones_and_others_that_make_up_the_three_never_start_io() {
 
 /// Proves SCALE-SHORT-05.
 #[test]
-fn with_two_of_five_away_the_list_keeps_five_and_strangers_never_make_up_the_number() {
-    held_in(&[Replaced, ThreeOfFive, StrangersWereEnough, StartedWithJustEnough]);
+fn with_two_of_five_away_the_list_keeps_five_and_unlisted_ones_never_make_up_the_number() {
+    held_in(&[Replaced, ThreeOfFive, UnlistedWereEnough, StartedWithJustEnough]);
 }

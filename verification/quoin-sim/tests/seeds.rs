@@ -18,7 +18,7 @@ const MODEL: RunOptions = RunOptions {
 
 /// What each seed must check; one that found something may have ended before.
 fn checks_a_thousand_ios(seed: u64, report: &Report) {
-    let checked = report.stats.ios_checked;
+    let checked = report.stats.ios.checked;
     assert!(report.violation.is_some() || checked >= 1_000, "seed {seed} checked {checked} IOs");
 }
 
@@ -27,14 +27,14 @@ fn no_seed_of_these_finds_anything_and_each_checks_a_thousand_ios() {
     let mut least = u64::MAX;
     let summary = run_many(1, 60, MODEL, |seed, report| {
         checks_a_thousand_ios(seed, report);
-        least = least.min(report.stats.ios_checked);
+        least = least.min(report.stats.ios.checked);
     });
     assert!(summary.violations.is_empty(), "{summary}");
     assert_eq!(summary.ios_checked_least, Some(least));
     let shown = summary.to_string();
     let line = shown.lines().find(|line| line.starts_with("least of any seed")).unwrap();
     assert!(line.ends_with(&format!(" {least}")), "{line}");
-    assert_eq!(summary.stats.undecided, 0, "blocks on which the checker gave up");
+    assert_eq!(summary.stats.ios.undecided, 0, "blocks on which the checker gave up");
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn what_is_left_of_a_volume_goes_on_with_all_that_it_holds_when_the_others_are_d
     let options = RunOptions { swarm: quoin_sim::Swarm::Recoveries, ..RunOptions::default() };
     let summary = run_many(1, 60, options, |_, _| {});
     assert!(summary.violations.is_empty(), "{summary}");
-    assert!(summary.stats.recoveries >= 30, "{summary}");
+    assert!(summary.stats.operators.recoveries >= 30, "{summary}");
 }
 
 /// Rounds that stand still, dials of hundreds of volumes to a dead host, read errors weeks apart,
@@ -69,7 +69,7 @@ fn what_processes_do_for_many_volumes_at_once_harms_none_of_them() {
         FaultKind::OrderForAnother,
     ];
     for kind in kinds {
-        assert!(summary.stats.faults.of(kind) > 0, "{} never struck", kind.name());
+        assert!(summary.stats.faults.of(kind) > 0, "{} was never injected", kind.name());
     }
 }
 

@@ -50,7 +50,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.by_timer.insert(timer_key, guid);
         let held = Held { replica, timer_key, touched: false, born, repairs, refused_at: None };
         self.replicas.insert(guid, held);
-        self.parts.metrics.replicas.set(self.replicas.len() as i64);
+        self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
         if self.short {
             self.deliver(now, guid, ReplicaEvent::Room { short: true });
         }
@@ -211,7 +211,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     self.end(key);
                 }
                 self.deleted = self.pool.request_sync();
-                self.parts.metrics.replicas.set(self.replicas.len() as i64);
+                self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
                 self.gone.push(gone(wanted));
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
             }

@@ -286,7 +286,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn took(&self, duration: Duration) {
         if duration >= STALL {
-            self.parts.metrics.stalls.inc();
+            self.parts.metrics.disk.stalls.inc();
         }
     }
 
@@ -295,12 +295,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let errno = |code: i32| rustix::io::Errno::from_raw_os_error(code);
         let room = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
         if matches!(error, StoreError::Io(fault) if !room.contains(&errno(fault.errno))) {
-            self.parts.metrics.disk_refusals.inc();
+            self.parts.metrics.disk.refusals.inc();
         }
     }
 
     fn fail(&mut self, error: StoreError) {
-        self.parts.metrics.disk_failures.inc();
+        self.parts.metrics.disk.failures.inc();
         if self.failure.is_none() {
             // Each replica tells of the same refusal.
             self.refused(&error);
@@ -394,10 +394,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let metrics = &self.parts.metrics;
         let timed = match &message {
             ToReplica::Append { entries, .. } => {
-                metrics.appends.inc();
-                metrics.entries.inc_by(entries.len() as u64);
-                metrics.written.inc_by(entries.iter().map(|e| e.data.len() as u64).sum());
-                Some(metrics.append_duration.clone())
+                metrics.log.appends.inc();
+                metrics.log.entries.inc_by(entries.len() as u64);
+                metrics.log.written.inc_by(entries.iter().map(|e| e.data.len() as u64).sum());
+                Some(metrics.log.append_duration.clone())
             }
             ToReplica::Read { .. } => {
                 metrics.reads.inc();
@@ -586,7 +586,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn begin_sync(&mut self) {
         if let Some(ticket) = self.pool.sync_wanted() {
-            self.parts.metrics.syncs.inc();
+            self.parts.metrics.disk.syncs.inc();
             self.syncs.push_back((ticket, now()));
             self.syncer.begin(ticket);
         }
@@ -595,7 +595,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn sync_ended(&mut self, now: Time, ticket: SyncTicket, result: Result<(), IoFault>) {
         while let Some((begun, at)) = self.syncs.pop_front_if(|(begun, _)| *begun <= ticket) {
             if begun == ticket {
-                self.parts.metrics.sync_duration.observe(now.since(at).as_secs_f64());
+                self.parts.metrics.disk.sync_duration.observe(now.since(at).as_secs_f64());
                 self.took(now.since(at));
             }
         }
@@ -609,7 +609,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Err(_) => self.replicas.keys().copied().collect(),
         };
         for guid in told {
-            self.parts.metrics.sync_deliveries.inc();
+            self.parts.metrics.disk.sync_deliveries.inc();
             self.deliver(now, guid, ReplicaEvent::Synced { ticket, result });
         }
         if let Err(error) = result {

@@ -83,10 +83,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Some(at) => Place { replica: guid, stage: at.stage, cursor: at.cursor },
             None => Place { replica: ReplicaGuid(guid.0.saturating_add(1)), ..Place::default() },
         };
-        self.parts.metrics.scrubbed.inc_by(done.read_bytes);
+        self.parts.metrics.scrub.read.inc_by(done.read_bytes);
         if done.headers > 0 {
             self.scrub.found(now, done.headers.into());
-            self.parts.metrics.scrub_found.inc_by(done.headers.into());
+            self.parts.metrics.scrub.found.inc_by(done.headers.into());
             self.tell_of(
                 guid,
                 Severity::Warning,
@@ -108,7 +108,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Ok(0) => {}
             Ok(bad) => {
                 self.scrub.found(now, bad.into());
-                self.parts.metrics.scrub_found.inc_by(bad.into());
+                self.parts.metrics.scrub.found.inc_by(bad.into());
                 let message = format!("{bad} bad copies of the pool's metadata were written again");
                 self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
             }
@@ -116,7 +116,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Err(error) => tracing::warn!(%error, "the metadata could not be scrubbed"),
         }
         let state = self.scrub.ended(now);
-        self.parts.metrics.scrubs.inc();
+        self.parts.metrics.scrub.runs.inc();
         let severity = if state.found == 0 { Severity::Normal } else { Severity::Warning };
         let found = match state.found {
             0 => "nothing was bad".to_owned(),
@@ -141,7 +141,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
         }
         self.scrub.found(now, found);
-        self.parts.metrics.scrub_found.inc_by(found);
+        self.parts.metrics.scrub.found.inc_by(found);
     }
 
     fn ask_for_copies(&mut self, now: Time) {
@@ -182,7 +182,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let now = quoin_reactor::now();
         let Some(held) = self.replicas.get_mut(&guid) else { return };
         if held.repairs.answered(now, lba, whole_map, done) {
-            self.parts.metrics.scrub_repaired.inc();
+            self.parts.metrics.scrub.repaired.inc();
         }
         if !held.repairs.is_empty() {
             self.repair_at = Some(now);

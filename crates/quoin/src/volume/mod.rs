@@ -318,9 +318,9 @@ async fn create(
         format!(
             "volume {} is {}: {}{more}, {replicas}, {}\nnext: quoin volume attach {}",
             view.name,
-            view.phase.to_lowercase(),
+            view.state.phase.to_lowercase(),
             show_size(view.size_bytes),
-            view.contract,
+            view.state.contract,
             output::quoted(&view.name)
         )
     })

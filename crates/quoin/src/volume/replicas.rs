@@ -346,17 +346,18 @@ async fn finish(
     output::print_one(format, &view, || {
         let name = output::quoted(&view.name);
         let volume = &view.name;
-        if view.changing.is_empty() {
-            let (have, need) = (view.replication_factor, view.consistency_factor);
+        if view.membership.changing.is_empty() {
+            let (have, need) =
+                (view.membership.replication_factor, view.membership.consistency_factor);
             return format!("volume {volume} has {}", survives(have, need));
         }
         // A factor of 0 is a majority.
-        let have = view.desired_replication_factor;
+        let have = view.membership.desired_replication_factor;
         let need = if desired_factor == 0 { have / 2 + 1 } else { desired_factor };
         format!(
             "volume {volume}: {}; then it has {}\n\
              next: quoin volume get {name}   (how far it is; or --wait)",
-            view.changing,
+            view.membership.changing,
             survives(have, need)
         )
     })

@@ -1,6 +1,6 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{Replica, Volume, VolumeDevice, VolumeSpec};
+use quoin_api::control::{Attachment, Replica, Volume, VolumeDevice, VolumeSpec};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
@@ -17,28 +17,12 @@ pub struct VolumeView {
     pub name: String,
     pub id: String,
     pub size_bytes: u64,
-    pub phase: String,
-    pub health: String,
-    #[serde(rename = "use")]
-    pub usage: String,
-    pub waiting_for: String,
-    pub contract: String,
-    pub nodes: Vec<String>,
-    /// Devices of it as nodes report them, in use or dead.
-    pub devices: Vec<DeviceView>,
-    /// Where targets serve it over TCP.
-    pub nbd: Vec<String>,
-    /// Block devices that nodes made when another host asked for them.
-    pub devices_made: Vec<String>,
-    pub epoch: u64,
-    pub replication_factor: u32,
-    pub consistency_factor: u32,
-    pub desired_replication_factor: u32,
-    /// Change of its replicas that is under way; empty: none.
-    pub changing: String,
-    pub membership_version: u64,
-    /// When a replica that is gone is replaced, or "off".
-    pub replace_after: String,
+    #[serde(flatten)]
+    pub state: StateView,
+    #[serde(flatten)]
+    pub access: AccessView,
+    #[serde(flatten)]
+    pub membership: MembershipView,
     /// Every option by its key; one that names nothing is left out.
     #[serde(flatten)]
     pub options: BTreeMap<&'static str, serde_json::Value>,
@@ -50,6 +34,46 @@ pub struct VolumeView {
     /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<LocalDeviceView>,
+}
+
+/// How a volume is.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StateView {
+    pub phase: String,
+    pub health: String,
+    #[serde(rename = "use")]
+    pub usage: String,
+    pub waiting_for: String,
+    pub contract: String,
+}
+
+/// Where a volume is used, and can be.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AccessView {
+    pub nodes: Vec<String>,
+    /// Devices of it as nodes report them, in use or dead.
+    pub devices: Vec<DeviceView>,
+    /// Where targets serve it over TCP.
+    pub nbd: Vec<String>,
+    /// Block devices that nodes made when another host asked for them.
+    pub devices_made: Vec<String>,
+}
+
+/// How many replicas a volume has, and by which rule they count.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MembershipView {
+    pub epoch: u64,
+    pub replication_factor: u32,
+    pub consistency_factor: u32,
+    pub desired_replication_factor: u32,
+    /// Change of its replicas that is under way; empty: none.
+    pub changing: String,
+    pub membership_version: u64,
+    /// When a replica that is gone is replaced, or "off".
+    pub replace_after: String,
 }
 
 /// A block device of a volume, as its node reports it.
@@ -128,6 +152,27 @@ impl LocalDeviceView {
     }
 }
 
+impl AccessView {
+    fn new(attachments: &[Attachment], devices: Vec<VolumeDevice>) -> Self {
+        let served = attachments.iter().filter(|attachment| !attachment.nbd_uri.is_empty());
+        let made = attachments.iter().filter(|attachment| !attachment.device.is_empty());
+        Self {
+            nodes: attachments.iter().map(|attachment| attachment.node.clone()).collect(),
+            devices: devices.into_iter().map(DeviceView::from).collect(),
+            nbd: served.map(|attachment| attachment.nbd_uri.clone()).collect(),
+            devices_made: made
+                .map(|attachment| format!("{} on node {}", attachment.device, attachment.node))
+                .collect(),
+        }
+    }
+
+    fn devices_that(&self, is_it: impl Fn(&DeviceView) -> bool) -> String {
+        let shown: Vec<_> =
+            self.devices.iter().filter(|device| is_it(device)).map(DeviceView::sentence).collect();
+        shown.join("; ")
+    }
+}
+
 impl From<Volume> for VolumeView {
     fn from(volume: Volume) -> Self {
         let spec = volume.spec.unwrap_or_default();
@@ -137,32 +182,23 @@ impl From<Volume> for VolumeView {
             name: spec.name,
             id: volume.id,
             size_bytes: volume.size_bytes,
-            phase: volume.phase,
-            health: volume.health,
-            usage: volume.r#use,
-            waiting_for: volume.waiting_for,
-            contract: volume.contract,
-            nodes: volume.attachments.iter().map(|attachment| attachment.node.clone()).collect(),
-            devices: volume.devices.into_iter().map(DeviceView::from).collect(),
-            nbd: volume
-                .attachments
-                .iter()
-                .filter(|attachment| !attachment.nbd_uri.is_empty())
-                .map(|attachment| attachment.nbd_uri.clone())
-                .collect(),
-            devices_made: volume
-                .attachments
-                .iter()
-                .filter(|attachment| !attachment.device.is_empty())
-                .map(|attachment| format!("{} on node {}", attachment.device, attachment.node))
-                .collect(),
-            epoch: volume.epoch,
-            replication_factor: membership.rf,
-            consistency_factor: membership.cf,
-            desired_replication_factor: membership.drf,
-            changing: volume.changing,
-            membership_version: membership.version,
-            replace_after: volume.replace_after,
+            state: StateView {
+                phase: volume.phase,
+                health: volume.health,
+                usage: volume.r#use,
+                waiting_for: volume.waiting_for,
+                contract: volume.contract,
+            },
+            access: AccessView::new(&volume.attachments, volume.devices),
+            membership: MembershipView {
+                epoch: volume.epoch,
+                replication_factor: membership.rf,
+                consistency_factor: membership.cf,
+                desired_replication_factor: membership.drf,
+                changing: volume.changing,
+                membership_version: membership.version,
+                replace_after: volume.replace_after,
+            },
             created_at: volume
                 .created_at
                 .map(|time| crate::events::show_time(&time))
@@ -190,12 +226,6 @@ impl VolumeView {
         self.options.get(key).and_then(|value| value.as_str()).unwrap_or_default().to_owned()
     }
 
-    fn devices_that(&self, is_it: impl Fn(&DeviceView) -> bool) -> String {
-        let shown: Vec<_> =
-            self.devices.iter().filter(|device| is_it(device)).map(DeviceView::sentence).collect();
-        shown.join("; ")
-    }
-
     fn in_sync(&self) -> usize {
         self.replicas.iter().filter(|replica| replica.known && replica.phase == "InSync").count()
     }
@@ -212,34 +242,40 @@ impl VolumeView {
             ("name", self.name.clone()),
             ("id", self.id.clone()),
             ("size", show_size(self.size_bytes)),
-            ("phase", self.phase.clone()),
-            ("health", self.health.clone()),
-            ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
-            ("in use", self.devices_that(|device| device.dead.is_empty() && device.in_use)),
-            ("dead on", self.devices_that(|device| !device.dead.is_empty())),
-            ("nbd", self.nbd.join(", ")),
+            ("phase", self.state.phase.clone()),
+            ("health", self.state.health.clone()),
+            (
+                "use",
+                [self.state.usage.as_str(), &self.access.nodes.join(", ")].join(" ").trim().into(),
+            ),
+            ("in use", self.access.devices_that(|device| device.dead.is_empty() && device.in_use)),
+            ("dead on", self.access.devices_that(|device| !device.dead.is_empty())),
+            ("nbd", self.access.nbd.join(", ")),
             (
                 "device",
                 match &self.here {
                     Some(here) => here.device(),
-                    None => self.devices_made.join(", "),
+                    None => self.access.devices_made.join(", "),
                 },
             ),
             ("blocked", self.here.as_ref().map(|here| here.blocked.clone()).unwrap_or_default()),
             ("dead mounts", self.here.as_ref().map(LocalDeviceView::dead).unwrap_or_default()),
-            ("changing", self.changing.clone()),
-            ("waits for", self.waiting_for.clone()),
-            ("contract", self.contract.clone()),
+            ("changing", self.membership.changing.clone()),
+            ("waits for", self.state.waiting_for.clone()),
+            ("contract", self.state.contract.clone()),
             ("durability", self.option("durability")),
             ("spread", self.option("spread")),
-            ("replicas", format!("{} in sync of {}", self.in_sync(), self.replication_factor)),
-            ("writes need", format!("{} of them", self.consistency_factor)),
-            ("replaceAfter", self.replace_after.clone()),
+            (
+                "replicas",
+                format!("{} in sync of {}", self.in_sync(), self.membership.replication_factor),
+            ),
+            ("writes need", format!("{} of them", self.membership.consistency_factor)),
+            ("replaceAfter", self.membership.replace_after.clone()),
             (
                 "verified",
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
-            ("epoch", Epoch(self.epoch).to_string()),
+            ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);
         for replica in &self.replicas {
@@ -270,15 +306,15 @@ impl Row for VolumeView {
         vec![
             self.name.clone(),
             show_size(self.size_bytes),
-            self.health.clone(),
-            self.usage.clone(),
-            format!("{}/{}", self.in_sync(), self.replication_factor),
-            self.nodes.join(","),
-            self.waiting_for.clone(),
+            self.state.health.clone(),
+            self.state.usage.clone(),
+            format!("{}/{}", self.in_sync(), self.membership.replication_factor),
+            self.access.nodes.join(","),
+            self.state.waiting_for.clone(),
             self.slow_pools(),
-            self.phase.clone(),
-            Epoch(self.epoch).to_string(),
-            self.contract.clone(),
+            self.state.phase.clone(),
+            Epoch(self.membership.epoch).to_string(),
+            self.state.contract.clone(),
             self.id.clone(),
         ]
     }

@@ -29,7 +29,7 @@ impl World {
 
     /// Some pools are of a version that knows no bulk connection.
     pub(super) fn known_by(&self, pool: usize) -> Knows {
-        let is_former = (self.seed + pool as u64).is_multiple_of(8);
+        let is_former = (self.setup.seed + pool as u64).is_multiple_of(8);
         Knows { bulk: !is_former, ..Knows::ALL }
     }
 

@@ -1,22 +1,46 @@
 //! The clients: each queue has one request open, tries again after a target's death with a new
 //! one, and moves when the volume does.
 
+use std::collections::BTreeMap;
+
 use quoin_replication::primary::PrimaryEvent;
 use quoin_types::block::Request;
 
 use super::{Event, World};
 use crate::content::{SECTORS, Tag};
 use crate::schedule::{MICROSECOND, MILLISECOND};
-use crate::workload::Draft;
+use crate::workload::{Draft, Workload};
+
+pub(crate) struct Queue {
+    pub home: usize,
+    pub turn: u32,
+    pub open: Option<Tag>,
+    /// Requests without pause still to come.
+    pub burst: u32,
+}
+
+pub(crate) struct Clients {
+    pub queues: Vec<Queue>,
+    pub workload: Workload,
+    /// By the token of an open request, its queue.
+    pub tokens: BTreeMap<u64, usize>,
+}
+
+impl Clients {
+    pub fn new(count: u64, workload: Workload) -> Self {
+        let queue = |_| Queue { home: 0, turn: 0, open: None, burst: 0 };
+        Self { queues: (0..count).map(queue).collect(), workload, tokens: BTreeMap::new() }
+    }
+}
 
 impl World {
     pub(crate) fn client_turn(&mut self, queue: usize, turn: u32) {
-        let home = self.queues[queue].home;
-        if self.queues[queue].turn != turn || self.queues[queue].open.is_some() {
+        let home = self.clients.queues[queue].home;
+        if self.clients.queues[queue].turn != turn || self.clients.queues[queue].open.is_some() {
             return;
         }
         if self.targets[home].process.is_none() || self.targets[home].paused {
-            if self.record.owner != home && self.random.percent(20) {
+            if self.control.record.owner != home && self.random.percent(20) {
                 return self.move_client(queue);
             }
             let delay = self.random.between(5, 100) * MILLISECOND;
@@ -24,9 +48,9 @@ impl World {
             return;
         }
         let Some(draft) = self.next_draft(queue) else { return };
-        let told = self.targets[home].process.as_ref().map_or(0, |p| p.told_blocks);
-        if draft.range().is_some_and(|(first, count)| first + count > told * SECTORS as u64) {
-            self.ending.given_back(draft);
+        let known = self.targets[home].process.as_ref().map_or(0, |p| p.known_blocks);
+        if draft.range().is_some_and(|(first, count)| first + count > known * SECTORS as u64) {
+            self.quiesce.given_back(draft);
             self.next_turn(queue, 50 * MILLISECOND);
             return self.move_client(queue);
         }
@@ -34,94 +58,95 @@ impl World {
     }
 
     fn next_draft(&mut self, queue: usize) -> Option<Draft> {
-        match self.ending.next_draft(self.setup.volume_blocks) {
-            ending @ (Some(Some(_)) | None) => ending.flatten(),
-            Some(None) => Some(self.workload.next(queue, &mut self.random)),
+        match self.quiesce.next_draft(self.setup.volume_blocks) {
+            last_round @ (Some(Some(_)) | None) => last_round.flatten(),
+            Some(None) => Some(self.clients.workload.next(queue, &mut self.random)),
         }
     }
 
     fn submit(&mut self, queue: usize, draft: Draft) {
-        let home = self.queues[queue].home;
-        let target = (home, self.life_of(home));
-        let tag = self.history.invoke(draft, target);
-        self.queues[queue].open = Some(tag);
-        self.tokens.insert(u64::from(tag), queue);
+        let home = self.clients.queues[queue].home;
+        let target = (home, self.targets[home].life);
+        let tag = self.checkers.history.invoke(draft, target);
+        self.clients.queues[queue].open = Some(tag);
+        self.clients.tokens.insert(u64::from(tag), queue);
         self.trace.line(self.schedule.now(), || {
             format!("client {queue} asks target {home} for op {tag}: {draft:?}")
         });
-        let operation = draft.operation(self.seed, tag);
+        let operation = draft.operation(self.setup.seed, tag);
         let request = Request { token: u64::from(tag), operation };
         self.feed_target(home, vec![PrimaryEvent::Submit(request)]);
     }
 
     pub(crate) fn client_answered(&mut self, queue: usize, tag: Tag) {
-        if self.queues[queue].open != Some(tag) {
+        if self.clients.queues[queue].open != Some(tag) {
             return;
         }
         self.trace.line(self.schedule.now(), || format!("client {queue} has its answer to {tag}"));
-        self.queues[queue].open = None;
-        self.ending.answered(queue);
-        let asked = self.history.len() as u64;
-        let hurries = self.ending.in_a_hurry(asked, self.setup.ios_min);
-        let delay = if hurries || self.queues[queue].burst > 0 {
-            self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
+        self.clients.queues[queue].open = None;
+        self.quiesce.answered(queue);
+        let asked = self.checkers.history.len() as u64;
+        let hurries = self.quiesce.in_a_hurry(asked, self.setup.ios_min);
+        let delay = if hurries || self.clients.queues[queue].burst > 0 {
+            self.clients.queues[queue].burst = self.clients.queues[queue].burst.saturating_sub(1);
             self.random.below(200 * MICROSECOND)
         } else {
-            self.random.delay(self.setup.think_ns).max(self.ending.rest(self.schedule.now()))
+            self.random.delay(self.setup.think_ns).max(self.quiesce.rest(self.schedule.now()))
         };
         self.next_turn(queue, delay);
     }
 
     fn next_turn(&mut self, queue: usize, delay: u64) {
-        self.queues[queue].turn += 1;
-        let turn = self.queues[queue].turn;
+        self.clients.queues[queue].turn += 1;
+        let turn = self.clients.queues[queue].turn;
         self.schedule.after(delay, Event::Client { queue, turn });
     }
 
     /// What a client had open is never answered now; it asks anew.
     fn abandon(&mut self, queue: usize) {
-        if let Some(tag) = self.queues[queue].open.take() {
-            self.stats.ios_open += 1;
-            self.ending.given_back(self.history.op(tag).draft);
+        if let Some(tag) = self.clients.queues[queue].open.take() {
+            self.stats.ios.open += 1;
+            self.quiesce.given_back(self.checkers.history.op(tag).draft);
             let delay = self.random.between(1, 300) * MILLISECOND;
             self.next_turn(queue, delay);
         }
     }
 
     pub(crate) fn clients_lost_target(&mut self, target: usize) {
-        let lost: Vec<usize> =
-            (0..self.queues.len()).filter(|q| self.queues[*q].home == target).collect();
+        let lost: Vec<usize> = (0..self.clients.queues.len())
+            .filter(|q| self.clients.queues[*q].home == target)
+            .collect();
         for queue in lost {
-            if let Some(tag) = self.queues[queue].open {
-                self.tokens.remove(&u64::from(tag));
+            if let Some(tag) = self.clients.queues[queue].open {
+                self.clients.tokens.remove(&u64::from(tag));
             }
             self.abandon(queue);
         }
         // Requests of clients that have moved away die with the target too.
-        let history = &self.history;
+        let history = &self.checkers.history;
         let life = self.targets[target].life;
-        self.tokens.retain(|token, _| history.op(*token as u32).target != (target, life));
+        self.clients.tokens.retain(|token, _| history.op(*token as u32).target != (target, life));
     }
 
     /// The client's host is given up: its new one asks the present owner.
     pub(crate) fn move_client(&mut self, queue: usize) {
-        let owner = self.record.owner;
-        if self.queues[queue].home == owner {
+        let owner = self.control.record.owner;
+        if self.clients.queues[queue].home == owner {
             return;
         }
-        self.queues[queue].home = owner;
-        if self.queues[queue].open.is_some() {
+        self.clients.queues[queue].home = owner;
+        if self.clients.queues[queue].open.is_some() {
             self.abandon(queue);
         } else {
             self.next_turn(queue, MILLISECOND);
         }
     }
 
-    /// Traffic for a fault to strike in the middle of.
+    /// Traffic in the middle of which a fault is injected.
     pub(crate) fn burst(&mut self) {
-        for queue in 0..self.queues.len() {
-            self.queues[queue].burst = self.random.between(5, 40) as u32;
-            if self.queues[queue].open.is_none() {
+        for queue in 0..self.clients.queues.len() {
+            self.clients.queues[queue].burst = self.random.between(5, 40) as u32;
+            if self.clients.queues[queue].open.is_none() {
                 let delay = self.random.below(MILLISECOND);
                 self.next_turn(queue, delay);
             }

@@ -1,31 +1,101 @@
-//! The way to the control plane and back.
+//! The control plane: its record, old copies of it, and the way there and back.
+
+use std::collections::BTreeSet;
 
 use quoin_replication::primary::PrimaryEvent;
-use quoin_types::{Member, Membership, Newcomer};
+use quoin_types::{Desired, Member, Membership, Newcomer, Term};
 
+use super::checkers::Observation;
+use super::fences::Fences;
+use super::terms::Terms;
 use super::{Event, World};
-use crate::control::{Answer, Question};
+use crate::control::{Answer, Question, Record};
 use crate::schedule::{MILLISECOND, SECOND};
 
+pub(crate) struct Control {
+    pub record: Record,
+    pub host: usize,
+    /// Questions and answers are lost, or late.
+    pub lossy: bool,
+    pub late: bool,
+    /// The newest record, while an old one is in its place.
+    pub backup: Option<Record>,
+    /// An old copy of the record.
+    pub old_record: Option<Record>,
+    /// An old copy has ruled for a while.
+    pub rolled_back: bool,
+    /// Questions that were asked so far.
+    pub questions: u64,
+    /// Questions whose drivers still wait.
+    pub unanswered: BTreeSet<u64>,
+    pub fences: Fences,
+    pub terms: Terms,
+}
+
+impl Control {
+    pub fn new(record: Record, host: usize, fences: Fences, terms: Terms) -> Self {
+        Self {
+            record,
+            host,
+            lossy: false,
+            late: false,
+            backup: None,
+            old_record: None,
+            rolled_back: false,
+            questions: 0,
+            unanswered: BTreeSet::new(),
+            fences,
+            terms,
+        }
+    }
+
+    /// What a target is to make of the membership.
+    pub fn desired(&self) -> PrimaryEvent {
+        let version = self.record.membership.version;
+        PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
+    }
+
+    /// Whether what is desired is what is.
+    pub fn desired_reached(&self) -> Result<(), String> {
+        let (desired, membership) = (&self.record.desired, &self.record.membership);
+        if let Some(newcomer) = desired.newcomers.first() {
+            return Err(format!("{:?} is not known yet", newcomer.member));
+        }
+        if let Some(member) = desired.leaving.first() {
+            return Err(format!("{member:?} has not left yet"));
+        }
+        let (rf, cf) = (membership.rf, membership.cf);
+        if desired.drf != rf || (desired.cf != 0 && desired.cf_of(rf) != cf) {
+            return Err(format!("RF {rf} CF {cf} is not {desired:?}"));
+        }
+        Ok(())
+    }
+
+    /// The term in which the controller, or the former one, grants.
+    pub fn term_of(&self, is_former: bool) -> Term {
+        if is_former { self.terms.former_term() } else { self.record.term }
+    }
+}
+
 impl World {
-    /// A target asks; it hears the answer, or that there was none in time, or both.
+    /// A target asks; it receives the answer, or that there was none in time, or both.
     pub(crate) fn ask(&mut self, target: usize, question: Question) {
         let life = self.targets[target].life;
         let here = self.targets[target].host;
         let timeout = self.random.between(1, 3) * SECOND;
         let question = Box::new(question);
-        self.answer_again_behind(target, &question);
-        self.questions += 1;
-        let number = self.questions;
-        self.unanswered.insert(number);
-        let there = self.control_host;
+        self.repeat_last_swap(target, &question);
+        self.control.questions += 1;
+        let number = self.control.questions;
+        self.control.unanswered.insert(number);
+        let there = self.control.host;
         let blocked = self.network.is_blocked(here, there);
-        let lost = self.control_lossy && self.random.percent(40);
+        let lost = self.control.lossy && self.random.percent(40);
         // The former controller is on the target's own host.
-        let former = self.terms.asks_former(target);
+        let former = self.control.terms.asks_former(target);
         if former || (!blocked && !lost) {
             let mut delay = self.network.delay();
-            if self.control_late && self.random.percent(60) {
+            if self.control.late && self.random.percent(60) {
                 delay += self.random.between(100, 6000) * MILLISECOND;
             }
             self.schedule
@@ -36,45 +106,38 @@ impl World {
 
     /// The compare-and-swap happens, whether or not anyone still waits for it.
     pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
-        if self.terms.asks_former(target) {
+        if self.control.terms.asks_former(target) {
             let Some(answer) = self.asked_of_former(target, question) else { return };
             let (delay, answer) = (self.network.delay(), Box::new(answer));
             self.schedule.after(delay, Event::Answered { target, life, number, answer });
             return;
         }
-        let before = self.record.epoch;
-        // Nobody changes what an old copy of the record says.
-        if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
+        let before = self.control.record.epoch;
+        // An old copy of the record is not changed.
+        if self.control.backup.is_some() && matches!(question, Question::Swap { .. }) {
             return;
         }
-        let record_before = (self.setup.haste > 1).then(|| self.record.clone());
-        let before_list = self.record.membership.clone();
-        let leaving = self.record.desired.leaving.clone();
-        let result = self.record.execute(target, question);
-        self.check_change(&before_list, &leaving);
-        if self.record.epoch != before {
-            self.stats.epochs += 1;
+        let record_before = (self.setup.haste > 1).then(|| self.control.record.clone());
+        let before_list = self.control.record.membership.clone();
+        let leaving = self.control.record.desired.leaving.clone();
+        let result = self.control.record.execute(target, question);
+        let (before_list, leaving) = (&before_list, &leaving[..]);
+        self.observe(&Observation::RecordExecuted { before: before_list, leaving });
+        if self.control.record.epoch != before {
+            self.stats.opens.epochs += 1;
         }
-        let older = self.old_record.as_ref().is_some_and(|old| {
-            self.setup.haste > 1 && old.membership.version < self.record.membership.version
+        let older = self.control.old_record.as_ref().is_some_and(|old| {
+            self.setup.haste > 1 && old.membership.version < self.control.record.membership.version
         });
-        if self.backup.is_none() && !older && self.random.percent(25) {
-            self.old_record = Some(self.record.clone());
+        if self.control.backup.is_none() && !older && self.random.percent(25) {
+            self.control.old_record = Some(self.control.record.clone());
         }
         if let Some(record) = record_before
-            && self.backup.is_none()
-            && record.membership.version < self.record.membership.version
+            && self.control.backup.is_none()
+            && record.membership.version < self.control.record.membership.version
         {
             // The backup is older than a change of membership.
-            self.old_record = Some(record);
-        }
-        // Where an old copy has ruled for a while, nobody can know.
-        if !self.rolled_back {
-            for guid in &self.record.membership.retired {
-                self.retired_under.entry(guid.0).or_insert(self.record.epoch);
-            }
-        } else {
-            self.retired_under.clear();
+            self.control.old_record = Some(record);
         }
         let answer = match result {
             Ok(answer) => answer,
@@ -83,17 +146,17 @@ impl World {
         if let Answer::Granted { incarnation, epoch, .. } = &answer {
             self.note_grant(false, *incarnation, *epoch);
         }
-        if self.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
-            self.record.epoch = before;
+        if self.setup.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
+            self.control.record.epoch = before;
         }
         self.trace.line(self.schedule.now(), || format!("control plane answers {answer:?}"));
-        let blocked = self.network.is_blocked(self.control_host, self.targets[target].host);
-        let lost = self.control_lossy && self.random.percent(40);
+        let blocked = self.network.is_blocked(self.control.host, self.targets[target].host);
+        let lost = self.control.lossy && self.random.percent(40);
         if blocked || lost {
             return;
         }
         let mut delay = self.network.delay();
-        if self.control_late && self.random.percent(60) {
+        if self.control.late && self.random.percent(60) {
             delay += self.random.between(100, 6000) * MILLISECOND;
         }
         let answer = Box::new(answer);
@@ -109,7 +172,7 @@ impl World {
             self.schedule.after(20 * MILLISECOND, Event::Answered { target, life, number, answer });
             return;
         }
-        let in_time = self.unanswered.remove(&number);
+        let in_time = self.control.unanswered.remove(&number);
         // A driver that has reported a swap as unknown does not take it back.
         if !in_time && matches!(answer, Answer::Swapped { .. }) {
             return;
@@ -118,26 +181,25 @@ impl World {
             match &answer {
                 // One that comes late answers a question that was given up.
                 Answer::Granted { incarnation, membership, .. }
-                    if *incarnation == process.word.acquiring =>
+                    if *incarnation == process.grant.incarnation =>
                 {
-                    process.word.membership = membership.version;
-                    process.word.granted = membership.clone();
-                    process.admissions.ruling = membership.clone();
-                    process.word.open_quorum = membership.open_quorum();
+                    process.grant.version = membership.version;
+                    process.grant.membership = membership.clone();
+                    self.observe(&Observation::Granted { target, membership });
                 }
                 // A refusal settles nothing: older requests may still land.
                 Answer::Swapped { version, membership } if membership.version > *version => {
-                    process.word.membership = membership.version;
-                    process.word.swapping = None;
+                    process.grant.version = membership.version;
                 }
                 Answer::Swapped { .. } => {}
                 Answer::Granted { .. } | Answer::NotOwner { .. } => {}
             }
         }
         if let Answer::Swapped { version, membership } = &answer {
-            self.hear_record(target, *version, membership);
+            let (version, record) = (*version, membership);
+            self.observe(&Observation::SwapAnswered { target, version, record });
             if let Some(process) = &mut self.targets[target].process {
-                process.word.swapped = Some((*version, membership.clone()));
+                process.grant.swapped = Some((version, membership.clone()));
             }
         }
         let event = match answer {
@@ -154,11 +216,11 @@ impl World {
 
     /// A driver asks each swap in a task of its own: the answer to the one before comes once more
     /// while the next is under way, as that of a request which was sent twice does.
-    fn answer_again_behind(&mut self, target: usize, question: &Question) {
+    fn repeat_last_swap(&mut self, target: usize, question: &Question) {
         let Question::Swap { version: next, .. } = question else { return };
         let life = self.targets[target].life;
         let Some(process) = &mut self.targets[target].process else { return };
-        let Some((version, membership)) = process.word.swapped.take_if(|(v, _)| *v < *next) else {
+        let Some((version, membership)) = process.grant.swapped.take_if(|(v, _)| *v < *next) else {
             return;
         };
         // Without a chance of its own, so that the run stays what it was.
@@ -177,16 +239,16 @@ impl World {
         }
     }
 
-    /// IO starts under what an old copy of the record said. Nobody who answered knew of anything
-    /// newer (`check_record`), so what was swapped after the copy was made, and is only in the
-    /// newest record, never ruled: the target that asked for it died before it could tell. The
+    /// IO starts under what an old copy of the record said. No replica that answered knew of anything
+    /// newer (`Assertions::check_record`), so what was swapped after the copy was made, and is only in the
+    /// newest record, never ruled: the target that asked for it died before it could report it. The
     /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
     /// into it what has ruled, and desires again what was swapped.
-    pub(crate) fn keep_what_rules(&mut self, target: usize) {
+    pub(crate) fn merge_fork(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
-        let ruling = process.word.granted.clone();
-        let newest = self.backup.as_mut().unwrap_or(&mut self.record);
-        if !self.rolled_back || ruling.version >= newest.membership.version {
+        let ruling = process.grant.membership.clone();
+        let newest = self.control.backup.as_mut().unwrap_or(&mut self.control.record);
+        if !self.control.rolled_back || ruling.version >= newest.membership.version {
             return;
         }
         // A newcomer was taken back: the same list under a newer version, which no target swapped.
@@ -205,7 +267,7 @@ impl World {
         newest.desired.leaving.extend(leaving);
         let why = || format!("what was swapped is desired again: {:?}", newest.desired);
         self.trace.line(self.schedule.now(), why);
-        self.keep_telling();
+        self.keep_sending_desired();
     }
 
     /// The driver gives up waiting; a target that has had its answer knows nothing to do.
@@ -216,7 +278,7 @@ impl World {
         number: u64,
         question: &Question,
     ) {
-        if self.targets[target].life != life || !self.unanswered.contains(&number) {
+        if self.targets[target].life != life || !self.control.unanswered.contains(&number) {
             return;
         }
         if self.targets[target].paused {
@@ -225,7 +287,7 @@ impl World {
                 .after(20 * MILLISECOND, Event::AnswerTimeout { target, life, number, question });
             return;
         }
-        self.unanswered.remove(&number);
+        self.control.unanswered.remove(&number);
         let event = match question {
             Question::Acquire { incarnation, .. } => {
                 PrimaryEvent::GrantFailed { incarnation: *incarnation }

@@ -1,7 +1,7 @@
 //! Operators who grow the volume while everything else goes on.
 //!
 //! Clients learn of a new size as a device does: from the records, once a target has it. From then
-//! on no request within it may be refused as out of range by any target that was told of the size.
+//! on no request within it may be refused as out of range by any target that received the size.
 //! (One that is not the owner any more may not have been: a device finds that as it connects.)
 
 use quoin_replication::primary::PrimaryEvent;
@@ -15,7 +15,7 @@ use crate::swarm::Swarm;
 const RUNS_OF_HUNDRED: u64 = 30;
 /// How often the volume is grown at most, each time by up to half of its first size.
 const TIMES_MAX: u64 = 4;
-const LOOK_AGAIN: u64 = 200 * MILLISECOND;
+const SEND_AGAIN: u64 = 200 * MILLISECOND;
 
 pub(crate) struct Growth {
     random: Random,
@@ -36,36 +36,37 @@ impl Growth {
 
 impl World {
     pub(crate) fn plan_growth(&mut self) {
-        if self.growth.times_left > 0 {
-            let delay = self.growth.random.between(500, 9000) * MILLISECOND;
+        if self.operators.growth.times_left > 0 {
+            let delay = self.operators.growth.random.between(500, 9000) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Grow);
         }
     }
 
-    /// The records have a new size from here on: targets that start are told of it.
+    /// The records have a new size from here on: targets that start receive it.
     pub(crate) fn grow(&mut self) {
-        if self.faults_over {
+        if self.faults.over {
             return;
         }
-        self.growth.times_left -= 1;
-        self.setup.config.volume_blocks += self.growth.random.between(1, self.growth.step_blocks);
+        self.operators.growth.times_left -= 1;
+        self.setup.config.volume_blocks +=
+            self.operators.growth.random.between(1, self.operators.growth.step_blocks);
         let blocks = self.setup.config.volume_blocks;
         self.trace.line(self.schedule.now(), || format!("the volume is to have {blocks} blocks"));
-        self.stats.growths += 1;
-        self.look_at_size();
+        self.stats.operators.growths += 1;
+        self.send_size();
         self.plan_growth();
     }
 
-    /// The owner's target hears of the size until it has it; then the clients do.
-    pub(crate) fn look_at_size(&mut self) {
+    /// Sends the size to the owner's target until it has it; then the clients learn of it.
+    pub(crate) fn send_size(&mut self) {
         let blocks = self.setup.config.volume_blocks;
         if self.setup.volume_blocks >= blocks {
             return;
         }
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             if let Some(process) = &mut self.targets[owner].process {
-                process.told_blocks = blocks;
+                process.known_blocks = blocks;
             }
             self.feed_target(owner, vec![PrimaryEvent::Resize { blocks }]);
         }
@@ -74,10 +75,10 @@ impl World {
         if has.is_some_and(|has| has >= blocks) {
             self.trace.line(self.schedule.now(), || format!("the volume has {blocks} blocks"));
             self.setup.volume_blocks = blocks;
-            self.workload.grow(blocks);
+            self.clients.workload.grow(blocks);
         } else {
-            let delay = if self.faults_over { SECOND } else { LOOK_AGAIN };
-            self.schedule.after(delay, Event::LookAtSize);
+            let delay = if self.faults.over { SECOND } else { SEND_AGAIN };
+            self.schedule.after(delay, Event::SendSize);
         }
     }
 }

@@ -10,7 +10,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_replication::replica::{Replica, ReplicaEvent, ReplicaNote};
 use quoin_types::ReplicaGuid;
 
-use super::hosts::HostEvent;
+use super::processes::ProcessEvent;
 use super::{Event, World};
 use crate::schedule::{Instant, MILLISECOND};
 use crate::storage::Outage;
@@ -36,9 +36,9 @@ impl Health {
 
 impl World {
     pub(super) fn plan_health(&mut self, pool: usize) {
-        if self.hosts.on {
+        if self.processes.on {
             let life = self.pools[pool].life;
-            self.schedule.after(LOOK_EVERY, Event::Host(HostEvent::Health { pool, life }));
+            self.schedule.after(LOOK_EVERY, Event::Process(ProcessEvent::Health { pool, life }));
         }
     }
 

@@ -9,7 +9,7 @@ impl World {
     /// counts show it to the controller: it serves nobody, and its replica is made anew under another GUID on another disk.
     pub(super) fn roll_back_disk(&mut self) -> bool {
         let pool = self.victim();
-        let adopted = self.record.membership.known.contains(&self.pools[pool].member);
+        let adopted = self.control.record.membership.known.contains(&self.pools[pool].member);
         if !self.is_one_dispensable()
             || self.pools.iter().any(|p| p.cache_lost)
             || self.pools[pool].gone
@@ -27,7 +27,7 @@ impl World {
             }
         };
         self.pools[pool].starts.told_before(counts);
-        let in_place = self.hosts.is_put_back_in_place();
+        let in_place = self.processes.is_put_back_in_place();
         let outage = if in_place { Outage::DiskFailed } else { Outage::Process };
         self.kill_pool(pool, outage, 300 * MILLISECOND);
         let there = &mut self.pools[pool];
@@ -46,7 +46,7 @@ impl World {
             return self.wipe_and_make_the_same(pool);
         }
         let there = &mut self.pools[pool];
-        let adopted = self.record.membership.known.contains(&there.member);
+        let adopted = self.control.record.membership.known.contains(&there.member);
         if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {
             return false;
         }
@@ -60,8 +60,8 @@ impl World {
     /// For the mutant: an empty replica takes the name of the one that was lost.
     fn wipe_and_make_the_same(&mut self, pool: usize) -> bool {
         let member = self.pools[pool].member;
-        let membership = self.record.membership.clone();
-        let (identity, meta) = self.newborn(member, true, membership);
+        let membership = self.control.record.membership.clone();
+        let (identity, meta) = self.setup.newborn(member, true, membership);
         self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
         let blocks = self.setup.config.volume_blocks;
         let here = &mut self.pools[pool];

@@ -8,13 +8,12 @@
 //! membership that a loss would stop for good. When faults are over everything that was asked for
 //! has to come true.
 
-use quoin_replication::primary::PrimaryEvent;
 use quoin_replication::replica::Replica;
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_types::membership::open_quorum;
-use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
+use quoin_types::{Member, Newcomer, ReplicaGuid, ReplicaId};
 
-use super::strangers::Strangers;
+use super::checkers::Observation;
+use super::unexpected_peers::UnexpectedPeers;
 use super::{Event, PoolHost, World};
 use crate::control::Record;
 use crate::faults::Profile;
@@ -35,8 +34,8 @@ pub(super) const RF_MAX: u8 = 5;
 pub(crate) struct Members {
     pub(super) random: Random,
     pub on: bool,
-    telling: bool,
-    pub strangers: Strangers,
+    is_sending: bool,
+    pub unexpected: UnexpectedPeers,
 }
 
 impl Members {
@@ -44,14 +43,14 @@ impl Members {
         let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
         let lies = matches!(profile, Profile::Liar { .. });
         let drawn = random.percent(RUNS_OF_HUNDRED);
-        let always = matches!(swarm, Swarm::Members | Swarm::Strangers | Swarm::Recoveries);
+        let always = matches!(swarm, Swarm::Members | Swarm::UnexpectedPeers | Swarm::Recoveries);
         let on = !lies && (always || (swarm == Swarm::Broad && drawn));
-        let strangers = Strangers::draw(swarm, &mut random);
-        Self { random, on, telling: false, strangers }
+        let unexpected = UnexpectedPeers::draw(swarm, &mut random);
+        Self { random, on, is_sending: false, unexpected }
     }
 
     pub fn spare_pools(&self) -> usize {
-        match (self.on, self.strangers.on) {
+        match (self.on, self.unexpected.on) {
             (false, _) => 0,
             (true, false) => SPARE_POOLS,
             (true, true) => 2 * SPARE_POOLS,
@@ -68,96 +67,79 @@ impl PoolHost {
 
 impl World {
     pub(crate) fn plan_operators(&mut self) {
-        if self.members.on {
-            let delay = self.members.random.between(500, 6000) * MILLISECOND;
+        if self.operators.members.on {
+            let delay = self.operators.members.random.between(500, 6000) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Operate);
         }
     }
 
-    /// The controller tells the owner's target what is desired until it is so.
-    pub(crate) fn tell_desired(&mut self) {
-        let owner = self.record.owner;
+    /// The controller sends what is desired to the owner's target until it is so.
+    pub(crate) fn send_desired(&mut self) {
+        let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            let desired = self.desired_now();
+            let desired = self.control.desired();
             self.feed_target(owner, vec![desired]);
         }
-        self.members.telling = false;
-        self.keep_telling();
+        self.operators.members.is_sending = false;
+        self.keep_sending_desired();
     }
 
-    pub(crate) fn desired_now(&self) -> PrimaryEvent {
-        let version = self.record.membership.version;
-        PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
-    }
-
-    pub(crate) fn keep_telling(&mut self) {
-        if self.desires().is_err() && !std::mem::replace(&mut self.members.telling, true) {
-            self.schedule.after(SECOND, Event::TellDesired);
+    pub(crate) fn keep_sending_desired(&mut self) {
+        if self.control.desired_reached().is_err()
+            && !std::mem::replace(&mut self.operators.members.is_sending, true)
+        {
+            self.schedule.after(SECOND, Event::SendDesired);
         }
-    }
-
-    /// Whether what is desired is what is.
-    pub(crate) fn desires(&self) -> Result<(), String> {
-        let (desired, membership) = (&self.record.desired, &self.record.membership);
-        if let Some(newcomer) = desired.newcomers.first() {
-            return Err(format!("{:?} is not known yet", newcomer.member));
-        }
-        if let Some(member) = desired.leaving.first() {
-            return Err(format!("{member:?} has not left yet"));
-        }
-        let (rf, cf) = (membership.rf, membership.cf);
-        if desired.drf != rf || (desired.cf != 0 && desired.cf_of(rf) != cf) {
-            return Err(format!("RF {rf} CF {cf} is not {desired:?}"));
-        }
-        Ok(())
     }
 
     /// One operator's turn.
     pub(crate) fn operate(&mut self) {
-        if self.faults_over {
+        if self.faults.over {
             return;
         }
-        let pause = self.members.random.between(700, 6000) * MILLISECOND;
+        let pause = self.operators.members.random.between(700, 6000) * MILLISECOND;
         self.schedule.after(pause / self.setup.haste, Event::Operate);
         self.clear_retired();
-        // An old copy of the records is nobody's to change.
-        let busy = self.desires().is_err() && !self.members.random.percent(25);
-        if self.backup.is_some() || self.recovery.is_under_way() {
+        // An old copy of the records is not changed.
+        let busy =
+            self.control.desired_reached().is_err() && !self.operators.members.random.percent(25);
+        if self.control.backup.is_some() || self.operators.recovery.is_under_way() {
             return;
         }
-        if self.members.strangers.on && self.strangers_turn() {
-            return self.tell_desired();
+        if self.operators.members.unexpected.on && self.unexpected_turn() {
+            return self.send_desired();
         }
-        if self.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
-            return self.tell_desired();
+        if self.operators.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
+            return self.send_desired();
         }
         if busy {
             return;
         }
-        match self.members.random.below(8) {
+        match self.operators.members.random.below(8) {
             0..=2 => {
-                let several = if self.members.random.percent(40) { 2 } else { 1 };
+                let several = if self.operators.members.random.percent(40) { 2 } else { 1 };
                 self.scale_up(several);
             }
             3..=4 => self.move_one(),
             5..=6 => self.remove_some(),
             _ => self.change_cf(),
         }
-        let desired = self.record.desired.clone();
+        let desired = self.control.record.desired.clone();
         self.trace.line(self.schedule.now(), || format!("operators desire {desired:?}"));
-        self.tell_desired();
+        self.send_desired();
     }
 
     fn scale_up(&mut self, count: usize) {
         for _ in 0..count {
-            let drf = self.record.desired.drf + 1;
-            if drf > RF_MAX || !self.is_promised(drf, self.record.desired.cf_of(drf)) {
+            let drf = self.control.record.desired.drf + 1;
+            if drf > RF_MAX || !self.setup.is_promised(drf, self.control.record.desired.cf_of(drf))
+            {
                 return;
             }
-            let id = ReplicaId(self.members.random.wide() | 1);
+            let id = ReplicaId(self.operators.members.random.wide() | 1);
             if self.make_newcomer(id, false) {
-                self.record.desired.drf = drf;
-                self.stats.scale_ups += 1;
+                self.control.record.desired.drf = drf;
+                self.stats.operators.scale_ups += 1;
             }
         }
     }
@@ -166,27 +148,27 @@ impl World {
     /// names it comes to rule, and its pool deletes it at some time.
     fn take_back(&mut self) -> bool {
         // One that takes the place of a lost one is needed.
-        let known = &self.record.membership.known;
+        let known = &self.control.record.membership.known;
         let held = |m: &Member| self.pools.iter().any(|p| p.member == *m && !p.gone);
         let dispensable = |n: &&Newcomer| {
             let old = known.iter().find(|known| known.id == n.member.id);
             old.is_none_or(held)
         };
         let newcomers: Vec<Newcomer> =
-            self.record.desired.newcomers.iter().filter(dispensable).copied().collect();
+            self.control.record.desired.newcomers.iter().filter(dispensable).copied().collect();
         if newcomers.is_empty() {
             return false;
         }
-        let member = self.members.random.pick(&newcomers).member;
+        let member = self.operators.members.random.pick(&newcomers).member;
         self.forget_newcomer(member);
-        self.stats.taken_back += 1;
+        self.stats.operators.taken_back += 1;
         true
     }
 
     pub(super) fn forget_newcomer(&mut self, member: Member) {
-        let Record { membership, desired, .. } = &mut self.record;
+        let Record { membership, desired, .. } = &mut self.control.record;
         desired.newcomers.retain(|n| n.member != member);
-        let invited = self.members.strangers.forget(member);
+        let invited = self.operators.members.unexpected.forget(member);
         if !invited && !membership.known.iter().any(|known| known.id == member.id) {
             desired.drf -= 1;
         }
@@ -195,60 +177,55 @@ impl World {
     }
 
     fn move_one(&mut self) {
-        let known = self.record.membership.known.clone();
-        let member = *self.members.random.pick(&known);
-        let desired = &self.record.desired;
+        let known = self.control.record.membership.known.clone();
+        let member = *self.operators.members.random.pick(&known);
+        let desired = &self.control.record.desired;
         let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
             || desired.leaving.contains(&member);
         if !busy && self.make_newcomer(member.id, true) {
-            self.stats.moves += 1;
+            self.stats.operators.moves += 1;
         }
     }
 
     fn remove_some(&mut self) {
-        let known = self.record.membership.known.clone();
-        let count = if self.members.random.percent(25) { 2 } else { 1 };
+        let known = self.control.record.membership.known.clone();
+        let count = if self.operators.members.random.percent(25) { 2 } else { 1 };
         for _ in 0..count {
-            let member = *self.members.random.pick(&known);
-            let desired = &self.record.desired;
+            let member = *self.operators.members.random.pick(&known);
+            let desired = &self.control.record.desired;
             let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
                 || desired.leaving.contains(&member);
             let Some(drf) = desired.drf.checked_sub(1).filter(|drf| *drf > 0) else { return };
             // One that is known stays, as the product demands.
             let stays = known.iter().filter(|m| !desired.leaving.contains(m)).count() > 1;
-            if busy || !stays || !self.is_promised(drf, desired.cf_of(drf)) {
+            if busy || !stays || !self.setup.is_promised(drf, desired.cf_of(drf)) {
                 return;
             }
-            self.record.desired.leaving.push(member);
-            self.record.desired.drf = drf;
-            self.stats.removals += 1;
+            self.control.record.desired.leaving.push(member);
+            self.control.record.desired.drf = drf;
+            self.stats.operators.removals += 1;
         }
     }
 
     fn change_cf(&mut self) {
-        let rf = self.record.membership.rf;
-        let cf = self.members.random.between(0, u64::from(rf)) as u8;
-        if self.is_promised(rf, if cf == 0 { self.record.membership.cf } else { cf }) {
-            self.record.desired.cf = cf;
-            self.stats.cf_changes += 1;
+        let rf = self.control.record.membership.rf;
+        let cf = self.operators.members.random.between(0, u64::from(rf)) as u8;
+        if self.setup.is_promised(rf, if cf == 0 { self.control.record.membership.cf } else { cf })
+        {
+            self.control.record.desired.cf = cf;
+            self.stats.operators.cf_changes += 1;
         }
-    }
-
-    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
-    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
-    fn is_promised(&self, rf: u8, cf: u8) -> bool {
-        self.profile == Profile::Power || rf > open_quorum(rf, cf)
     }
 
     /// Whether one replica may be lost at this moment, also while those that leave are off the list
     /// and those that fill it are not yet on it.
     pub(crate) fn is_one_dispensable(&self) -> bool {
-        let Record { membership, desired, .. } = &self.record;
+        let Record { membership, desired, .. } = &self.control.record;
         match desired.leaving.len() as u8 {
-            0 => self.is_promised(membership.rf, membership.cf),
+            0 => self.setup.is_promised(membership.rf, membership.cf),
             leaving => {
                 let rf = membership.rf.saturating_sub(leaving);
-                rf > 0 && self.is_promised(rf, desired.cf_of(rf))
+                rf > 0 && self.setup.is_promised(rf, desired.cf_of(rf))
             }
         }
     }
@@ -261,19 +238,19 @@ impl World {
         if spare.is_empty() {
             return false;
         }
-        let pool = *self.members.random.pick(&spare);
-        let guid = ReplicaGuid(self.members.random.wide() | 1);
+        let pool = *self.operators.members.random.pick(&spare);
+        let guid = ReplicaGuid(self.operators.members.random.wide() | 1);
         let member = Member { id, guid };
         if !self.make_replica(pool, member) {
             return false;
         }
-        self.record.desired.newcomers.push(Newcomer { member, beside });
+        self.control.record.desired.newcomers.push(Newcomer { member, beside });
         true
     }
 
     /// An empty replica with quorum off in this pool, whose process runs.
     pub(crate) fn make_replica(&mut self, pool: usize, member: Member) -> bool {
-        let newborn = self.newborn(member, false, self.record.membership.clone());
+        let newborn = self.setup.newborn(member, false, self.control.record.membership.clone());
         self.make_born(pool, member, newborn)
     }
 
@@ -298,14 +275,11 @@ impl World {
         here.member = member;
         here.gone = false;
         here.is_foreign = foreign;
-        // Leases were the lost one's. This one helps no target before it is known, and an open
-        // meets each CF that a lease was counted with in one that is still there.
-        here.honoured = None;
-        here.close_heard = false;
         here.cache_lost = false;
         if let Some(process) = &mut here.process {
             process.replica = replica;
         }
+        self.observe(&Observation::ReplicaMade { pool });
         self.trace.line(self.schedule.now(), || format!("pool {pool} makes {member:?}"));
         self.plan_sync(pool);
         true
@@ -316,14 +290,15 @@ impl World {
     pub(super) fn clear_retired(&mut self) {
         for pool in 0..self.pools.len() {
             let here = &self.pools[pool];
-            let Record { membership, desired, .. } = &self.record;
+            let Record { membership, desired, .. } = &self.control.record;
             let wanted = membership.contains(here.member)
                 || desired.newcomer(here.member).is_some()
-                || self.members.strangers.is_to_come(here.member);
-            if self.backup.is_some() || here.is_spare() || wanted || here.process.is_none() {
+                || self.operators.members.unexpected.is_to_come(here.member);
+            if self.control.backup.is_some() || here.is_spare() || wanted || here.process.is_none()
+            {
                 continue;
             }
-            if self.members.random.percent(50) {
+            if self.operators.members.random.percent(50) {
                 let here = &mut self.pools[pool];
                 if !here.gone && here.storage.delete(here.member.guid).is_err() {
                     continue;
@@ -340,7 +315,7 @@ impl World {
     /// which may have come true though the disk refused it.
     pub(crate) fn is_needed(&self, pool: usize) -> bool {
         let member = self.pools[pool].member;
-        let records = [Some(&self.record), self.backup.as_ref()];
+        let records = [Some(&self.control.record), self.control.backup.as_ref()];
         records.into_iter().flatten().any(|record| {
             record.membership.contains(member) || record.desired.newcomer(member).is_some()
         })
@@ -350,13 +325,13 @@ impl World {
     /// needs one there.
     pub(crate) fn replacement_for(&mut self, pool: usize) -> Option<Newcomer> {
         let lost = self.pools[pool].member;
-        let desired = &mut self.record.desired;
+        let desired = &mut self.control.record.desired;
         let was = desired.newcomer(lost).copied();
         desired.newcomers.retain(|n| n.member != lost);
         let elsewhere = desired.newcomers.iter().any(|n| n.member.id == lost.id);
         // The product refuses to replace one that is leaving.
         let leaving = desired.leaving.contains(&lost);
-        let newest = self.backup.as_ref().unwrap_or(&self.record);
+        let newest = self.control.backup.as_ref().unwrap_or(&self.control.record);
         let taken_back = was.is_none() && !newest.membership.contains(lost);
         if elsewhere || leaving || taken_back || newest.membership.retired.contains(&lost.guid) {
             return None;

@@ -30,15 +30,15 @@ impl Memory {
 
 impl World {
     pub(crate) fn plan_memory(&mut self) {
-        if self.memory.on && !self.faults_over {
-            let delay = self.memory.random.between(5, 400) * MILLISECOND;
+        if self.operators.memory.on && !self.faults.over {
+            let delay = self.operators.memory.random.between(5, 400) * MILLISECOND;
             self.schedule.after(delay, Event::LimitMemory);
         }
     }
 
     pub(crate) fn limit_memory(&mut self) {
         let window = self.setup.config.window_bytes;
-        let memory = &mut self.memory;
+        let memory = &mut self.operators.memory;
         // The last limit stays when faults end, so that some runs must come to rest under each.
         let part = memory.random.below(7) as u32;
         memory.share_bytes = (part > 0).then_some((window * 2) >> (2 * part));
@@ -56,7 +56,7 @@ impl World {
 
     /// What this volume may keep on a shard that it shares with its neighbours.
     fn limit_of(&self, target: usize) -> usize {
-        let Some(share) = self.memory.share_bytes else { return usize::MAX };
+        let Some(share) = self.operators.memory.share_bytes else { return usize::MAX };
         let process = self.targets[target].process.as_ref();
         let own = process.map_or(0, |process| process.target.retained_bytes());
         let each = [vec![share * 2; NEIGHBOURS], vec![own]].concat();
@@ -69,6 +69,6 @@ impl World {
     /// What a target that starts is told; nothing where it has all the memory that it likes.
     pub(crate) fn memory_limit(&self, target: usize) -> Option<PrimaryEvent> {
         let bytes_max = self.limit_of(target);
-        self.memory.on.then_some(PrimaryEvent::Retain { bytes_max })
+        self.operators.memory.on.then_some(PrimaryEvent::Retain { bytes_max })
     }
 }

@@ -2,14 +2,12 @@
 //! clients under one scheduler. Everything that happens is an [`Event`]; everything that is drawn
 //! is drawn from the seed.
 
-mod admissions;
 mod bulk;
-mod checks;
-mod claims;
+mod checkers;
 mod clients;
-mod clocks;
+mod connections;
 mod control;
-mod ending;
+mod faults;
 mod fences;
 mod growth;
 mod health;
@@ -17,37 +15,40 @@ mod hosts;
 mod lost_disks;
 mod members;
 mod memory;
+mod operators;
 mod pool_rounds;
 mod pools;
+mod processes;
+mod quiesce;
 mod recognition;
 mod recovery;
 mod setup;
 mod snapshots;
-mod strangers;
-mod strikes;
 mod targets;
 mod terms;
-mod verified;
-
-use std::collections::BTreeMap;
+mod unexpected_peers;
+mod verification;
 
 use quoin_replication::recognition::PoolCounts;
 use quoin_types::message::FromReplica;
-use quoin_types::{Epoch, Lsn, Member, Time};
+use quoin_types::{Member, Time};
 
-use crate::clock::HostClock;
-use crate::content::Tag;
+use self::checkers::Checkers;
+use self::clients::Clients;
+use self::control::Control;
+use self::faults::Faults;
+use self::hosts::Hosts;
+use self::operators::Operators;
+use self::processes::Processes;
+use self::quiesce::Quiesce;
+use self::setup::Setup;
 use crate::control::{Answer, Question, Record};
-use crate::faults::{Planned, Profile};
-use crate::history::History;
-use crate::lineage::{Lineage, Seen};
-use crate::map::FixedMap;
+use crate::faults::Planned;
 use crate::network::{ConnectionId, Network};
 use crate::random::Random;
 use crate::schedule::{Instant, Schedule};
 use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
-use crate::workload::Workload;
 
 pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
@@ -153,18 +154,18 @@ pub(crate) enum Event {
     Recreate {
         pool: usize,
     },
-    TellDesired,
+    SendDesired,
     Operate,
     Recovery,
     Grow,
     LimitMemory,
-    /// A pool hears of what was taken back.
-    TellFence {
+    /// A pool receives the fence.
+    DeliverFence {
         pool: usize,
     },
     Snapshot,
-    SaySnapshots,
-    LookAtSize,
+    SendSnapshots,
+    SendSize,
     Client {
         queue: usize,
         turn: u32,
@@ -176,9 +177,8 @@ pub(crate) enum Event {
     /// A fault that lasts comes to its end.
     Mend(Mend),
     FaultsEnd,
-    LookAtEnding,
-    /// Of what surrounds the volume in its processes.
-    Host(hosts::HostEvent),
+    CheckQuiesce,
+    Process(processes::ProcessEvent),
 }
 
 #[derive(Debug, Clone)]
@@ -216,22 +216,14 @@ pub(crate) struct PoolHost {
     pub paused: bool,
     pub outage: crate::storage::Outage,
     pub slow: u64,
-    /// Since when what it holds may be less than it applied; for the check of loss claims.
+    /// Since when what it holds may be less than it applied; for the check of reported losses.
     pub cache_lost: bool,
     /// Its process has ended with all on media, and has recorded a clean stop.
     pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
-    pub said: claims::Said,
     /// Its disk has rotted or lied.
     pub hurt: bool,
-    /// Pings as they came in, by its clock.
-    pub pings:
-        std::collections::VecDeque<(quoin_types::SessionKey, quoin_types::message::Ping, Time)>,
-    /// Whose lease it has acknowledged, from when on.
-    pub honoured: Option<(quoin_types::Incarnation, Time)>,
-    /// It has heard the Close of the one whose lease it honours.
-    pub close_heard: bool,
     /// The replica whose disk was put back to an older image.
     pub rolled_back: Option<quoin_types::ReplicaGuid>,
     /// Its replica is of another volume.
@@ -241,77 +233,25 @@ pub(crate) struct PoolHost {
     pub starts: recognition::Starts,
 }
 
-pub(crate) struct Queue {
-    pub home: usize,
-    pub turn: u32,
-    pub open: Option<Tag>,
-    /// Requests without pause still to come.
-    pub burst: u32,
-}
-
+/// All that a run consists of. A part owns its fields; what spans parts is a method of `World`, in
+/// the file of its subject.
 pub(crate) struct World {
-    pub seed: u64,
+    pub setup: Setup,
     pub random: Random,
     pub schedule: Schedule<Event>,
-    pub clocks: Vec<HostClock>,
-    pub powered: Vec<bool>,
-    pub network: Network,
-    pub record: Record,
-    pub control_host: usize,
-    pub control_lossy: bool,
-    pub control_late: bool,
-    pub targets: Vec<TargetHost>,
-    pub pools: Vec<PoolHost>,
-    pub queues: Vec<Queue>,
-    pub workload: Workload,
-    pub setup: setup::Setup,
-    pub profile: Profile,
-    pub history: History,
-    pub lineage: Lineage,
-    /// What must be in every later history: acknowledged, read, flushed.
-    pub owed: FixedMap<Seen, checks::Owed>,
-    /// Acknowledged and not flushed: tag and instant.
-    pub unflushed: Vec<(Tag, u64)>,
-    /// The newest epoch that ever served, and by which life of which target.
-    pub served: (Epoch, usize, u32),
-    /// The newest epoch that served after giving up unflushed data.
-    pub last_claim: Epoch,
-    /// Each with the event number at which it strikes at the latest.
-    pub armed: Vec<(u64, Planned)>,
-    /// What the control plane's backup holds, while an old one is in place.
-    pub backup: Option<Record>,
-    /// An old copy of the control plane's record.
-    pub old_record: Option<Record>,
-    /// An old copy has ruled for a while.
-    pub rolled_back: bool,
-    pub faults_over: bool,
-    pub ending: ending::Ending,
     pub stats: Stats,
     pub trace: Trace,
-    pub violation: Option<Violation>,
-    pub mutant: Option<Mutant>,
-    pub dropped: u32,
-    pub max_lsn_sent: Lsn,
-    /// The highest LSN that each replica ever called durable.
-    pub durable_said: BTreeMap<u128, Lsn>,
-    /// The epoch under which each retired GUID was retired.
-    pub retired_under: BTreeMap<u128, Epoch>,
-    pub tokens: BTreeMap<u64, usize>,
-    pub questions: u64,
-    /// Whom the target that acts drops further on in its batch.
-    pub yet_to_drop: Vec<Member>,
-    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
-    pub lost_in_batch: Vec<(usize, Member, Lsn)>,
-    /// Questions to the control plane whose drivers still wait.
-    pub unanswered: std::collections::BTreeSet<u64>,
-    pub members: members::Members,
-    pub recovery: recovery::Recovery,
-    pub growth: growth::Growth,
-    pub memory: memory::Memory,
-    pub hosts: hosts::Hosts,
-    pub fences: fences::Fences,
-    pub terms: terms::Terms,
-    pub snapshots: snapshots::Snapshots,
+    pub hosts: Hosts,
+    pub network: Network,
+    pub control: Control,
+    pub targets: Vec<TargetHost>,
+    pub pools: Vec<PoolHost>,
+    pub processes: Processes,
+    pub clients: Clients,
+    pub operators: Operators,
+    pub faults: Faults,
+    pub quiesce: Quiesce,
+    pub checkers: Checkers,
 }
 
 impl World {
@@ -320,20 +260,21 @@ impl World {
     }
 
     pub fn local(&self, host: usize) -> Time {
-        self.clocks[host].local(self.now())
+        self.hosts.local(host, self.now())
     }
 
     pub fn violate(&mut self, rule: &str, detail: impl Into<String>) {
-        if self.violation.is_none() {
+        if self.checkers.violation.is_none() {
             let detail = detail.into();
             self.trace.line(self.schedule.now(), || format!("VIOLATION {rule}: {detail}"));
-            self.violation = Some(Violation { seed: self.seed, rule: rule.into(), detail });
+            self.checkers.violation =
+                Some(Violation { seed: self.setup.seed, rule: rule.into(), detail });
         }
     }
 
     /// Runs to the end; the violation, if there was one, is in `self`.
     pub fn run(&mut self) {
-        while self.violation.is_none() && !self.ending.done() {
+        while self.checkers.violation.is_none() && !self.quiesce.done() {
             let Some(event) = self.schedule.take() else {
                 self.violate("Liveness", "nothing is going to happen any more");
                 break;
@@ -345,28 +286,22 @@ impl World {
             }
             self.trace.mix(self.schedule.now(), self.stats.events);
             self.handle(event);
-            if !self.armed.is_empty() {
+            if self.faults.is_any_armed() {
                 self.count_down();
             }
         }
-        if self.violation.is_none()
-            && let Err(unlinear) = self.history.check()
-        {
-            self.violate("Linearizable", unlinear.story);
+        if self.checkers.violation.is_none() {
+            self.check_end();
         }
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
-        self.stats.ios_checked = self.history.checked;
-        self.stats.undecided = self.history.undecided;
-        self.stats.messages = self.network.counts.messages;
-        self.stats.messages_reordered = self.network.counts.reordered;
-        self.stats.messages_lost = self.network.counts.lost;
-        self.stats.frames_cut = self.network.counts.frames_cut;
+        self.stats.ios.checked = self.checkers.history.checked;
+        self.stats.opens.tails_lost = self.checkers.durability.tails_lost();
+        self.stats.situations = self.checkers.situations;
+        self.stats.ios.undecided = self.checkers.history.undecided;
+        self.stats.messages = self.network.counts;
         for pool in &self.pools {
-            let counts = pool.storage.counts();
-            self.stats.sectors_lost += counts.sectors_lost;
-            self.stats.pages_torn += counts.pages_torn;
-            self.stats.disk_errors += counts.errors;
+            self.stats.disks.merge(&pool.storage.counts());
         }
     }
 
@@ -404,33 +339,36 @@ impl World {
                 self.answer_timeout(target, life, number, &question);
             }
             Event::Recreate { pool } => self.recreate(pool),
-            Event::TellDesired => self.tell_desired(),
+            Event::SendDesired => self.send_desired(),
             Event::Operate => self.operate(),
             Event::Recovery => self.recovery(),
             Event::Grow => self.grow(),
             Event::LimitMemory => self.limit_memory(),
-            Event::TellFence { pool } => self.tell_fence(pool),
-            Event::Snapshot => self.wish_snapshot(),
-            Event::SaySnapshots => self.say_snapshots(),
-            Event::LookAtSize => self.look_at_size(),
+            Event::DeliverFence { pool } => self.deliver_fence(pool),
+            Event::Snapshot => self.request_snapshot(),
+            Event::SendSnapshots => self.send_snapshots(),
+            Event::SendSize => self.send_size(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),
             Event::Mend(mend) => self.mend(mend),
             Event::FaultsEnd => self.faults_end(),
-            Event::LookAtEnding => self.look_at_ending(),
-            Event::Host(event) => self.host_event(event),
+            Event::CheckQuiesce => self.check_quiesce(),
+            Event::Process(event) => self.process_event(event),
         }
-    }
-
-    pub(crate) fn host_of_target(&self, target: usize) -> usize {
-        self.targets[target].host
     }
 
     pub(crate) fn pool_of(&self, member: Member) -> Option<usize> {
         let exact = self.pools.iter().position(|p| p.member == member);
         exact.or_else(|| self.pools.iter().position(|p| p.member.id == member.id))
     }
+}
+
+/// Pools that run and hold a replica that the record knows.
+fn known_pools(record: &Record, pools: &[PoolHost]) -> Vec<usize> {
+    let known = &record.membership.known;
+    let holds = |p: &&PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
+    pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()
 }
 
 /// One line for a message, short enough to read in a trace.

@@ -4,15 +4,16 @@
 
 use std::time::Duration;
 
-use quoin_replication::pool_host::access::{Claim, OpenSession, takes_bulk};
-use quoin_replication::pool_host::copying::spare;
+use quoin_replication::pool_host::access::{OpenSession, takes_bulk};
+use quoin_replication::pool_host::copying::{Copying, spare};
 use quoin_replication::pool_host::round::Round;
 use quoin_replication::replica::ReplicaEvent;
 use quoin_types::message::{ReadView, ToReplica};
 use quoin_types::{Lsn, Member, SessionKey, Time};
 
-use super::hosts::HostEvent;
-use super::pools::Stalled;
+use super::checkers::Observation;
+use super::pools::Process;
+use super::processes::ProcessEvent;
 use super::{Event, World};
 use crate::network::ConnectionId;
 use crate::schedule::{Instant, MILLISECOND};
@@ -21,42 +22,65 @@ use crate::schedule::{Instant, MILLISECOND};
 const TAIL: Instant = MILLISECOND;
 /// Names the connections of other volumes' rebuilds.
 const OTHERS: u64 = 1 << 61;
-/// So many chunks of others are served in a row while one of this volume waits.
-const OTHERS_SERVED_MAX: u32 = 400;
+
+/// The rounds of one process of a pool.
+pub(super) struct Rounds {
+    /// The present one, and until when it lasts where it stalled.
+    round: Round,
+    stalled: Stalled,
+    copying: Copying,
+    /// A round is planned in which a chunk is served.
+    is_planned: bool,
+}
+
+/// A round in the middle of which the thread stands still.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stalled {
+    No,
+    /// It stands still.
+    Now,
+    /// What comes until this instant belongs to that round still.
+    Until(Instant),
+}
+
+impl Rounds {
+    pub fn begin(local: Time) -> Self {
+        Self {
+            round: Round::begin(local),
+            stalled: Stalled::No,
+            copying: Copying::default(),
+            is_planned: false,
+        }
+    }
+}
 
 impl World {
-    /// The replica that a Hello of the volume's targets names.
-    pub(super) fn claim_of(&self, member: Member) -> Claim {
-        let volume = self.setup.config.volume;
-        Claim { volume, replica: member.id, guid: member.guid }
-    }
-
     /// The time that frames count from which this pool reads now.
     pub(super) fn receipt(&mut self, pool: usize) -> Time {
         let (now, local) = (self.schedule.now(), self.local(self.pools[pool].host));
-        let Some(process) = &mut self.pools[pool].process else { return local };
-        match process.stalled {
+        let Some(Process { rounds, .. }) = &mut self.pools[pool].process else { return local };
+        match rounds.stalled {
             Stalled::Until(at) if now <= at => {}
-            _ => (process.stalled, process.round) = (Stalled::No, Round::begin(local)),
+            _ => (rounds.stalled, rounds.round) = (Stalled::No, Round::begin(local)),
         }
-        process.round.receipt(local)
+        rounds.round.receipt(local)
     }
 
     /// The pool's thread stands still in the middle of a round, which began now.
     pub(super) fn stall_round(&mut self, pool: usize) {
         let local = self.local(self.pools[pool].host);
-        if let Some(process) = &mut self.pools[pool].process {
-            (process.stalled, process.round) = (Stalled::Now, Round::begin(local));
+        if let Some(Process { rounds, .. }) = &mut self.pools[pool].process {
+            (rounds.stalled, rounds.round) = (Stalled::Now, Round::begin(local));
         }
     }
 
     /// It goes on, with what came meanwhile.
     pub(super) fn round_goes_on(&mut self, pool: usize) {
         let now = self.schedule.now();
-        if let Some(process) = &mut self.pools[pool].process
-            && process.stalled == Stalled::Now
+        if let Some(Process { rounds, .. }) = &mut self.pools[pool].process
+            && rounds.stalled == Stalled::Now
         {
-            process.stalled = Stalled::Until(now + TAIL);
+            rounds.stalled = Stalled::Until(now + TAIL);
         }
     }
 
@@ -67,9 +91,9 @@ impl World {
             let connections = self.network.connections.values();
             let of_it = connections.filter(|c| c.pool == pool && c.pool_open && c.bulk.is_some());
             let bulks = of_it.filter(|c| c.session == session).count();
-            Some(OpenSession { session: open, claim: self.claim_of(own.member), bulks })
+            Some(OpenSession { session: open, claim: self.setup.claim_of(own.member), bulks })
         });
-        takes_bulk(session, self.claim_of(member), open)
+        takes_bulk(session, self.setup.claim_of(member), open)
     }
 
     /// What belongs to a rebuild waits for what clients' sessions send; the rest is given back.
@@ -83,14 +107,14 @@ impl World {
         let spare = if message.is_copying() { self.spare_of(pool) } else { 0 };
         let Some(process) = &mut self.pools[pool].process else { return Some(message) };
         match message {
-            message if message.is_copying() => process.copying.wait(id, spare, message),
+            message if message.is_copying() => process.rounds.copying.wait(id, spare, message),
             ToReplica::Close => {
-                process.copying.forget(id);
+                process.rounds.copying.forget(id);
                 Some(ToReplica::Close)
             }
             message => {
                 if let ToReplica::Read { .. } = message {
-                    process.copying.client(now);
+                    process.rounds.copying.client(now);
                 }
                 Some(message)
             }
@@ -101,7 +125,7 @@ impl World {
     pub(super) fn note_client(&mut self, pool: usize) {
         let now = self.local(self.pools[pool].host);
         if let Some(process) = &mut self.pools[pool].process {
-            process.copying.client(now);
+            process.rounds.copying.client(now);
         }
     }
 
@@ -116,7 +140,7 @@ impl World {
 
     /// What waits, where serving it takes the pool no time and nothing of others waits beside it.
     pub(super) fn served_at_once(&mut self, pool: usize) -> Vec<ReplicaEvent> {
-        if self.hosts.on {
+        if self.processes.on {
             self.plan_copying(pool, Duration::ZERO);
             return Vec::new();
         }
@@ -127,8 +151,8 @@ impl World {
     fn next_chunk(&mut self, pool: usize, took: Duration) -> Option<ReplicaEvent> {
         let now = self.local(self.pools[pool].host);
         let process = self.pools[pool].process.as_mut()?;
-        let (connection, message) = process.copying.next(now)?;
-        process.copying.served(now, took);
+        let (connection, message) = process.rounds.copying.next(now)?;
+        process.rounds.copying.served(now, took);
         let session = self.network.connections.get(&connection)?.session;
         Some(ReplicaEvent::Message { connection, session, message })
     }
@@ -136,7 +160,7 @@ impl World {
     /// Nobody waits any more for what this connection asked.
     pub(super) fn forget_chunks(&mut self, pool: usize, id: ConnectionId) {
         if let Some(process) = self.pools.get_mut(pool).and_then(|p| p.process.as_mut()) {
-            process.copying.forget(id);
+            process.rounds.copying.forget(id);
         }
     }
 
@@ -145,13 +169,15 @@ impl World {
         self.others_wait(pool);
         let (now, life) = (self.local(self.pools[pool].host), self.pools[pool].life);
         let Some(process) = &mut self.pools[pool].process else { return };
-        let waits = process.copying.connections().any(|connection| connection < OTHERS);
-        let Some(due) = process.copying.due_in(now).filter(|_| waits && !process.copies) else {
+        let waits = process.rounds.copying.connections().any(|connection| connection < OTHERS);
+        let Some(due) =
+            process.rounds.copying.due_in(now).filter(|_| waits && !process.rounds.is_planned)
+        else {
             return;
         };
-        process.copies = true;
+        process.rounds.is_planned = true;
         let delay = due.max(at_least).as_nanos() as Instant;
-        self.schedule.after(delay, Event::Host(HostEvent::Copy { pool, life }));
+        self.schedule.after(delay, Event::Process(ProcessEvent::Copy { pool, life }));
     }
 
     /// One chunk is served: this volume's, or one of the other volumes that are rebuilt from here.
@@ -159,24 +185,18 @@ impl World {
         if self.pools[pool].life != life {
             return;
         }
-        let took = Duration::from_nanos(self.hosts.chunk_takes());
+        let took = Duration::from_nanos(self.processes.chunk_takes());
         if self.pools[pool].paused {
-            let again = Event::Host(HostEvent::Copy { pool, life });
+            let again = Event::Process(ProcessEvent::Copy { pool, life });
             return self.schedule.after(MILLISECOND, again);
         }
         let Some(process) = &mut self.pools[pool].process else { return };
-        process.copies = false;
-        process.others_served += 1;
-        let others = process.others_served;
-        if let Some(event) = self.next_chunk(pool, took) {
-            if let Some(process) = &mut self.pools[pool].process {
-                process.others_served = 0;
-            }
+        process.rounds.is_planned = false;
+        let chunk = self.next_chunk(pool, took);
+        self.observe(&Observation::ChunkServed { pool, is_own: chunk.is_some() });
+        if let Some(event) = chunk {
             let at = self.receipt(pool);
             self.feed_pool_at(pool, at, vec![event]);
-        } else if others > OTHERS_SERVED_MAX {
-            let detail = format!("pool {pool} served {others} chunks of others while one waited");
-            return self.violate("ChunkTurns", detail);
         }
         if self.pools[pool].life == life {
             self.plan_copying(pool, took);
@@ -186,14 +206,14 @@ impl World {
     /// Chunks that other volumes ask of a pool, of which each has one waiting at any time. They are
     /// as endangered as a volume can be.
     fn others_wait(&mut self, pool: usize) {
-        let rebuilt = if self.faults_over { 0 } else { self.hosts.rebuilt };
+        let rebuilt = if self.faults.over { 0 } else { self.processes.rebuilt };
         let Some(process) = &mut self.pools[pool].process else { return };
         for other in OTHERS..OTHERS + rebuilt {
-            if !process.copying.connections().any(|connection| connection == other) {
+            if !process.rounds.copying.connections().any(|connection| connection == other) {
                 let (view, from, cursor) = (ReadView::Live, Lsn(0), 0);
                 let pull = ToReplica::Pull { id: 0, view, from, cursor, bytes_max: 1 };
                 // One alone is never too many of its connection.
-                let _ = process.copying.wait(other, 0, pull);
+                let _ = process.rounds.copying.wait(other, 0, pull);
             }
         }
     }

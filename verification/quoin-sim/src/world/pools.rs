@@ -1,20 +1,20 @@
 //! The driver of replicas: what `quoin-pool` does with sockets, disks and timers.
 
 use quoin_replication::pool_host::access::Lane;
-use quoin_replication::pool_host::copying::Copying;
-use quoin_replication::pool_host::round::Round;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
+use super::checkers::Observation;
 use super::health::Health;
+use super::pool_rounds::Rounds;
 use super::{Event, Mend, Mutant, World, brief};
 use crate::control::Record;
 use crate::faults::FaultKind;
 use crate::network::{ConnectionId, Taken, Way};
-use crate::schedule::{Instant, MICROSECOND, MILLISECOND};
+use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
 
 /// One life of a pool process.
@@ -29,26 +29,8 @@ pub(crate) struct Process {
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
     stopping: Option<Stopping>,
-    /// The turn of its thread, and until when it lasts where it stalled.
-    pub(super) round: Round,
-    pub(super) stalled: Stalled,
-    pub(super) copying: Copying,
-    /// A round is planned in which a chunk is served.
-    pub(super) copies: bool,
-    /// Chunks of other volumes that were served in a row.
-    pub(super) others_served: u32,
+    pub(super) rounds: Rounds,
     pub(super) health: Health,
-}
-
-/// A turn of a thread in the middle of which it stands still.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) enum Stalled {
-    #[default]
-    No,
-    /// It stands still.
-    Now,
-    /// What comes until this instant belongs to that turn still.
-    Until(Instant),
 }
 
 /// A process that was told to end, and lets nobody in any more.
@@ -82,7 +64,9 @@ impl World {
     pub(crate) fn start_pool(&mut self, pool: usize) {
         let now = self.schedule.now();
         let host = self.pools[pool].host;
-        if self.pools[pool].process.is_some() || !self.powered[host] || self.recovery.is_away(pool)
+        if self.pools[pool].process.is_some()
+            || !self.hosts.powered[host]
+            || self.operators.recovery.is_away(pool)
         {
             return;
         }
@@ -94,17 +78,17 @@ impl World {
                 // As the product's driver does: the next start hears nothing of it any more.
                 let here = &mut self.pools[pool];
                 here.outage = Outage::DiskFailed;
-                here.starts.disk_failed(self.hosts.process_ends());
+                here.starts.disk_failed(self.processes.process_ends());
                 here.cache_lost = true;
             }
-            if matches!(error, StoreError::Damaged(_)) && self.may_be_damaged(pool) {
+            if matches!(error, StoreError::Damaged(_)) && self.setup.may_be_damaged(pool) {
                 return self.replace_disk(pool);
             }
             let delay = self.random.between(100, 1000) * MILLISECOND;
             self.schedule.after(delay, Event::StartPool { pool });
             return;
         }
-        if self.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
+        if self.setup.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
             here.storage.forget();
         }
         here.starts.opened();
@@ -123,17 +107,17 @@ impl World {
                 promised = store.meta().promised;
                 state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
             });
-            if replica.is_some() {
-                self.check_kept_promise(pool, promised);
-            } else if self.pools[pool].said.has_answered(guid)
+            if replica.is_none()
+                && self.checkers.assertions.has_answered(pool, guid)
                 && self.is_needed(pool)
                 && self.pools[pool].rolled_back != Some(guid)
-                && !self.may_be_damaged(pool)
+                && !self.setup.may_be_damaged(pool)
             {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
-            } else {
+            }
+            if replica.is_none() {
                 // Its creation was not on media yet. Its first answer comes only after its promise
                 // is on media, unless the disk loses what it reported as synced.
                 self.pools[pool].gone = true;
@@ -141,7 +125,8 @@ impl World {
                 self.schedule.after(delay, Event::Recreate { pool });
             }
         }
-        self.forget_closed_lease(pool);
+        let has_replica = replica.is_some();
+        self.observe(&Observation::PoolStarts { pool, promised, has_replica });
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process = Some(Process {
             replica,
@@ -151,17 +136,13 @@ impl World {
             short: false,
             syncing: false,
             stopping: None,
-            round: Round::begin(local),
-            stalled: Stalled::No,
-            copying: Copying::default(),
-            copies: false,
-            others_served: 0,
+            rounds: Rounds::begin(local),
             health: Health::new(local.0 / 1_000_000_000),
         });
         self.plan_health(pool);
         self.pool_began(pool, life);
-        self.fences_after_start(pool);
-        self.terms_after_start(pool);
+        self.restart_fences(pool);
+        self.control.terms.pool_restarts(pool);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -183,14 +164,14 @@ impl World {
     pub(crate) fn kill_pool(&mut self, pool: usize, outage: Outage, restart_ns: u64) {
         let here = &mut self.pools[pool];
         if outage == Outage::DiskFailed {
-            here.starts.disk_failed(self.hosts.process_ends());
+            here.starts.disk_failed(self.processes.process_ends());
         }
         if outage == Outage::Power || here.outage == Outage::Process {
             here.outage = outage;
         }
         if outage != Outage::Process && !here.is_spare() && !here.ended_in_order {
             here.cache_lost = true;
-            self.recovery.cache_is_lost(pool);
+            self.operators.recovery.cache_is_lost(pool);
         }
         here.paused = false;
         let was = here.process.take().is_some();
@@ -200,7 +181,7 @@ impl World {
             return;
         }
         self.trace.line(self.schedule.now(), || format!("pool {pool} is dead ({outage:?})"));
-        let polite = self.powered[self.pools[pool].host];
+        let polite = self.hosts.powered[self.pools[pool].host];
         for id in self.sessions_of(pool) {
             self.end_of_pool_dies(id, polite);
         }
@@ -292,9 +273,7 @@ impl World {
     ) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
-            self.check_said(pool, session, message);
-            self.check_fenced(pool, session, message);
-            self.check_term(pool, session, message);
+            self.observe(&Observation::PoolSends { pool, session, message });
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
@@ -368,20 +347,17 @@ impl World {
                 continue;
             }
             if let ToReplica::Open { .. } = message {
-                if !self.still_opens(pool, session) {
+                if !self.control.terms.may_open(pool, session) {
                     self.refuse_former(id, session);
                     continue;
                 }
-                self.note_open(pool, session);
+                self.observe(&Observation::OpenTaken { pool, session });
             }
-            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
+            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
-            self.hear_ping(pool, session, &message);
-            self.hear_close(pool, session, &message);
-            if let ToReplica::Truncate { keep, tip } = &message {
-                self.pools[pool].said.cut(*keep, *tip);
-            }
+            let (received, at) = (&message, self.local(self.pools[pool].host));
+            self.observe(&Observation::PoolReceives { pool, session, message: received, at });
             // As the pool does it: Appends that continue each other become one batch.
             let message = match message {
                 ToReplica::Append { entries, stable, sync, ping } => {
@@ -393,17 +369,17 @@ impl World {
                 other => other,
             };
             events.extend(appends.take().map(|message| of_connection(session, message)));
-            if !lane.carries(&message) || !self.claim_of(member).allows(&message) {
-                let detail = format!("pool {pool} refuses what target {target} sent: {message:?}");
-                self.violate("ClaimRules", detail);
-            }
+            let received = &message;
+            self.observe(&Observation::Claimed { pool, target, member, lane, message: received });
             let message = self.waits_for_its_turn(pool, id, message);
             events.extend(message.map(|message| of_connection(session, message)));
         }
         events.extend(appends.take().map(|message| of_connection(own, message)));
         events.extend(self.served_at_once(pool));
         if !events.is_empty() {
-            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
+            if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding)
+                && self.random.percent(2)
+            {
                 // It said so; it does not hold it.
                 self.kill_pool(pool, Outage::Process, 200 * MILLISECOND);
                 return;
@@ -473,7 +449,7 @@ impl World {
         for action in actions {
             self.pool_action(pool, action);
         }
-        self.look_at_store(pool);
+        self.check_store(pool);
         self.plan_sync(pool);
         self.plan_idle(pool);
     }
@@ -486,15 +462,15 @@ impl World {
     }
 
     fn stop_without_room(&mut self, pool: usize) {
-        let strikes = self.setup.stops_without_room && !self.faults_over;
-        if strikes && !self.pools[pool].paused && self.random.percent(30) {
+        let stops = self.setup.stops_without_room && !self.faults.over;
+        if stops && !self.pools[pool].paused && self.random.percent(30) {
             self.pools[pool].paused = true;
             self.stats.faults.add(FaultKind::ReplicaPause);
             self.lasting(2400, Mend::ResumePool(pool));
         }
     }
 
-    fn look_at_store(&mut self, pool: usize) {
+    fn check_store(&mut self, pool: usize) {
         if let Some((rule, what)) = self.pools[pool].storage.take_broken() {
             self.violate(rule, format!("pool {pool}: {what}"));
         }
@@ -541,8 +517,11 @@ impl World {
                         self.violate(invariant, format!("pool {pool} refused a message"));
                     }
                     ReplicaNote::Damaged("StableNeverCut")
-                        if self.recovery.may_hold_what_is_lost(self.pools[pool].member) => {}
-                    ReplicaNote::Damaged(what) if !self.may_be_damaged(pool) => {
+                        if self
+                            .operators
+                            .recovery
+                            .may_hold_what_is_lost(self.pools[pool].member) => {}
+                    ReplicaNote::Damaged(what) if !self.setup.may_be_damaged(pool) => {
                         let why = format!("pool {pool} is damaged ({what}) without a cause");
                         self.violate("StableNeverCut", why);
                     }
@@ -584,7 +563,7 @@ impl World {
         if let Some(process) = &mut here.process {
             process.syncing = false;
         }
-        let result = if self.mutant == Some(Mutant::SyncLies) {
+        let result = if self.setup.mutant == Some(Mutant::SyncLies) {
             here.storage.sync_lie(ticket);
             Ok(())
         } else {
@@ -606,7 +585,7 @@ impl World {
         let life = self.pools[pool].life;
         let Some(process) = &self.pools[pool].process else { return };
         let (Some(at), arm) = (process.timer, process.arm) else { return };
-        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+        if let Some(at) = self.hosts.clocks[host].global(at, self.schedule.now()) {
             self.schedule.at(at, Event::PoolTimer { pool, life, arm });
         }
     }
@@ -678,7 +657,7 @@ impl World {
         // The newest copy of the record knows of it, and says so once it is back.
         let lost = self.pools[pool].member;
         let named = |record: &Record| record.desired.newcomer(lost).is_some();
-        if self.backup.as_ref().is_some_and(named) && !named(&self.record) {
+        if self.control.backup.as_ref().is_some_and(named) && !named(&self.control.record) {
             self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
             return;
         }
@@ -689,12 +668,12 @@ impl World {
         };
         if !self.make_replica(pool, newcomer.member) {
             self.pools[pool].member = newcomer.member;
-            self.record.desired.newcomers.push(newcomer);
+            self.control.record.desired.newcomers.push(newcomer);
             self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
             return;
         }
-        self.record.desired.newcomers.push(newcomer);
-        self.stats.replacements += 1;
-        self.tell_desired();
+        self.control.record.desired.newcomers.push(newcomer);
+        self.stats.replicas.replacements += 1;
+        self.send_desired();
     }
 }

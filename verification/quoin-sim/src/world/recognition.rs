@@ -175,17 +175,17 @@ impl World {
 
     /// How long a word takes, if it arrives.
     fn way_to_the_controller(&mut self, pool: usize, there: bool) -> Option<Instant> {
-        let (here, control) = (self.pools[pool].host, self.control_host);
+        let (here, control) = (self.pools[pool].host, self.control.host);
         let (from, to) = if there { (here, control) } else { (control, here) };
         let blocked = self.network.is_blocked(from, to);
         let is_older = self.pools[pool].rolled_back.is_some();
         let starts = &mut self.pools[pool].starts;
-        let lost = self.control_lossy && starts.random.percent(40);
+        let lost = self.control.lossy && starts.random.percent(40);
         let mut delay = starts.random.between(50, 2000) * 1000;
         if is_older {
-            return Some(delay + self.hosts.word_takes());
+            return Some(delay + self.processes.report_takes());
         }
-        if self.control_late && starts.random.percent(60) {
+        if self.control.late && starts.random.percent(60) {
             delay += starts.random.between(100, 6000) * MILLISECOND;
         }
         (!blocked && !lost).then_some(delay)

@@ -10,6 +10,7 @@
 use quoin_replication::replica::granted_lease;
 use quoin_types::{Epoch, Incarnation, Member, Position};
 
+use super::checkers::Observation;
 use super::{Event, Mend, World};
 use crate::control::Record;
 use crate::lineage::Path;
@@ -18,8 +19,8 @@ use crate::schedule::{MILLISECOND, SECOND};
 use crate::storage::Outage;
 use crate::swarm::Swarm;
 
-/// How often the person looks.
-const LOOK: u64 = 300 * MILLISECOND;
+/// How often the person checks.
+const CHECK_EVERY: u64 = 300 * MILLISECOND;
 /// Answers of the control plane come later than this never: what was destroyed may turn up.
 const FORGOTTEN: u64 = 10 * SECOND;
 
@@ -29,7 +30,7 @@ enum Stage {
     Off,
     Whole,
     /// Before the blow, under this version of the record.
-    Fraying(u64),
+    Chosen(u64),
     /// Some are destroyed, and the volume is not whole without them.
     Lost,
     /// The person has decided under this version of the record, and waits leases out.
@@ -51,11 +52,11 @@ pub(crate) struct Recovery {
     /// When the person went on, and the version of the record since.
     at: u64,
     version: u64,
-    /// Lives of targets that have not heard yet that the volume was taken from them.
+    /// Lives of targets that do not know yet that the volume was taken from them.
     to_end: Vec<(usize, u32)>,
 }
 
-/// A change that was forced and under which nobody has served yet.
+/// A change that was forced and under which no target has served yet.
 #[derive(Clone, Debug)]
 pub(crate) struct Forced {
     after: Epoch,
@@ -85,7 +86,7 @@ impl Recovery {
         self.away.contains(&pool)
     }
 
-    /// Nobody changes anything else meanwhile.
+    /// Nothing else is changed meanwhile.
     pub fn is_under_way(&self) -> bool {
         matches!(self.stage, Stage::Lost | Stage::Decided(_))
     }
@@ -115,188 +116,190 @@ impl Recovery {
 
 impl World {
     pub(crate) fn plan_recovery(&mut self) {
-        if self.recovery.stage == Stage::Whole {
-            let delay = self.recovery.random.between(500, 8000) * MILLISECOND;
+        if self.operators.recovery.stage == Stage::Whole {
+            let delay = self.operators.recovery.random.between(500, 8000) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Recovery);
         }
     }
 
     pub(crate) fn recovery(&mut self) {
-        self.end_of_the_old();
-        match self.recovery.stage {
-            Stage::Whole if !self.faults_over => self.fray(),
-            Stage::Fraying(version) => self.destroy_some(version),
-            Stage::Lost => self.look_at_loss(),
-            Stage::Decided(version) => self.go_on(version),
-            Stage::Done => self.turn_up(),
+        self.end_former_targets();
+        match self.operators.recovery.stage {
+            Stage::Whole if !self.faults.over => self.choose_victims(),
+            Stage::Chosen(version) => self.destroy_some(version),
+            Stage::Lost => self.check_loss(),
+            Stage::Decided(version) => self.force_change(version),
+            Stage::Done => self.reappear(),
             Stage::Off | Stage::Whole | Stage::Over => {}
         }
     }
 
-    fn look_later(&mut self) {
-        self.schedule.after(LOOK, Event::Recovery);
+    fn check_later(&mut self) {
+        self.schedule.after(CHECK_EVERY, Event::Recovery);
     }
 
     /// Chooses so many that those that are left are too few for an open, sometimes newcomers with
     /// them. Before they go, the network takes the owner from those that are left, but for one at
     /// most: what is acknowledged meanwhile is on few.
-    fn fray(&mut self) {
-        let membership = &self.record.membership;
+    fn choose_victims(&mut self) {
+        let membership = &self.control.record.membership;
         let known = membership.known.len();
         let least = (known + 1).saturating_sub(membership.open_quorum());
         if known < 2 || least >= known {
-            return self.look_later();
+            return self.check_later();
         }
         let mut pools: Vec<usize> = (0..self.pools.len())
             .filter(|p| membership.contains(self.pools[*p].member) && !self.pools[*p].gone)
             .collect();
         // One is left that stays, whichever changes come true meanwhile.
-        let stays = |p: &usize| !self.record.desired.leaving.contains(&self.pools[*p].member);
+        let stays =
+            |p: &usize| !self.control.record.desired.leaving.contains(&self.pools[*p].member);
         let staying: Vec<usize> = pools.iter().copied().filter(stays).collect();
         if staying.is_empty() || pools.len() < known {
-            return self.look_later();
+            return self.check_later();
         }
-        let left = *self.recovery.random.pick(&staying);
+        let left = *self.operators.recovery.random.pick(&staying);
         pools.retain(|pool| *pool != left);
-        let count = self.recovery.random.between(least as u64, known as u64 - 1);
+        let count = self.operators.recovery.random.between(least as u64, known as u64 - 1);
         for _ in 0..count {
-            let chosen = self.recovery.random.index(pools.len());
-            self.recovery.away.push(pools.swap_remove(chosen));
+            let chosen = self.operators.recovery.random.index(pools.len());
+            self.operators.recovery.away.push(pools.swap_remove(chosen));
         }
         // Not one that may have taken the place of a replica that is left.
-        let known = &self.record.membership.known;
+        let known = &self.control.record.membership.known;
         let is_kept = |m: &Member| known.iter().any(|k| k.id == m.id && !self.is_destroyed(k));
-        let newcomers = self.record.desired.newcomers.iter().map(|n| n.member);
+        let newcomers = self.control.record.desired.newcomers.iter().map(|n| n.member);
         let newcomers: Vec<Member> = newcomers.filter(|m| !is_kept(m)).collect();
         for member in newcomers {
             let pool = self.pools.iter().position(|p| p.member == member && !p.gone);
-            if let Some(pool) = pool.filter(|_| self.recovery.random.percent(50)) {
-                self.recovery.away.push(pool);
+            if let Some(pool) = pool.filter(|_| self.operators.recovery.random.percent(50)) {
+                self.operators.recovery.away.push(pool);
             }
         }
-        self.recovery.stage = Stage::Fraying(self.record.membership.version);
-        let lasts = self.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
+        self.operators.recovery.stage = Stage::Chosen(self.control.record.membership.version);
+        let lasts =
+            self.operators.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
         self.schedule.after(lasts, Event::Recovery);
-        if self.recovery.random.percent(40) {
+        if self.operators.recovery.random.percent(40) {
             return;
         }
         self.burst();
-        let host = self.targets[self.record.owner].host;
-        let near = self.recovery.random.percent(50).then_some(left);
-        let unheard = self.recovery.random.percent(60).then_some(self.control_host);
-        let is_left = |p: &super::PoolHost| self.record.membership.contains(p.member);
+        let host = self.targets[self.control.record.owner].host;
+        let near = self.operators.recovery.random.percent(50).then_some(left);
+        let unheard = self.operators.recovery.random.percent(60).then_some(self.control.host);
+        let is_left = |p: &super::PoolHost| self.control.record.membership.contains(p.member);
         let far = (0..self.pools.len())
-            .filter(|pool| is_left(&self.pools[*pool]) && !self.recovery.is_away(*pool))
+            .filter(|pool| is_left(&self.pools[*pool]) && !self.operators.recovery.is_away(*pool))
             .filter(|pool| Some(*pool) != near)
             .map(|pool| self.pools[pool].host);
         let cut = far.chain(unheard).flat_map(|other| [(host, other), (other, host)]);
         let cut: Vec<_> = cut.filter(|(a, b)| a != b).collect();
         cut.iter().for_each(|(from, to)| self.network.block(*from, *to));
-        let mended = lasts + self.recovery.random.between(100, 3000) * MILLISECOND;
+        let mended = lasts + self.operators.recovery.random.between(100, 3000) * MILLISECOND;
         self.schedule.after(mended, Event::Mend(Mend::Unblock(cut)));
     }
 
     fn destroy_some(&mut self, version: u64) {
-        let Record { membership, desired, .. } = &self.record;
+        let Record { membership, desired, .. } = &self.control.record;
         let stays = |m: &&Member| !self.is_destroyed(m) && !desired.leaving.contains(m);
         let none_stays = !membership.known.iter().any(|m| stays(&m));
-        if membership.version != version || none_stays || self.faults_over {
-            for pool in std::mem::take(&mut self.recovery.away) {
+        if membership.version != version || none_stays || self.faults.over {
+            for pool in std::mem::take(&mut self.operators.recovery.away) {
                 self.schedule.after(0, Event::StartPool { pool });
             }
-            self.recovery.stage = Stage::Whole;
-            return self.look_later();
+            self.operators.recovery.stage = Stage::Whole;
+            return self.check_later();
         }
-        for pool in self.recovery.away.clone() {
+        for pool in self.operators.recovery.away.clone() {
             self.kill_pool(pool, Outage::Process, 0);
         }
-        if self.recovery.random.percent(40) {
+        if self.operators.recovery.random.percent(40) {
             // With what some of those that are left have, and others were yet to be sent.
-            self.kill_target(self.record.owner);
+            self.kill_target(self.control.record.owner);
         }
-        let away = &self.recovery.away;
+        let away = &self.operators.recovery.away;
         self.trace.line(self.schedule.now(), || format!("*** pools {away:?} are destroyed"));
-        self.recovery.stage = Stage::Lost;
-        self.look_later();
+        self.operators.recovery.stage = Stage::Lost;
+        self.check_later();
     }
 
     fn is_destroyed(&self, member: &Member) -> bool {
-        self.recovery.away.iter().any(|pool| self.pools[*pool].member == *member)
+        self.operators.recovery.away.iter().any(|pool| self.pools[*pool].member == *member)
     }
 
-    /// The owner's target, where the controller hears of it.
-    fn seen_target(&self) -> Option<&super::targets::Process> {
-        let there = &self.targets[self.record.owner];
-        let heard = !self.network.is_blocked(there.host, self.control_host) && !there.paused;
+    /// The owner's target, where its reports reach the controller.
+    fn reachable_target(&self) -> Option<&super::targets::Process> {
+        let there = &self.targets[self.control.record.owner];
+        let heard = !self.network.is_blocked(there.host, self.control.host) && !there.paused;
         there.process.as_ref().filter(|_| heard)
     }
 
-    fn is_seen_serving(&self) -> bool {
+    fn is_reported_serving(&self) -> bool {
         let serves = |status: quoin_replication::primary::PrimaryStatus| {
-            status.serving && status.waiting.is_empty() && status.epoch == self.record.epoch
+            status.serving && status.waiting.is_empty() && status.epoch == self.control.record.epoch
         };
-        self.seen_target().is_some_and(|process| serves(process.target.status()))
+        self.reachable_target().is_some_and(|process| serves(process.target.status()))
     }
 
     /// The volume is taken from its node first; only then a target opens it anew.
-    fn end_of_the_old(&mut self) {
-        for (target, life) in std::mem::take(&mut self.recovery.to_end) {
+    fn end_former_targets(&mut self) {
+        for (target, life) in std::mem::take(&mut self.operators.recovery.to_end) {
             let there = &self.targets[target];
-            let hears = !self.network.is_blocked(self.control_host, there.host) && !there.paused;
+            let hears = !self.network.is_blocked(self.control.host, there.host) && !there.paused;
             if there.life == life && hears {
                 self.kill_target(target);
             } else if there.life == life {
-                self.recovery.to_end.push((target, life));
+                self.operators.recovery.to_end.push((target, life));
             }
         }
     }
 
-    fn look_at_loss(&mut self) {
-        let known = &self.record.membership.known;
+    fn check_loss(&mut self) {
+        let known = &self.control.record.membership.known;
         let lost: Vec<Member> = known.iter().filter(|m| self.is_destroyed(m)).copied().collect();
-        let newcomers = self.record.desired.newcomers.iter().map(|n| n.member);
+        let newcomers = self.control.record.desired.newcomers.iter().map(|n| n.member);
         let not_coming: Vec<Member> = newcomers.filter(|m| self.is_destroyed(m)).collect();
-        let serves = self.is_seen_serving();
+        let serves = self.is_reported_serving();
         if serves && lost.is_empty() && not_coming.is_empty() {
-            self.recovery.stage = Stage::Done;
+            self.operators.recovery.stage = Stage::Done;
         } else if serves {
             // Nothing has to be given up: they are taken off the list with the volume in use.
             self.remove_destroyed(&lost, &not_coming);
-        } else if self.may_go_on() {
-            self.recovery.stage = Stage::Decided(self.record.membership.version);
+        } else if self.may_force() {
+            self.operators.recovery.stage = Stage::Decided(self.control.record.membership.version);
             let lease = granted_lease(self.setup.config.lease_ms).as_nanos() as u64;
             self.schedule.after(lease * 10 / 7, Event::Recovery);
             return;
         }
-        self.look_later();
+        self.check_later();
     }
 
     fn remove_destroyed(&mut self, lost: &[Member], not_coming: &[Member]) {
         for member in not_coming {
             self.forget_newcomer(*member);
         }
-        let known = &self.record.membership.known;
-        let desired = &mut self.record.desired;
+        let known = &self.control.record.membership.known;
+        let desired = &mut self.control.record.desired;
         let followed = |m: &&Member| desired.newcomers.iter().any(|n| n.member.id == m.id);
         let leaving: Vec<Member> = lost.iter().filter(|m| !followed(m)).copied().collect();
         let is_listed = |m: &Member| known.iter().any(|k| k.id == m.id);
         let added = desired.newcomers.iter().filter(|n| !is_listed(&n.member)).count();
         desired.drf = (known.len() - leaving.len() + added) as u8;
         desired.leaving = leaving;
-        self.tell_desired();
+        self.send_desired();
     }
 
     /// Those for whom the owner's target waits, since they may know of a change that the record
     /// lacks.
     fn silent(&self) -> Vec<Member> {
-        let status = self.seen_target().map(|process| process.target.status());
-        let here = status.filter(|status| status.epoch == self.record.epoch);
+        let status = self.reachable_target().map(|process| process.target.status());
+        let here = status.filter(|status| status.epoch == self.control.record.epoch);
         here.map(|status| status.silent).unwrap_or_default()
     }
 
     /// What the controller asks for before it lets a person force the change.
-    fn may_go_on(&self) -> bool {
-        let membership = &self.record.membership;
+    fn may_force(&self) -> bool {
+        let membership = &self.control.record.membership;
         let is_there = |member: &Member| {
             let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
             self.pools.iter().find(holds).is_some_and(|p| p.process.is_some())
@@ -315,14 +318,14 @@ impl World {
             && !(lost.is_empty() && silent.is_empty())
     }
 
-    fn go_on(&mut self, version: u64) {
-        self.recovery.stage = Stage::Lost;
-        let serves = self.is_seen_serving();
-        if serves || self.record.membership.version != version || !self.may_go_on() {
-            return self.look_later();
+    fn force_change(&mut self, version: u64) {
+        self.operators.recovery.stage = Stage::Lost;
+        let serves = self.is_reported_serving();
+        if serves || self.control.record.membership.version != version || !self.may_force() {
+            return self.check_later();
         }
         let silent: Vec<_> = self.silent().into_iter().map(|m| m.guid).collect();
-        let before = self.record.membership.clone();
+        let before = self.control.record.membership.clone();
         let next = before.reduced_to(|m| !self.is_destroyed(m), &silent);
         let mut kept = Vec::new();
         for member in &next.known {
@@ -331,17 +334,16 @@ impl World {
                 kept.push((pool, store.state().position));
             });
         }
-        self.record.epoch = self.record.epoch.next();
-        self.record.incarnation = Incarnation::default();
-        for guid in &next.retired {
-            self.retired_under.entry(guid.0).or_insert(self.record.epoch);
-        }
+        self.control.record.epoch = self.control.record.epoch.next();
+        self.control.record.incarnation = Incarnation::default();
+        let (retired, epoch) = (&next.retired[..], self.control.record.epoch);
+        self.observe(&Observation::RecordForced { retired, epoch });
         let stays = |m: &Member| !next.retired.contains(&m.guid) && !self.is_destroyed(m);
-        let newcomers = self.record.desired.newcomers.iter().filter(|n| stays(&n.member));
+        let newcomers = self.control.record.desired.newcomers.iter().filter(|n| stays(&n.member));
         let newcomers: Vec<_> = newcomers.copied().collect();
         let is_listed = |m: &Member| next.known.iter().any(|k| k.id == m.id);
         let added = newcomers.iter().filter(|n| !is_listed(&n.member)).count();
-        let desired = &mut self.record.desired;
+        let desired = &mut self.control.record.desired;
         desired.leaving.retain(|m| next.known.contains(m));
         if desired.leaving.len() == next.known.len() {
             desired.leaving.clear();
@@ -353,44 +355,46 @@ impl World {
             desired.cf = explicit;
         }
         self.trace.line(self.schedule.now(), || format!("a person goes on with {next:?}"));
-        self.recovery.kept = next.known.clone();
-        self.record.membership = next;
-        let cf = self.recovery.cf_before().unwrap_or(usize::MAX).min(before.cf.into());
-        self.recovery.forced = Some(Forced { after: self.record.epoch, cf, kept: kept.clone() });
-        self.recovery.at = self.schedule.now();
-        self.recovery.version = self.record.membership.version;
-        self.stats.recoveries += 1;
-        self.recovery.to_end = (0..).zip(self.targets.iter().map(|target| target.life)).collect();
-        if self.recovery.random.percent(50) {
+        self.operators.recovery.kept = next.known.clone();
+        self.control.record.membership = next;
+        let cf = self.operators.recovery.cf_before().unwrap_or(usize::MAX).min(before.cf.into());
+        self.operators.recovery.forced =
+            Some(Forced { after: self.control.record.epoch, cf, kept: kept.clone() });
+        self.operators.recovery.at = self.schedule.now();
+        self.operators.recovery.version = self.control.record.membership.version;
+        self.stats.operators.recoveries += 1;
+        self.operators.recovery.to_end =
+            (0..).zip(self.targets.iter().map(|target| target.life)).collect();
+        if self.operators.recovery.random.percent(50) {
             self.failover();
         }
         // No sooner is it decided than one of them is away for a while.
-        if !kept.is_empty() && self.recovery.random.percent(60) {
-            let (pool, _) = *self.recovery.random.pick(&kept);
-            let restart = self.recovery.random.between(1000, 4000) * MILLISECOND;
+        if !kept.is_empty() && self.operators.recovery.random.percent(60) {
+            let (pool, _) = *self.operators.recovery.random.pick(&kept);
+            let restart = self.operators.recovery.random.between(1000, 4000) * MILLISECOND;
             self.kill_pool(pool, Outage::Process, restart);
         }
-        self.tell_desired();
-        self.look_later();
+        self.send_desired();
+        self.check_later();
     }
 
     /// What any of those that were kept held then is in the history that the first epoch after it
     /// starts IO on.
     pub(crate) fn held_by_kept(&self, forced: &Forced) -> Vec<Path> {
-        forced.kept.iter().filter_map(|(_, at)| self.lineage.path_at(*at)).collect()
+        forced.kept.iter().filter_map(|(_, at)| self.checkers.lineage.path_at(*at)).collect()
     }
 
     /// No target knows the old list any more: even those that were declared destroyed may turn up.
-    fn turn_up(&mut self) {
-        let version = self.recovery.version;
+    fn reappear(&mut self) {
+        let version = self.operators.recovery.version;
         let knows = |t: &super::TargetHost| {
-            t.process.as_ref().is_none_or(|p| p.word.granted.version >= version)
+            t.process.as_ref().is_none_or(|p| p.grant.membership.version >= version)
         };
-        if self.now() < self.recovery.at + FORGOTTEN || !self.targets.iter().all(knows) {
-            return self.look_later();
+        if self.now() < self.operators.recovery.at + FORGOTTEN || !self.targets.iter().all(knows) {
+            return self.check_later();
         }
-        self.recovery.stage = Stage::Over;
-        for pool in std::mem::take(&mut self.recovery.away) {
+        self.operators.recovery.stage = Stage::Over;
+        for pool in std::mem::take(&mut self.operators.recovery.away) {
             self.trace.line(self.schedule.now(), || format!("pool {pool} turns up"));
             self.schedule.after(0, Event::StartPool { pool });
         }

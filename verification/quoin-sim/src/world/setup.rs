@@ -1,29 +1,32 @@
 //! What a run is made of, drawn from its seed.
 
+use quoin_replication::pool_host::access::Claim;
 use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
 use quoin_types::{
-    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid,
-    ReplicaId, VolumeId,
+    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Member, Membership, ReplicaGuid,
+    ReplicaId, VolumeId, membership::open_quorum,
 };
 
+use super::clients::Clients;
+use super::control::Control;
 use super::fences::Fences;
 use super::growth::Growth;
+use super::hosts::Hosts;
 use super::members::Members;
 use super::memory::Memory;
+use super::operators::Operators;
+use super::processes::Processes;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
-use super::{Event, PoolHost, Queue, TargetHost, World, ending};
-use crate::clock::HostClock;
+use super::terms::Terms;
+use super::{Event, PoolHost, TargetHost, World};
 use crate::control::Record;
 use crate::faults::{self, Profile};
-use crate::history::History;
-use crate::lineage::Lineage;
 use crate::network::Network;
 use crate::random::Random;
 use crate::real::RealStorage;
 use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
-use crate::stats::Stats;
 use crate::storage::{ModelStorage, Outage, Storage};
 use crate::swarm::{PoolShape, Shape, Swarm, Wanted};
 use crate::trace::Trace;
@@ -62,13 +65,13 @@ impl StoreKind {
 pub enum Mutant {
     /// Replicas answer "applied" when an entry arrives, before they hold it.
     AcknowledgesBeforeHolding,
-    /// Disks say that a sync is done and do nothing.
+    /// Disks report that a sync is done and do nothing.
     SyncLies,
     /// Clocks stop although reads lean on leases.
     ClocksStop,
     /// The control plane grants an epoch again after a lost answer.
     EpochGrantedTwice,
-    /// Replicas lose their data and say nothing of it.
+    /// Replicas lose their data and do not report it.
     ForgetsSilently,
 }
 
@@ -79,7 +82,7 @@ pub struct RunOptions {
     pub trace: bool,
     /// Keep the trace for a drawing.
     pub keep: bool,
-    /// Bit i: the i-th planned fault does not strike.
+    /// Bit i: the i-th planned fault is left out.
     pub dropped: u32,
     /// Clients at most; 0: as many as are drawn.
     pub clients_max: u8,
@@ -91,6 +94,12 @@ pub struct RunOptions {
 /// What stays the same all through a run.
 #[derive(Clone, Debug)]
 pub struct Setup {
+    pub seed: u64,
+    pub mutant: Option<Mutant>,
+    /// Bit i: the i-th planned fault is left out.
+    dropped: u32,
+    /// What may fail together.
+    pub profile: Profile,
     pub store: StoreKind,
     /// With the size that the records have.
     pub config: PrimaryConfig,
@@ -133,7 +142,7 @@ fn profile(
     shape: Option<&Shape>,
     random: &mut Random,
 ) -> Profile {
-    let spare = rf - quoin_types::membership::open_quorum(rf, cf);
+    let spare = rf - open_quorum(rf, cf);
     let wanted = shape.map_or(Wanted::AsDrawn, |s| s.wanted);
     let hurt = match wanted {
         Wanted::AsDrawn => spare > 0 && random.percent(35),
@@ -152,6 +161,40 @@ fn profile(
 }
 
 impl Setup {
+    /// Whether this profile may hurt what the pool holds.
+    pub fn may_be_damaged(&self, pool: usize) -> bool {
+        self.profile == Profile::Media { victim: pool }
+            || self.profile == Profile::Liar { victim: pool }
+    }
+
+    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
+    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
+    pub fn is_promised(&self, rf: u8, cf: u8) -> bool {
+        self.profile == Profile::Power || rf > open_quorum(rf, cf)
+    }
+
+    /// The replica that a Hello of the volume's targets names.
+    pub fn claim_of(&self, member: Member) -> Claim {
+        Claim { volume: self.config.volume, replica: member.id, guid: member.guid }
+    }
+
+    /// What a pool writes when it creates a replica: counted at once (a first one), or only
+    /// after it has been adopted.
+    pub fn newborn(
+        &self,
+        member: Member,
+        quorum: bool,
+        membership: Membership,
+    ) -> (ReplicaIdentity, ReplicaMeta) {
+        let identity = ReplicaIdentity {
+            volume: self.config.volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: bytes::Bytes::new(),
+        };
+        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
+    }
+
     /// A small world in the place of what was drawn.
     fn take(&mut self, shape: &Shape, random: &mut Random) {
         self.volume_blocks = *random.pick(shape.blocks);
@@ -188,8 +231,8 @@ impl World {
         let target_hosts: [usize; 2] =
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
         let members_plan = Members::draw(options.seed, options.swarm, profile);
-        // With an entry missing nobody else is dispensable.
-        let short = members_plan.strangers.list_is_short;
+        // With an entry missing no other replica is dispensable.
+        let short = members_plan.unexpected.list_is_short;
         let profile = if short { Profile::Power } else { profile };
         let hosts = replicas + 3 + members_plan.spare_pools();
         let control_host = replicas + 2;
@@ -226,6 +269,10 @@ impl World {
             local: local_wanted.then(|| members[0]),
         };
         let setup = Setup {
+            seed: options.seed,
+            mutant: options.mutant,
+            dropped: options.dropped,
+            profile,
             store,
             config,
             volume_blocks,
@@ -238,7 +285,7 @@ impl World {
             haste: 1,
             stops_without_room: false,
         };
-        let listed = members.len() - usize::from(members_plan.strangers.list_is_short);
+        let listed = members.len() - usize::from(members_plan.unexpected.list_is_short);
         let membership = Membership {
             version: 1,
             rf,
@@ -261,9 +308,7 @@ impl World {
         let snapshots = Snapshots::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
         let network = Network::new(hosts, typical_delay, random.fork());
-        let clocks = (0..hosts)
-            .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
-            .collect();
+        let hosts = Hosts::draw(hosts, &mut random);
         let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
         if let Some(shape) = &shape {
             workload.take(shape);
@@ -274,71 +319,41 @@ impl World {
             let under_way = if sequential { 8 << 20 } else { 4 * workload.longest_bytes() };
             setup.config.window_bytes = setup.config.window_bytes.max(under_way);
         }
-        let queues = (0..random.between(clients.0, clients.1)).map(|_| Queue {
-            home: 0,
-            turn: 0,
-            open: None,
-            burst: 0,
-        });
+        let clients = Clients::new(random.between(clients.0, clients.1), workload);
+        let (seed, swarm) = (options.seed, options.swarm);
+        let record = Record {
+            term: Default::default(),
+            epoch: Epoch::ZERO,
+            incarnation: Incarnation(0),
+            owner: 0,
+            membership: membership.clone(),
+            desired: Desired { drf: rf, ..Desired::default() },
+        };
+        let (fences, terms) = (Fences::draw(seed, swarm), Terms::draw(seed, swarm));
+        let target =
+            |host: &usize| TargetHost { host: *host, life: 0, process: None, paused: false };
         let mut world = World {
-            seed: options.seed,
-            schedule: Schedule::default(),
-            clocks,
-            powered: vec![true; hosts],
-            network,
-            record: Record {
-                term: Default::default(),
-                epoch: Epoch::ZERO,
-                incarnation: Incarnation(0),
-                owner: 0,
-                membership: membership.clone(),
-                desired: Desired { drf: rf, ..Desired::default() },
-            },
-            control_host,
-            control_lossy: false,
-            control_late: false,
-            targets: target_hosts
-                .iter()
-                .map(|host| TargetHost { host: *host, life: 0, process: None, paused: false })
-                .collect(),
-            pools: Vec::new(),
-            queues: queues.collect(),
-            workload,
             setup,
-            profile,
-            history: History::default(),
-            lineage: Lineage::default(),
-            owed: Default::default(),
-            unflushed: Vec::new(),
-            served: (Epoch::ZERO, 0, 0),
-            last_claim: Epoch::ZERO,
-            armed: Vec::new(),
-            backup: None,
-            old_record: None,
-            rolled_back: false,
-            faults_over: false,
-            ending: ending::Ending::default(),
-            stats: Stats::default(),
+            schedule: Schedule::default(),
+            stats: Default::default(),
             trace: Trace::new(options.trace, options.keep),
-            violation: None,
-            mutant: options.mutant,
-            dropped: 0,
-            max_lsn_sent: Lsn::ZERO,
-            durable_said: Default::default(),
-            retired_under: Default::default(),
-            tokens: Default::default(),
-            questions: 0,
-            yet_to_drop: Vec::new(),
-            lost_in_batch: Vec::new(),
-            unanswered: Default::default(),
-            members: members_plan,
-            recovery: Recovery::draw(options.seed, options.swarm),
-            growth,
-            memory: Memory::draw(options.seed, options.swarm),
-            hosts: super::hosts::Hosts::draw(options.seed, options.swarm),
-            fences: Fences::draw(options.seed, options.swarm),
-            terms: super::terms::Terms::draw(options.seed, options.swarm),
-            snapshots,
+            hosts,
+            network,
+            control: Control::new(record, control_host, fences, terms),
+            targets: target_hosts.iter().map(target).collect(),
+            pools: Vec::new(),
+            processes: Processes::draw(seed, swarm),
+            clients,
+            operators: Operators {
+                members: members_plan,
+                recovery: Recovery::draw(seed, swarm),
+                growth,
+                memory: Memory::draw(seed, swarm),
+                snapshots,
+            },
+            faults: Default::default(),
+            quiesce: Default::default(),
+            checkers: Default::default(),
             random,
         };
         let pool_shape = shape.as_ref().and_then(|s| s.pool);
@@ -348,13 +363,12 @@ impl World {
         if let Some(missing) = members.get(listed) {
             world.begin_with_a_short_list(*missing);
         }
-        for spare in 0..world.members.spare_pools() {
+        for spare in 0..world.operators.members.spare_pools() {
             world.add_pool(replicas + 3 + spare, Member::default(), &membership, pool_shape);
         }
         if options.clients_max > 0 {
-            world.queues.truncate(options.clients_max.into());
+            world.clients.queues.truncate(options.clients_max.into());
         }
-        world.dropped = options.dropped;
         let clocks_stop = confirmed || options.mutant == Some(Mutant::ClocksStop);
         world.plan_run(clocks_stop, shape.as_ref());
         world
@@ -379,7 +393,7 @@ impl World {
         };
         let spare = member == Member::default();
         let listed = membership.contains(member);
-        let (identity, meta) = self.newborn(member, listed, membership.clone());
+        let (identity, meta) = self.setup.newborn(member, listed, membership.clone());
         if !spare
             && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
         {
@@ -404,46 +418,25 @@ impl World {
             cache_lost: false,
             ended_in_order: false,
             reads_failed: false,
-            said: Default::default(),
             rolled_back: None,
             is_foreign: false,
             hurt: false,
-            pings: Default::default(),
-            honoured: None,
-            close_heard: false,
             stuck: false,
-            starts: super::recognition::Starts::new(self.seed, pool),
+            starts: super::recognition::Starts::new(self.setup.seed, pool),
         });
         self.schedule.after(0, Event::StartPool { pool });
     }
 
-    /// What a pool writes when it creates a replica: counted at once (a first one), or only
-    /// after it has been adopted.
-    pub(crate) fn newborn(
-        &self,
-        member: Member,
-        quorum: bool,
-        membership: Membership,
-    ) -> (ReplicaIdentity, ReplicaMeta) {
-        let identity = ReplicaIdentity {
-            volume: self.setup.config.volume,
-            replica: member.id,
-            guid: member.guid,
-            volume_spec: bytes::Bytes::new(),
-        };
-        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
-    }
-
     fn plan_run(&mut self, clocks_stop: bool, shape: Option<&Shape>) {
         self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
-        for queue in 0..self.queues.len() {
+        for queue in 0..self.clients.queues.len() {
             let delay = self.random.below(self.setup.think_ns);
             self.schedule.after(delay, Event::Client { queue, turn: 0 });
         }
         let horizon = self.setup.horizon;
-        let plan = faults::plan(self.profile, clocks_stop, horizon, shape, &mut self.random);
+        let plan = faults::plan(self.setup.profile, clocks_stop, horizon, shape, &mut self.random);
         for (index, planned) in plan.into_iter().enumerate() {
-            if index < FAULTS_MAX && self.dropped & (1 << index) != 0 {
+            if index < FAULTS_MAX && self.setup.dropped & (1 << index) != 0 {
                 continue;
             }
             self.schedule.at(planned.at, Event::Fault(planned));
@@ -457,15 +450,15 @@ impl World {
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",
-            self.seed,
+            self.setup.seed,
             setup.rf,
             setup.cf,
             setup.config.durability,
             setup.config.reads,
             setup.volume_blocks,
             setup.volume_blocks * BLOCK_SIZE as u64,
-            self.queues.len(),
-            self.profile,
+            self.clients.queues.len(),
+            self.setup.profile,
         );
         self.trace.line(0, || words);
     }

@@ -1,13 +1,12 @@
 //! Users who make snapshots and delete them while everything else goes on.
 //!
-//! A wish is said to the owner's target until some target answers it. At rest every replica lists
+//! A wish is sent to the owner's target until some target answers it. At rest every replica lists
 //! the same snapshots, those of the history; what was answered is among them or is not, and each
 //! holds what the history held at its LSN, slot by slot.
 
 use std::collections::BTreeMap;
 
 use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish};
-use quoin_types::message::ReadView;
 use quoin_types::{Lsn, SnapshotId};
 
 use super::{Event, World};
@@ -15,7 +14,7 @@ use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
 use crate::swarm::Swarm;
 
-const LOOK_AGAIN: u64 = 200 * MILLISECOND;
+const SEND_AGAIN: u64 = 200 * MILLISECOND;
 /// At a time.
 const KEPT_MAX: usize = 4;
 
@@ -49,20 +48,63 @@ impl Snapshots {
     }
 }
 
+impl Snapshots {
+    /// A target's answer; an error says how it contradicts an earlier one.
+    pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
+        let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
+        match (*state, outcome) {
+            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
+                *state = State::Made(lsn);
+            }
+            (State::Wished(SnapshotWish::Delete), SnapshotOutcome::Deleted) => {
+                *state = State::Deleted;
+            }
+            (State::Made(lsn), SnapshotOutcome::Made { lsn: now }) if lsn != now => {
+                return Err(format!("snapshot {id} was made at {lsn} and at {now}"));
+            }
+            // An answer to what was wished before.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Whether all that was wished is answered.
+    pub fn settled(&self) -> Result<(), String> {
+        match self.open().next() {
+            Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
+            None => Ok(()),
+        }
+    }
+
+    /// How what was answered differs from the snapshots of the history.
+    pub fn differs_from(&self, listed: &[(SnapshotId, Lsn)]) -> Option<String> {
+        self.known.iter().find_map(|(id, state)| {
+            let there = listed.iter().find(|(listed, _)| listed == id).map(|(_, lsn)| *lsn);
+            let differs = match state {
+                State::Made(lsn) => there != Some(*lsn),
+                State::Deleted => there.is_some(),
+                State::Wished(_) => false,
+            };
+            let what = || format!("snapshot {id} was answered {state:?} and is at {there:?}");
+            differs.then(what)
+        })
+    }
+}
+
 impl World {
     pub(crate) fn plan_snapshots(&mut self) {
-        if self.snapshots.times_left > 0 {
-            let delay = self.snapshots.random.between(50, 2500) * MILLISECOND;
+        if self.operators.snapshots.times_left > 0 {
+            let delay = self.operators.snapshots.random.between(50, 2500) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Snapshot);
         }
     }
 
-    /// Somebody wishes for one more or one less.
-    pub(crate) fn wish_snapshot(&mut self) {
-        if self.faults_over {
+    /// A user wishes for one more or one less.
+    pub(crate) fn request_snapshot(&mut self) {
+        if self.faults.over {
             return;
         }
-        let snapshots = &mut self.snapshots;
+        let snapshots = &mut self.operators.snapshots;
         snapshots.times_left -= 1;
         let is_made = |state: &State| matches!(state, State::Made(_));
         let made: Vec<SnapshotId> =
@@ -75,97 +117,37 @@ impl World {
         };
         snapshots.known.insert(id, State::Wished(wish));
         self.trace.line(self.schedule.now(), || format!("snapshot {id} is wished: {wish:?}"));
-        self.stats.snapshots += 1;
-        self.say_snapshots();
+        self.stats.operators.snapshots += 1;
+        self.send_snapshots();
         self.plan_snapshots();
     }
 
-    /// Faults are over and everything was compared: nobody keeps any.
+    /// Faults are over and everything was compared: all are deleted.
     pub(crate) fn delete_snapshots(&mut self) {
-        for state in self.snapshots.known.values_mut() {
+        for state in self.operators.snapshots.known.values_mut() {
             if *state != State::Deleted {
                 *state = State::Wished(SnapshotWish::Delete);
             }
         }
-        self.say_snapshots();
+        self.send_snapshots();
     }
 
-    /// The owner's target hears of what is wished until it is answered.
-    pub(crate) fn say_snapshots(&mut self) {
-        let events: Vec<PrimaryEvent> =
-            self.snapshots.open().map(|(id, wish)| PrimaryEvent::Snapshot { id, wish }).collect();
+    /// Sends what is wished to the owner's target until it is answered.
+    pub(crate) fn send_snapshots(&mut self) {
+        let events: Vec<PrimaryEvent> = self
+            .operators
+            .snapshots
+            .open()
+            .map(|(id, wish)| PrimaryEvent::Snapshot { id, wish })
+            .collect();
         if events.is_empty() {
             return;
         }
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             self.feed_target(owner, events);
         }
-        let delay = if self.faults_over { SECOND } else { LOOK_AGAIN };
-        self.schedule.after(delay, Event::SaySnapshots);
-    }
-
-    pub(crate) fn snapshot_answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) {
-        let Some(state) = self.snapshots.known.get_mut(&id) else { return };
-        match (*state, outcome) {
-            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
-                *state = State::Made(lsn);
-            }
-            (State::Wished(SnapshotWish::Delete), SnapshotOutcome::Deleted) => {
-                *state = State::Deleted;
-            }
-            (State::Made(lsn), SnapshotOutcome::Made { lsn: now }) if lsn != now => {
-                let detail = format!("snapshot {id} was made at {lsn} and at {now}");
-                self.violate("SnapshotSurvives", detail);
-            }
-            // An answer to what was wished before.
-            _ => {}
-        }
-    }
-
-    pub(crate) fn snapshots_settled(&self) -> Result<(), String> {
-        match self.snapshots.open().next() {
-            Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
-            None => Ok(()),
-        }
-    }
-
-    /// All replicas at rest list those of the history, and hold what it held then.
-    pub(crate) fn check_snapshots(&mut self) {
-        let (epoch, ..) = self.served;
-        let Some(path) = self.lineage.path(epoch) else { return };
-        let listed = self.lineage.snapshots(path);
-        let images = listed.iter().map(|(_, lsn)| self.lineage.image(self.seed, path, *lsn));
-        let images: Vec<_> = images.collect();
-        for (id, state) in &self.snapshots.known {
-            let there = listed.iter().find(|(listed, _)| listed == id).map(|(_, lsn)| *lsn);
-            let broken = match state {
-                State::Made(lsn) => there != Some(*lsn),
-                State::Deleted => there.is_some(),
-                State::Wished(_) => false,
-            };
-            if broken {
-                let detail = format!("snapshot {id} was answered {state:?} and is at {there:?}");
-                return self.violate("SnapshotSurvives", detail);
-            }
-        }
-        for pool in self.known_pools() {
-            let guid = self.pools[pool].member.guid;
-            let mut found = Vec::new();
-            self.pools[pool].storage.with(guid, &mut |store| {
-                let users = store.snapshots().into_iter().filter(|s| !s.hidden);
-                found = users.map(|s| (s.id, s.lsn)).collect();
-            });
-            if found != listed {
-                let detail = format!("pool {pool} lists {found:?} and the history {listed:?}");
-                return self.violate("SnapshotSurvives", detail);
-            }
-            for ((id, _), image) in listed.iter().zip(&images) {
-                // Nobody grows a volume of these worlds.
-                if !self.check_held(pool, ReadView::Snapshot(*id), image) {
-                    return;
-                }
-            }
-        }
+        let delay = if self.faults.over { SECOND } else { SEND_AGAIN };
+        self.schedule.after(delay, Event::SendSnapshots);
     }
 }

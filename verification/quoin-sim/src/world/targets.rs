@@ -2,19 +2,23 @@
 
 use std::collections::BTreeMap;
 
-use quoin_replication::pool_host::recognition::Recognition;
 use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
 };
 use quoin_replication::target_host::round::Round;
 use quoin_types::block::{BlockError, Payload, Reply};
+use quoin_types::entry::SharedEntry;
 use quoin_types::message::{FromReplica, ToReplica};
-use quoin_types::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
+use quoin_types::{
+    BulkKey, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, SessionKey, Time,
+};
 
+use super::checkers::Observation;
+use super::connections::{Name, name};
 use super::{Event, World, brief};
 use crate::control::Question;
-use crate::network::{Connection, ConnectionId, Stream, Taken, Way};
-use crate::schedule::{Instant, MILLISECOND, SECOND};
+use crate::network::{ConnectionId, Taken, Way};
+use crate::schedule::{Instant, MILLISECOND};
 use crate::trace::describe;
 
 /// One life of a target process.
@@ -25,27 +29,34 @@ pub(crate) struct Process {
     /// The epoch it serves in, once it does.
     pub serving: Option<Epoch>,
     pub has_served: bool,
-    /// This open said that unflushed data may be lost.
+    /// This open reported that unflushed data may be lost.
     pub tail_lost: bool,
     /// It has sent a Close, and with that given up its lease.
     pub closes: bool,
     pub in_sync: Vec<Member>,
     pub waiting: String,
-    /// The size that the controller has told it.
-    pub told_blocks: u64,
-    pub word: super::claims::Word,
-    pub admissions: super::admissions::Admissions,
+    /// The size that the controller has sent it.
+    pub known_blocks: u64,
+    pub grant: Grant,
+    /// The newest LSN that it has sent.
+    pub sent: Lsn,
     pub(super) sessions: BTreeMap<Name, ConnectionId>,
-    /// The round in the middle of which its thread stands still, and what it takes in had arrived by
+    /// The round in the middle of which its thread stands still. What it receives had arrived by
     /// then.
     pub(super) stalled: Option<(Round, Instant)>,
 }
 
-/// Incarnation and nonce of a session, and the number of a bulk connection of it.
-type Name = (u128, u64, Option<u64>);
-
-fn name(key: SessionKey, bulk: Option<u64>) -> Name {
-    (key.incarnation.0, key.nonce, bulk)
+/// What the control plane has answered to a target.
+#[derive(Default)]
+pub(crate) struct Grant {
+    /// Under which it last asked for an epoch.
+    pub incarnation: Incarnation,
+    /// The membership that it was granted last.
+    pub membership: Membership,
+    /// The version of the membership that it was granted or has swapped.
+    pub version: u64,
+    /// The last swap that it was answered: its version, and the record in the answer.
+    pub swapped: Option<(u64, Membership)>,
 }
 
 impl Process {
@@ -62,8 +73,8 @@ impl Process {
 impl World {
     pub(crate) fn start_target(&mut self, target: usize) {
         let host = self.targets[target].host;
-        let owns = self.record.owner == target || self.terms.asks_former(target);
-        let wanted = owns && self.powered[host];
+        let owns = self.control.record.owner == target || self.control.terms.asks_former(target);
+        let wanted = owns && self.hosts.powered[host];
         if self.targets[target].process.is_some() || !wanted {
             return;
         }
@@ -82,14 +93,15 @@ impl World {
             closes: false,
             in_sync: Vec::new(),
             waiting: String::new(),
-            told_blocks: self.setup.config.volume_blocks,
-            word: Default::default(),
-            admissions: Default::default(),
+            known_blocks: self.setup.config.volume_blocks,
+            grant: Grant::default(),
+            sent: Lsn::ZERO,
             sessions: BTreeMap::new(),
             stalled: None,
         });
+        self.observe(&Observation::TargetStarted { target });
         self.dials_begin(target);
-        let desired = self.desired_now();
+        let desired = self.control.desired();
         let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit(target));
         self.feed_target(target, events.collect());
     }
@@ -110,7 +122,7 @@ impl World {
             .filter(|(_, c)| c.target == target && c.target_open)
             .map(|(id, _)| *id)
             .collect();
-        let polite = self.powered[host];
+        let polite = self.hosts.powered[host];
         for id in ids {
             self.end_of_target_dies(id, polite);
         }
@@ -119,21 +131,22 @@ impl World {
         self.schedule.after(delay, Event::StartTarget { target });
     }
 
-    pub(crate) fn life_of(&self, target: usize) -> u32 {
-        self.targets[target].life
-    }
-
     /// Gives events to the target in one batch and does what it asks.
     pub(crate) fn feed_target(&mut self, target: usize, events: Vec<PrimaryEvent>) {
         let now = self.local(self.targets[target].host);
+        if self.targets[target].process.is_none() {
+            return;
+        }
+        for event in &events {
+            if let PrimaryEvent::Desired(desired) = event {
+                self.observe(&Observation::DesiredSent { target, desired });
+            }
+        }
         let Some(process) = &mut self.targets[target].process else { return };
         let round = process.stalled.take().map_or(Round::begin(now), |(round, _)| round);
         let mut actions = Vec::new();
         let mut lost = Vec::new();
         for event in events {
-            if let PrimaryEvent::Desired(desired) = &event {
-                process.admissions.tell(desired);
-            }
             if ends_a_session(&event) {
                 let replicas = process.target.status().replicas;
                 let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
@@ -146,14 +159,14 @@ impl World {
             PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
             _ => None,
         };
-        self.yet_to_drop = actions.iter().filter_map(dropped).collect();
-        self.lost_in_batch = lost;
+        let dropped = actions.iter().filter_map(dropped).collect();
+        self.observe(&Observation::BatchBegins { dropped, lost });
         for (index, action) in actions.into_iter().enumerate() {
-            self.lost_in_batch.retain(|(at, ..)| index < *at);
+            self.observe(&Observation::ActionBegins { index });
             self.target_action(target, action);
         }
-        self.check_activation(target);
-        self.look_at_admissions(target);
+        self.observe(&Observation::ActionsDone { target });
+        self.observe(&Observation::BatchEnded { target });
     }
 
     fn target_action(&mut self, target: usize, action: PrimaryAction) {
@@ -162,25 +175,24 @@ impl World {
         match action {
             PrimaryAction::AcquireEpoch { incarnation, at_least } => {
                 if let Some(process) = &mut self.targets[target].process {
-                    process.word.acquiring = incarnation;
+                    process.grant.incarnation = incarnation;
                 }
                 let question = Question::Acquire { incarnation, at_least };
                 self.ask(target, question);
             }
             PrimaryAction::SwapMembership { epoch, version, next } => {
                 self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
-                self.check_swap(target, &next);
+                self.swap_asked(target, &next);
                 self.ask(target, Question::Swap { epoch, version, next });
             }
             PrimaryAction::Connect { member, session } => {
-                self.check_dialled(target, member);
                 self.connect(target, member, session, None);
             }
             PrimaryAction::ConnectBulk { member, bulk } => {
                 self.connect(target, member, bulk.session, Some(bulk.number));
             }
             PrimaryAction::Disconnect { session } => {
-                self.leaves_admission(target, session);
+                self.observe(&Observation::SessionEnded { target, session });
                 self.target_hangs_up(target, |of| of.session == session);
             }
             PrimaryAction::DisconnectBulk { bulk } => {
@@ -212,12 +224,19 @@ impl World {
         }
     }
 
+    fn swap_asked(&mut self, target: usize, next: &Membership) {
+        let assertions = &self.checkers.assertions;
+        let process = self.targets[target].process.as_ref();
+        let is_first = process.is_some_and(|p| assertions.is_first_swap(target, p, next));
+        self.observe(&Observation::SwapAsked { target, next, is_first });
+    }
+
     pub(crate) fn plan_target_timer(&mut self, target: usize) {
         let host = self.targets[target].host;
         let life = self.targets[target].life;
         let Some(process) = &self.targets[target].process else { return };
         let (Some(at), arm) = (process.timer, process.arm) else { return };
-        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+        if let Some(at) = self.hosts.clocks[host].global(at, self.schedule.now()) {
             self.schedule.at(at, Event::TargetTimer { target, life, arm });
         }
     }
@@ -242,188 +261,6 @@ impl World {
         }
     }
 
-    /// Closes this target's connections of which this is so.
-    fn target_hangs_up(&mut self, target: usize, which: impl Fn(&Connection) -> bool) {
-        let Some(process) = &mut self.targets[target].process else { return };
-        let connections = &self.network.connections;
-        let is_it = |id: &ConnectionId| connections.get(id).is_some_and(&which);
-        let ids: Vec<ConnectionId> = process.sessions.values().copied().filter(is_it).collect();
-        process.sessions.retain(|_, id| !ids.contains(id));
-        self.give_up_dials(target, &ids);
-        for id in ids {
-            self.target_closes(id);
-        }
-    }
-
-    fn connect(&mut self, target: usize, member: Member, session: SessionKey, bulk: Option<u64>) {
-        let life = self.targets[target].life;
-        if let Some(since) = self.retired_under.get(&member.guid.0)
-            && session.epoch > *since
-        {
-            let detail = format!("target {target} connects to {member:?}, retired under {since}");
-            self.violate("RetiredNeverBack", detail);
-        }
-        let pool = self.pool_of(member);
-        let id = self.network.add(Connection {
-            target,
-            target_life: life,
-            pool: pool.unwrap_or(usize::MAX),
-            pool_life: 0,
-            member,
-            session,
-            bulk,
-            established: false,
-            to_pool: Stream::default(),
-            to_target: Stream::default(),
-            target_open: true,
-            pool_open: false,
-        });
-        if let Some(process) = &mut self.targets[target].process {
-            process.sessions.insert(name(session, bulk), id);
-        }
-        if let Some(pool) = pool.filter(|_| self.hosts.on) {
-            return self.dial(target, pool, id);
-        }
-        let delay = self.network.delay() * 2;
-        self.schedule.after(delay, Event::Connecting { connection: id });
-    }
-
-    /// The handshake is over, or it never will be.
-    pub(crate) fn connecting(&mut self, id: ConnectionId) {
-        let Some(connection) = self.network.connections.get(&id) else {
-            return self.dial_forgotten(id);
-        };
-        let (target, life, pool) = (connection.target, connection.target_life, connection.pool);
-        let (session, bulk, member) = (connection.session, connection.bulk, connection.member);
-        if !connection.target_open || self.targets[target].life != life {
-            self.network.connections.remove(&id);
-            return self.dial_ended(target, id, false);
-        }
-        let from = self.targets[target].host;
-        let Some(there) = self.pools.get(pool) else { return };
-        let to = there.host;
-        let cut = self.network.is_blocked(from, to) || self.network.is_blocked(to, from);
-        if cut || !self.powered[to] {
-            let delay = self.random.between(1, 3) * SECOND;
-            self.schedule.after(delay, Event::Refused { target, life, connection: id });
-            return;
-        }
-        if there.process.as_ref().is_none_or(|process| process.is_stopping()) {
-            let delay = self.network.delay();
-            self.schedule.after(delay, Event::Refused { target, life, connection: id });
-            return;
-        }
-        match there.starts.recognition() {
-            Recognition::Given => {}
-            // It is dialled, and has not been answered yet.
-            Recognition::Awaited => {
-                self.schedule.after(20 * MILLISECOND, Event::Connecting { connection: id });
-                return;
-            }
-            Recognition::Refused => {
-                let delay = self.random.between(1, 3) * SECOND;
-                self.schedule.after(delay, Event::Refused { target, life, connection: id });
-                return;
-            }
-        }
-        if !self.believes(id, target, pool, session) {
-            let delay = self.network.delay();
-            self.schedule.after(delay, Event::Refused { target, life, connection: id });
-            return;
-        }
-        let pool_life = self.pools[pool].life;
-        if bulk.is_some() && !self.takes_bulk(pool, session, member) {
-            // The pool takes one for a session that is open, and for no other.
-            let delay = self.network.delay();
-            self.schedule.after(delay, Event::Refused { target, life, connection: id });
-            return;
-        }
-        if self.targets[target].paused {
-            self.schedule.after(10 * MILLISECOND, Event::Connecting { connection: id });
-            return;
-        }
-        let connection = self.network.connections.get_mut(&id).expect("looked up above");
-        connection.pool_life = pool_life;
-        connection.established = true;
-        connection.pool_open = true;
-        self.dial_ended(target, id, true);
-        let event = match bulk {
-            None => PrimaryEvent::Connected { session, knows: self.known_by(pool) },
-            Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
-        };
-        self.feed_target(target, vec![event]);
-    }
-
-    pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {
-        if self.targets[target].life == life {
-            self.dial_ended(target, id, false);
-            self.target_end_lost(id);
-        }
-    }
-
-    /// The target's end of the connection is over.
-    pub(crate) fn target_end_lost(&mut self, id: ConnectionId) {
-        let Some(connection) = self.network.connections.get_mut(&id) else { return };
-        if !connection.target_open {
-            return;
-        }
-        let (target, life) = (connection.target, connection.target_life);
-        if self.targets[target].life == life && self.targets[target].paused {
-            self.schedule.after(20 * MILLISECOND, Event::TargetEndLost { connection: id });
-            return;
-        }
-        connection.target_open = false;
-        connection.to_target.deaf = true;
-        let (session, bulk) = (connection.session, connection.bulk);
-        self.network.forget_closed(id);
-        if self.targets[target].life != life {
-            return;
-        }
-        let Some(process) = &mut self.targets[target].process else { return };
-        let was_there = process.sessions.remove(&name(session, bulk)).is_some();
-        if let Some(number) = bulk.filter(|_| was_there) {
-            self.target_loses_bulk(target, BulkKey { session, number });
-        } else if was_there {
-            let off = self.quorum_is_off(target, session);
-            self.leaves_admission(target, session);
-            let event = match self.terms.was_turned_away(id) {
-                true => PrimaryEvent::FormerTerm { session },
-                false => PrimaryEvent::Disconnected { session },
-            };
-            self.feed_target(target, vec![event]);
-            if off {
-                self.check_goes_on(target);
-            }
-        }
-    }
-
-    /// The target closed its end: what it had sent still arrives, then the end.
-    fn target_closes(&mut self, id: ConnectionId) {
-        let now = self.schedule.now();
-        if let Some(connection) = self.network.connections.get_mut(&id) {
-            connection.target_open = false;
-            connection.to_target.deaf = true;
-        }
-        if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
-            self.schedule.at(due, Event::ToPool { connection: id });
-        }
-        self.network.forget_closed(id);
-    }
-
-    /// The process or the host of the target died.
-    fn end_of_target_dies(&mut self, id: ConnectionId, polite: bool) {
-        let Some(connection) = self.network.connections.get_mut(&id) else { return };
-        connection.target_open = false;
-        connection.to_target.deaf = true;
-        if polite {
-            self.target_closes(id);
-        } else {
-            self.network.lose_tail(id);
-            let delay = self.random.between(1000, 8000) * MILLISECOND;
-            self.schedule.after(delay, Event::PoolEndLost { connection: id });
-        }
-    }
-
     fn target_sends(
         &mut self,
         target: usize,
@@ -436,15 +273,10 @@ impl World {
         let Some(id) = process.sessions.get(&name(session, bulk)).copied() else { return };
         if let ToReplica::Append { entries, .. } = &message {
             for entry in entries {
-                self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
-                self.check_joint(target, entry);
-                if let Err(broken) = self.lineage.observe(self.seed, entry) {
-                    self.violate(broken.invariant, broken.detail);
-                }
+                self.entry_sent(target, entry);
             }
         }
-        self.check_boundary(target, &message);
-        self.say_hello(target, session, &message);
+        self.observe(&Observation::TargetSends { target, session, message: &message });
         if matches!(message, ToReplica::Close)
             && let Some(process) = &mut self.targets[target].process
         {
@@ -466,6 +298,19 @@ impl World {
         }
     }
 
+    fn entry_sent(&mut self, target: usize, entry: &SharedEntry) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let is_new = entry.lsn > process.sent;
+        process.sent = process.sent.max(entry.lsn);
+        self.observe(&Observation::EntrySent { target, entry, is_new });
+        if let EntryKind::View(view) = &entry.kind {
+            self.observe(&Observation::ViewSent { target, lsn: entry.lsn, view });
+        }
+        if let Err(broken) = self.checkers.lineage.observe(self.setup.seed, entry) {
+            self.violate(broken.invariant, broken.detail);
+        }
+    }
+
     /// Everything that is due at this target, from all its connections, in one batch.
     pub(crate) fn deliver_to_target(&mut self, id: ConnectionId) {
         self.deliver_arrived(id, None);
@@ -484,12 +329,8 @@ impl World {
         let to = self.targets[target].host;
         let mut events = Vec::new();
         let mut ended = Vec::new();
-        let mut heard = 0;
-        let mut answered = Vec::new();
-        let mut broken = None;
         for id in ids {
             let Some(connection) = self.network.connections.get(&id) else { continue };
-            let connection_guid = connection.member.guid;
             let pool = connection.pool;
             let Some(there) = self.pools.get(pool) else { continue };
             let from = there.host;
@@ -497,7 +338,7 @@ impl World {
             if deaf || (by.is_none() && self.network.is_blocked(from, to)) {
                 continue;
             }
-            let (member, foreign) = (connection.member, there.is_foreign);
+            let (member, is_foreign) = (connection.member, there.is_foreign);
             let bulk = connection.bulk;
             let first = events.len();
             let taken = loop {
@@ -524,17 +365,10 @@ impl World {
                     }
                     continue;
                 };
-                if let Some(process) = &mut self.targets[target].process {
-                    let seen = &mut self.stats.situations;
-                    let heard = process.admissions.hear(member, *session, foreign, message, seen);
-                    broken = broken.or(heard);
-                }
-                if let quoin_types::message::FromReplica::OpenAck(ack) = message {
-                    heard = heard.max(ack.membership_version);
-                    if ack.quorum && !ack.damaged {
-                        answered.push(connection_guid.0);
-                    }
-                }
+                let session = *session;
+                let seen =
+                    Observation::TargetReceives { target, member, session, is_foreign, message };
+                self.observe(&seen);
                 self.trace
                     .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
             }
@@ -543,13 +377,6 @@ impl World {
                 Taken::Refused => ended.push((id, true)),
                 Taken::Nothing | Taken::Some => {}
             }
-        }
-        if let Some(process) = &mut self.targets[target].process {
-            process.word.heard = process.word.heard.max(heard);
-            process.word.answered.extend(answered);
-        }
-        if let Some((row, what)) = broken {
-            self.breaks(row, what);
         }
         if !events.is_empty() {
             self.feed_target(target, events);
@@ -575,62 +402,66 @@ impl World {
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
-                process.admissions.opening(epoch);
                 process.serving = None;
                 process.tail_lost = false;
-                (process.word.heard, process.word.swapping) = (0, None);
-                process.word.settled_without_stable = Lsn::ZERO;
-                process.word.answered.clear();
+                self.observe(&Observation::Opening { target, epoch });
             }
             PrimaryNote::UnflushedTailMayBeLost => process.tail_lost = true,
             PrimaryNote::Serving { epoch, .. } => {
                 process.serving = Some(epoch);
                 process.has_served = true;
-                self.check_start(target);
-                self.check_serving(target, life, epoch);
+                self.observe(&Observation::Starts { target });
+                self.target_starts(target, life, epoch);
             }
             PrimaryNote::Waiting(text) => {
                 process.waiting = text;
-                self.note_strangers(target);
+                self.observe(&Observation::Waits { target });
             }
             PrimaryNote::NotAdmitted { member, refusal } => {
-                self.note_not_admitted(target, member, refusal.is_too_many());
+                let too_many = refusal.is_too_many();
+                self.observe(&Observation::NotAdmitted { target, member, too_many });
+                self.refill(member);
             }
             PrimaryNote::InSync { members } => {
                 process.in_sync.clone_from(&members);
                 self.note_in_sync(&members);
             }
             PrimaryNote::Dropped { member, .. } => {
-                self.yet_to_drop.retain(|other| *other != member);
-                self.stats.drops += 1;
+                self.observe(&Observation::Dropped { member });
+                self.stats.replicas.drops += 1;
             }
-            PrimaryNote::Rebuilt { .. } => self.stats.rebuilds += 1,
-            PrimaryNote::Changed { .. } => self.stats.changes += 1,
+            PrimaryNote::Rebuilt { .. } => self.stats.replicas.rebuilds += 1,
+            PrimaryNote::Changed { .. } => self.stats.operators.changes_made += 1,
             PrimaryNote::ChangeGivenUp { newcomers } => {
-                self.stats.given_up += 1;
-                self.note_given_up(target, &newcomers);
+                self.stats.operators.changes_given_up += 1;
+                self.observe(&Observation::ChangeGivenUp { target, newcomers: &newcomers });
             }
-            PrimaryNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
+            PrimaryNote::BadBlock { repaired: true, .. } => self.stats.replicas.repairs += 1,
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
             PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
-                if self.rolled_back || process.word.membership < self.record.membership.version => {
-            }
+                if self.control.rolled_back
+                    || process.grant.version < self.control.record.membership.version => {}
             // Above an old copy of the record each of its replicas has promised more, again and again.
             PrimaryNote::InvariantRefused { invariant: "PromiseMonotone", .. }
-                if self.rolled_back => {}
+                if self.control.rolled_back => {}
             // It knows what was given up; it ends, and another takes its place.
             PrimaryNote::InvariantRefused { invariant: "CommitSurvives", .. }
-                if self.recovery.cf_before().is_some() => {}
+                if self.operators.recovery.cf_before().is_some() => {}
             PrimaryNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
-            PrimaryNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
-            PrimaryNote::BlockLost { lba } => self.block_lost(lba),
+            PrimaryNote::Snapshot { id, outcome } => {
+                if let Err(detail) = self.operators.snapshots.answered(id, outcome) {
+                    self.violate("SnapshotSurvives", detail);
+                }
+            }
+            PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
             // One that was granted under an old copy may say so when the newest is back, and one
             // whose grant came late when the record has gone on since.
             PrimaryNote::ControlPlaneBehind { durable_version }
-                if !self.rolled_back && durable_version > self.record.membership.version =>
+                if !self.control.rolled_back
+                    && durable_version > self.control.record.membership.version =>
             {
                 self.violate("MembershipMonotone", "the control plane has not gone back");
             }
@@ -638,8 +469,35 @@ impl World {
         }
     }
 
+    /// IO starts: in the newest epoch so far, or in one that another has overtaken.
+    fn target_starts(&mut self, target: usize, life: u32, epoch: Epoch) {
+        self.stats.opens.servings += 1;
+        if epoch < self.checkers.durability.served_epoch() {
+            self.observe(&Observation::StartsLate { target, epoch });
+            return;
+        }
+        self.observe(&Observation::StartsNewest { target, epoch });
+        self.merge_fork(target);
+        let forced = self.operators.recovery.takes_effect(epoch);
+        let kept = forced.map(|forced| self.held_by_kept(&forced));
+        let kept = kept.as_deref();
+        self.observe(&Observation::HistoryServed { target, life, epoch, kept });
+    }
+
+    /// A replica in the in-sync set that calls itself continuous again holds all that it should.
+    /// One that is listed and has not been fed since its outage does not.
+    fn note_in_sync(&mut self, members: &[Member]) {
+        for pool in &mut self.pools {
+            let is_continuous =
+                pool.process.as_ref().is_some_and(super::pools::Process::is_continuous);
+            if members.contains(&pool.member) && is_continuous {
+                pool.cache_lost = false;
+            }
+        }
+    }
+
     fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
-        let Some(queue) = self.tokens.remove(&reply.token) else {
+        let Some(queue) = self.clients.tokens.remove(&reply.token) else {
             self.violate("OneReply", format!("token {} was answered twice", reply.token));
             return;
         };
@@ -650,21 +508,21 @@ impl World {
                     Payload::Data(chunks) => chunks,
                     _ => Vec::new(),
                 };
-                self.check_reply(target, life, token as u32, &data);
+                let tag = token as u32;
+                self.observe(&Observation::Answers { target, life, tag, is_good: true });
+                self.observe(&Observation::Answered { target, tag, data: &data });
             }
             Err(error) => {
-                self.stats.ios_failed += 1;
+                self.stats.ios.failed += 1;
                 if error == BlockError::OutOfRange || error == BlockError::Misaligned {
                     self.violate("Requests", format!("a good request was refused: {error}"));
                 }
-                // Without a quorum there is no lease, and one that is not wanted is told to nobody.
+                // Without a quorum there is no lease, and a request that is not wanted is answered without one.
                 if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
-                    self.check_answers(target, life, token as u32);
+                    let tag = token as u32;
+                    self.observe(&Observation::Answers { target, life, tag, is_good: false });
                 }
-                self.check_failed(token as u32, error);
-                if error == BlockError::NoQuorum {
-                    self.check_no_quorum(target);
-                }
+                self.observe(&Observation::Failed { target, tag: token as u32, error });
             }
         }
         self.client_answered(queue, token as u32);

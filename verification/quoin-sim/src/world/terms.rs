@@ -1,9 +1,9 @@
 //! Two controllers of one volume, in the swarm `controllers`: as the volume goes to the other host, its
 //! record is recovered there, in a term of its own. The former controller is on the host that lost the
 //! volume and goes on: its target asks it alone, until a pool shows the newer term.
-//! Pools hear of that by the recovery, or later by the grants that are shown to them. At times both
+//! Pools learn of that by the recovery, or later by the grants that are shown to them. At times both
 //! controllers recover their records at once: two terms of one number, of which each pool believes
-//! the one that it hears of first. A person recovers once more at the end.
+//! the one that it learns of first. A person recovers once more at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,6 +12,7 @@ use quoin_types::term::TermOrder;
 use quoin_types::{Epoch, Incarnation, SessionKey, Term, TermId, mutant};
 
 use super::World;
+use super::checkers::Observation;
 use crate::control::{Answer, Question, Record};
 use crate::network::ConnectionId;
 use crate::random::Random;
@@ -24,35 +25,24 @@ pub(crate) struct Terms {
     on: bool,
     former: Option<Former>,
     /// By pool.
-    pools: BTreeMap<usize, Heard>,
-    /// By target host, the highest term that it heard of.
+    pools: BTreeMap<usize, KnownTerms>,
+    /// By target host, the highest term that it knows.
     targets: BTreeMap<usize, Term>,
     /// By incarnation, the term of its grant.
     grants: BTreeMap<u128, Term>,
     /// Incarnations of grants of a controller that began its term beside another one.
     of_rivals: BTreeSet<u128>,
-    /// By term, the lowest and the highest epoch that it granted.
-    granted: BTreeMap<u64, (Epoch, Epoch)>,
-    /// By pool, incarnation and nonce, what the pool had heard of as it took the Open.
-    opened: BTreeMap<(usize, u128, u64), Term>,
-    /// The newest term in which IO was served.
-    served: Term,
     /// Connections that a pool did not believe.
     turned_away: BTreeSet<ConnectionId>,
 }
 
-/// The terms that a pool heard of.
+/// The terms that a pool knows.
 #[derive(Clone, Copy, Default)]
-struct Heard {
-    /// All that it was ever told.
-    told: Term,
-    /// The one that its process goes by.
+struct KnownTerms {
+    /// The highest that it was ever shown.
+    highest: Term,
+    /// The one in force in its process.
     known: Term,
-}
-
-/// What the checkers go by: whether a term is refused where this one was heard of before.
-fn is_over(term: Term, told: Term) -> bool {
-    term.number < told.number || (term.number == told.number && term.id != told.id)
 }
 
 /// The controller whose record was recovered elsewhere.
@@ -60,8 +50,8 @@ struct Former {
     record: Record,
     /// The target that asks it.
     target: usize,
-    /// It heard of a higher term.
-    is_told: bool,
+    /// It knows of a higher term.
+    is_informed: bool,
     ended: bool,
 }
 
@@ -76,9 +66,6 @@ impl Terms {
             targets: BTreeMap::new(),
             grants: BTreeMap::new(),
             of_rivals: BTreeSet::new(),
-            granted: BTreeMap::new(),
-            opened: BTreeMap::new(),
-            served: Term::default(),
             turned_away: BTreeSet::new(),
         }
     }
@@ -92,150 +79,181 @@ impl Terms {
         self.turned_away.remove(&id)
     }
 
-    fn grant_of(&self, session: SessionKey) -> Term {
-        self.grants.get(&session.incarnation.0).copied().unwrap_or_default()
+    /// The term of the grant that made this incarnation.
+    pub fn grant_of(&self, incarnation: Incarnation) -> Term {
+        self.grants.get(&incarnation.0).copied().unwrap_or_default()
+    }
+
+    pub fn is_on(&self) -> bool {
+        self.on
+    }
+
+    pub fn is_of_a_rival(&self, session: SessionKey) -> bool {
+        self.of_rivals.contains(&session.incarnation.0)
+    }
+
+    /// By the controller's orders, or by a grant.
+    pub fn pool_learns(&mut self, pool: usize, term: Term) {
+        let learned = self.pools.entry(pool).or_default();
+        if term.compare_with(learned.known) == TermOrder::Higher {
+            learned.known = term;
+        }
+        if term.number > learned.highest.number {
+            learned.highest = term;
+        }
+    }
+
+    /// A pool goes by what it has on its disk.
+    pub fn pool_restarts(&mut self, pool: usize) {
+        if let Some(learned) = self.pools.get_mut(&pool) {
+            learned.known = match mutant::is("term-not-remembered") {
+                true => Term::default(),
+                false => learned.highest,
+            };
+        }
+    }
+
+    /// The term that a pool's process goes by.
+    fn known_at(&self, pool: usize) -> Term {
+        self.pools.get(&pool).map(|learned| learned.known).unwrap_or_default()
+    }
+
+    /// A session that was let in opens nothing once its pool knows a newer term.
+    pub fn may_open(&self, pool: usize, session: SessionKey) -> bool {
+        !self.grant_of(session.incarnation).compare_with(self.known_at(pool)).is_refused()
+    }
+
+    /// Whether the controller of this term orders anything at the pool.
+    pub fn orders(&self, pool: usize, term: Term) -> bool {
+        !term.compare_with(self.known_at(pool)).is_refused()
+    }
+
+    /// The highest term that a pool was ever shown.
+    pub fn highest_at(&self, pool: usize) -> Term {
+        self.pools.get(&pool).map(|known| known.highest).unwrap_or_default()
+    }
+
+    pub fn former_term(&self) -> Term {
+        self.former.as_ref().map(|former| former.record.term).unwrap_or_default()
+    }
+
+    /// The former controller knows of a higher term.
+    pub fn is_former_informed(&self) -> bool {
+        self.former.as_ref().is_some_and(|former| former.is_informed)
     }
 }
 
 impl World {
     /// The volume is about to go to the other host: its record may be recovered there.
     pub(crate) fn recover_elsewhere(&mut self) {
-        let terms = &mut self.terms;
+        let terms = &mut self.control.terms;
         if !terms.on || terms.random.percent(40) {
             return;
         }
-        let target = self.record.owner;
-        terms.former =
-            Some(Former { record: self.record.clone(), target, is_told: false, ended: false });
-        let number = Term::next_number([self.record.term]).unwrap_or(u64::MAX);
+        let target = self.control.record.owner;
+        terms.former = Some(Former {
+            record: self.control.record.clone(),
+            target,
+            is_informed: false,
+            ended: false,
+        });
+        let number = Term::next_number([self.control.record.term]).unwrap_or(u64::MAX);
         let id = TermId(u128::from(terms.random.draw()));
-        self.record.term = Term { number, id };
-        self.stats.terms += 1;
-        let term = self.record.term;
+        self.control.record.term = Term { number, id };
+        self.stats.control.terms += 1;
+        let term = self.control.record.term;
         self.trace.line(self.schedule.now(), || format!("the record is recovered in term {term}"));
-        let rival = self.recover_former();
+        let rival = self.begin_rival_term();
         for pool in 0..self.pools.len() {
             let is_here = self.pools[pool].process.is_some() && !self.pools[pool].paused;
             if is_here
                 && let Some(rival) = rival
-                && self.terms.rivals.percent(40)
+                && self.control.terms.rivals.percent(40)
             {
-                self.pool_hears(pool, rival);
+                self.control.terms.pool_learns(pool, rival);
             }
-            if is_here && self.terms.random.percent(70) {
-                self.pool_hears(pool, term);
+            if is_here && self.control.terms.random.percent(70) {
+                self.control.terms.pool_learns(pool, term);
             }
         }
     }
 
     /// A person may recover the record of the former controller as well, at the same time.
-    fn recover_former(&mut self) -> Option<Term> {
-        let terms = &mut self.terms;
+    fn begin_rival_term(&mut self) -> Option<Term> {
+        let terms = &mut self.control.terms;
         let former = terms.former.as_mut().filter(|_| terms.rivals.percent(30))?;
         let id = TermId(u128::from(terms.rivals.draw()));
-        let rival = Term { number: self.record.term.number, id };
+        let rival = Term { number: self.control.record.term.number, id };
         former.record.term = rival;
-        self.stats.rival_terms += 1;
+        self.stats.control.rival_terms += 1;
         let what = format!("the former controller begins term {rival} as well");
         self.trace.line(self.schedule.now(), || what);
         Some(rival)
     }
 
-    /// By the controller's orders, or by a grant.
-    pub(super) fn pool_hears(&mut self, pool: usize, term: Term) {
-        let heard = self.terms.pools.entry(pool).or_default();
-        if term.compare_with(heard.known) == TermOrder::Higher {
-            heard.known = term;
-        }
-        if term.number > heard.told.number {
-            heard.told = term;
-        }
-    }
-
-    /// A pool goes by what it has on its disk.
-    pub(crate) fn terms_after_start(&mut self, pool: usize) {
-        if let Some(heard) = self.terms.pools.get_mut(&pool) {
-            heard.known = match mutant::is("term-not-remembered") {
-                true => Term::default(),
-                false => heard.told,
-            };
-        }
-    }
-
-    /// A pool looks at the grant that a Hello shows. False: it turns the session away, and shows the
+    /// A pool checks the grant that a Hello shows. False: it turns the session away, and shows the
     /// newer term.
-    pub(crate) fn believes(
+    pub(crate) fn accepts_grant(
         &mut self,
         id: ConnectionId,
         target: usize,
         pool: usize,
         session: SessionKey,
     ) -> bool {
-        if !self.terms.on {
+        if !self.control.terms.on {
             return true;
         }
-        let term = self.terms.grant_of(session);
-        self.pool_hears(pool, term);
-        let Heard { told, known } = self.terms.pools.get(&pool).copied().unwrap_or_default();
+        let term = self.control.terms.grant_of(session.incarnation);
+        self.control.terms.pool_learns(pool, term);
+        let known = self.control.terms.known_at(pool);
         if !term.compare_with(known).is_refused() {
-            if is_over(term, told) {
-                let detail = format!("pool {pool} lets {term:?} in after it heard of {told:?}");
-                self.violate("TermRules", detail);
-            }
+            self.observe(&Observation::LetIn { pool, term });
             return true;
         }
-        self.stats.terms_refused += 1;
-        self.terms.turned_away.insert(id);
-        self.target_hears(target, known);
-        self.grant_anew(target, session);
+        self.stats.control.terms_refused += 1;
+        self.control.terms.turned_away.insert(id);
+        self.target_learns(target, known);
+        self.grant_again(target, session);
         false
     }
 
     /// A target that owns the volume by the record of the newer term reports, and is granted its very
     /// epoch anew; one that no record knows of is found by another recovery.
-    fn grant_anew(&mut self, target: usize, session: SessionKey) {
-        let owns = self.record.owner == target && !self.terms.asks_former(target);
-        let is_newest = session.epoch >= self.record.epoch && session.epoch >= self.served.0;
-        if owns && is_newest && self.terms.random.percent(50) {
-            self.record.epoch = session.epoch;
-            self.terms.grants.insert(session.incarnation.0, self.record.term);
+    fn grant_again(&mut self, target: usize, session: SessionKey) {
+        let owns = self.control.record.owner == target && !self.control.terms.asks_former(target);
+        let is_newest = session.epoch >= self.control.record.epoch
+            && session.epoch >= self.checkers.durability.served_epoch();
+        if owns && is_newest && self.control.terms.random.percent(50) {
+            self.control.record.epoch = session.epoch;
+            self.control.terms.grants.insert(session.incarnation.0, self.control.record.term);
         }
     }
 
-    /// A session that was let in opens nothing once its pool heard of a newer term.
-    pub(crate) fn still_opens(&self, pool: usize, session: SessionKey) -> bool {
-        let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
-        !self.terms.grant_of(session).compare_with(known).is_refused()
-    }
-
-    /// The target remembers, and its controller hears of it with the next call.
-    fn target_hears(&mut self, target: usize, term: Term) {
-        let heard = self.terms.targets.entry(target).or_default();
-        if term.compare_with(*heard) == TermOrder::Higher {
-            *heard = term;
+    /// The target keeps the term, and its controller learns of it with the next call.
+    fn target_learns(&mut self, target: usize, term: Term) {
+        let learned = self.control.terms.targets.entry(target).or_default();
+        if term.compare_with(*learned) == TermOrder::Higher {
+            *learned = term;
         }
-        let Some(former) = self.terms.former.as_mut().filter(|former| former.target == target)
+        let Some(former) =
+            self.control.terms.former.as_mut().filter(|former| former.target == target)
         else {
             return;
         };
         if term.number > former.record.term.number {
-            former.is_told = true;
+            former.is_informed = true;
         }
         if former.record.term.is_ended_by(term) && !former.ended {
             former.ended = true;
-            self.stats.controllers_ended += 1;
+            self.stats.control.controllers_ended += 1;
             let what = format!("the former controller hears of term {term} and ends");
             self.trace.line(self.schedule.now(), || what);
         }
     }
 
-    fn former_term(&self) -> Term {
-        self.terms.former.as_ref().map(|former| former.record.term).unwrap_or_default()
-    }
-
     /// The former controller's compare-and-swap. Nothing: it cannot grant what is asked for.
     pub(crate) fn asked_of_former(&mut self, target: usize, question: &Question) -> Option<Answer> {
-        let former = self.terms.former.as_mut()?;
+        let former = self.control.terms.former.as_mut()?;
         let own = former.record.term;
         if let Question::Acquire { at_least, .. } = question
             && at_least.term_number() > own.number
@@ -252,96 +270,34 @@ impl World {
 
     /// An epoch was granted: of the term of the controller that did, and apart from all others.
     pub(crate) fn note_grant(&mut self, by_former: bool, incarnation: Incarnation, epoch: Epoch) {
-        if !self.terms.on {
+        if !self.control.terms.on {
             return;
         }
-        let term = if by_former { self.former_term() } else { self.record.term };
-        self.terms.grants.insert(incarnation.0, term);
-        if by_former && term.number == self.record.term.number {
-            self.terms.of_rivals.insert(incarnation.0);
+        let term = self.control.term_of(by_former);
+        self.control.terms.grants.insert(incarnation.0, term);
+        if by_former && term.number == self.control.record.term.number {
+            self.control.terms.of_rivals.insert(incarnation.0);
         }
-        let (low, high) = self.terms.granted.entry(term.number).or_insert((epoch, epoch));
-        (*low, *high) = ((*low).min(epoch), (*high).max(epoch));
-        let mut last = Epoch::ZERO;
-        for (number, (low, high)) in &self.terms.granted {
-            if *low <= last {
-                let detail = format!("term {number} granted epoch {low}, one before it {last}");
-                return self.violate("TermsApart", detail);
-            }
-            last = *high;
-        }
-        let is_told = self.terms.former.as_ref().is_some_and(|former| former.is_told);
-        if by_former && is_told {
-            let detail = format!("term {term} grants epoch {epoch} after it heard of a higher one");
-            self.violate("TermRules", detail);
-        }
+        self.observe(&Observation::EpochGranted { by_former, epoch });
     }
 
-    /// Nothing is opened by a grant of a term below what the pool ever heard of.
-    pub(crate) fn check_term(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
-        if !self.terms.on || !matches!(message, FromReplica::OpenAck(_)) {
-            return;
-        }
-        let opened = self.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
-        let Some(told) = opened else { return };
-        let grant = self.terms.grant_of(session);
-        if is_over(grant, told) {
-            let detail = format!(
-                "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {told:?}",
-                session.epoch
-            );
-            self.violate("TermRules", detail);
-        }
-    }
-
-    /// Keeps the term against which an Open is held that a pool takes.
-    pub(crate) fn note_open(&mut self, pool: usize, session: SessionKey) {
-        if self.terms.on {
-            let told = self.terms.pools.get(&pool).map(|heard| heard.told).unwrap_or_default();
-            self.terms.opened.insert((pool, session.incarnation.0, session.nonce), told);
-        }
-    }
-
-    pub(super) fn is_of_a_rival(&self, session: SessionKey) -> bool {
-        self.terms.of_rivals.contains(&session.incarnation.0)
-    }
-
-    /// Whether the controller of this term orders anything at the pool.
-    pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
-        let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
-        !term.compare_with(known).is_refused()
-    }
-
-    /// A target that serves does so in no term before one that served, nor in its rival.
-    pub(crate) fn check_serving_term(&mut self, target: usize, epoch: Epoch) {
-        let Some(process) = &self.targets[target].process else { return };
-        let incarnation = process.word.acquiring;
-        let term = self.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
-        let served = self.terms.served;
-        if self.terms.on && is_over(term, served) {
-            let detail = format!("epoch {epoch} of {term:?} serves after {served:?} did");
-            return self.violate("TermRules", detail);
-        }
-        self.terms.served = term;
-    }
-
-    /// The name of the controller leads all to the one that rules, and it is heard.
-    pub(crate) fn all_hear_of_the_term(&mut self) {
-        let own = self.record.term;
-        let former = self.former_term();
+    /// The name of the controller leads all to the one that rules, and all learn its term.
+    pub(crate) fn spread_term(&mut self) {
+        let own = self.control.record.term;
+        let former = self.control.terms.former_term();
         if former.number == own.number && former.id != own.id {
             let number = Term::next_number([own]).unwrap_or(u64::MAX);
-            let id = TermId(u128::from(self.terms.rivals.draw()));
-            self.record.term = Term { number, id };
-            self.stats.terms += 1;
+            let id = TermId(u128::from(self.control.terms.rivals.draw()));
+            self.control.record.term = Term { number, id };
+            self.stats.control.terms += 1;
         }
-        let term = self.record.term;
+        let term = self.control.record.term;
         for target in 0..self.targets.len() {
-            self.target_hears(target, term);
+            self.target_learns(target, term);
         }
         for pool in 0..self.pools.len() {
-            if self.terms.on && self.pools[pool].process.is_some() {
-                self.pool_hears(pool, term);
+            if self.control.terms.on && self.pools[pool].process.is_some() {
+                self.control.terms.pool_learns(pool, term);
             }
         }
     }

@@ -68,7 +68,7 @@ fn a_scrub_that_is_asked_for_reads_what_is_held_once_and_tells_its_end() {
     assert_eq!(process.reasons(), ["ScrubEnded"]);
     // The same request again, in every report to come, asks for nothing.
     assert_eq!(process.scrub(1), state);
-    assert_eq!(process.metrics.scrubs.get(), 1);
+    assert_eq!(process.metrics.scrub.runs.get(), 1);
     process.stop();
 }
 
@@ -85,7 +85,7 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     let told = process.reasons();
     assert!(told.contains(&"BadBlocks".to_owned()), "{told:?}");
     assert!(!told.contains(&"BadBlocksRepaired".to_owned()), "{told:?}");
-    assert_eq!(process.metrics.scrub_found.get(), 1);
+    assert_eq!(process.metrics.scrub.found.get(), 1);
 
     let copy: BadCopy = loop {
         match session.next().expect("the session goes on") {
@@ -107,7 +107,7 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     }
     process.scrub_state();
     assert_eq!(process.reasons(), ["BadBlocksRepaired"]);
-    assert_eq!(process.metrics.scrub_repaired.get(), 1);
+    assert_eq!(process.metrics.scrub.repaired.get(), 1);
     assert_eq!(process.scrub(2).found, 0);
     process.stop();
 }
@@ -164,7 +164,8 @@ fn a_sync_is_told_to_the_replicas_that_wait_for_it_and_to_no_other() {
     process.send(Input::Assign(Assignment(wanted.collect())));
     eventually("the replicas are created", || process.replica_state());
     let _session = written(&process);
-    let (told, syncs) = (process.metrics.sync_deliveries.get(), process.metrics.syncs.get());
+    let (told, syncs) =
+        (process.metrics.disk.sync_deliveries.get(), process.metrics.disk.syncs.get());
     assert!(told > 0 && told <= syncs, "{syncs} syncs were told of {told} times");
     process.stop();
 }

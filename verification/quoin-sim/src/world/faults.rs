@@ -1,4 +1,4 @@
-//! Faults strike, and those that last are mended.
+//! Faults are injected, and those that last are mended.
 
 use quoin_replication::Step;
 use quoin_replication::primary::PrimaryEvent;
@@ -15,10 +15,29 @@ use crate::storage::Outage;
 /// Events for which an aimed fault waits for its step.
 const AIM_PATIENCE: u64 = 8000;
 
+#[derive(Default)]
+pub(crate) struct Faults {
+    /// Each with the event number at which it is injected at the latest.
+    armed: Vec<(u64, Planned)>,
+    /// No more faults from here on.
+    pub over: bool,
+}
+
+impl Faults {
+    pub fn is_any_armed(&self) -> bool {
+        !self.armed.is_empty()
+    }
+
+    pub fn end(&mut self) {
+        self.over = true;
+        self.armed.clear();
+    }
+}
+
 impl World {
-    /// The fault's time has come: requests begin to pour in, and some events later it strikes.
+    /// The fault's time has come: requests begin to pour in, and some events later it is injected.
     pub(crate) fn arm(&mut self, planned: Planned) {
-        if self.faults_over {
+        if self.faults.over {
             return;
         }
         if self.random.percent(80) {
@@ -29,29 +48,30 @@ impl World {
             self.pools[pool].storage.keep_image();
         }
         let patience = if planned.aim.is_some() { AIM_PATIENCE } else { 0 };
-        self.armed.push((self.stats.events + planned.countdown + patience, planned));
+        self.faults.armed.push((self.stats.events + planned.countdown + patience, planned));
     }
 
     pub(crate) fn count_down(&mut self) {
         let events = self.stats.events;
-        // A look at every event would cost more than the event.
-        let steps = if events.is_multiple_of(3) && self.armed.iter().any(|a| a.1.aim.is_some()) {
-            self.steps_now()
-        } else {
-            Vec::new()
-        };
+        // A check at every event would cost more than the event.
+        let steps =
+            if events.is_multiple_of(3) && self.faults.armed.iter().any(|a| a.1.aim.is_some()) {
+                self.steps_now()
+            } else {
+                Vec::new()
+            };
         let due = |(at, planned): &(u64, Planned)| {
             *at <= events || planned.aim.is_some_and(|aim| steps.contains(&aim))
         };
-        while let Some(index) = self.armed.iter().position(due) {
-            let (_, planned) = self.armed.swap_remove(index);
+        while let Some(index) = self.faults.armed.iter().position(due) {
+            let (_, planned) = self.faults.armed.swap_remove(index);
             let steps = self.steps_now();
             // Each fault has its own chance: one that is left out does not change the others.
             let own = crate::random::Random::new(planned.seed);
             let shared = std::mem::replace(&mut self.random, own);
-            let struck = self.strike(planned.kind);
+            let injected = self.inject(planned.kind);
             self.random = shared;
-            if struck {
+            if injected {
                 self.stats.faults.add(planned.kind);
                 for step in steps {
                     self.stats.coverage.add(planned.kind, step);
@@ -89,7 +109,7 @@ impl World {
 
     /// A pool whose disk or data this profile may hurt.
     pub(super) fn victim(&mut self) -> usize {
-        match self.profile {
+        match self.setup.profile {
             Profile::Media { victim } | Profile::Liar { victim } => victim,
             Profile::Power => self.random.index(self.pools.len()),
         }
@@ -98,11 +118,11 @@ impl World {
     pub(super) fn a_target(&mut self) -> usize {
         let alive: Vec<usize> =
             (0..self.targets.len()).filter(|t| self.targets[*t].process.is_some()).collect();
-        if alive.is_empty() { self.record.owner } else { *self.random.pick(&alive) }
+        if alive.is_empty() { self.control.record.owner } else { *self.random.pick(&alive) }
     }
 
-    /// False if there was nothing to strike.
-    fn strike(&mut self, kind: FaultKind) -> bool {
+    /// False if there was nothing to hit.
+    fn inject(&mut self, kind: FaultKind) -> bool {
         match kind {
             FaultKind::TargetCrash => {
                 let target = self.a_target();
@@ -112,7 +132,7 @@ impl World {
             }
             FaultKind::ReplicaCrash => {
                 // Where a disk lies, the others must be there to say so.
-                let lies = matches!(self.profile, Profile::Liar { .. });
+                let lies = matches!(self.setup.profile, Profile::Liar { .. });
                 let any = self.random.index(self.pools.len());
                 let pool = if lies { self.victim() } else { any };
                 let alive = self.pools[pool].process.is_some();
@@ -152,7 +172,7 @@ impl World {
             FaultKind::BulkCut => self.cut_bulk(),
             FaultKind::BulkSlow => self.slow_bulk(),
             FaultKind::ClockDrift => {
-                let host = self.random.index(self.clocks.len());
+                let host = self.random.index(self.hosts.clocks.len());
                 let rate = self.random.between(976_000, 1_024_000);
                 self.set_clock_rate(host, rate);
                 true
@@ -163,7 +183,7 @@ impl World {
                 let host = self.targets[target].host;
                 self.set_clock_rate(host, 0);
                 self.lasting(6000, Mend::Clock(host));
-                if self.mutant == Some(Mutant::ClocksStop) {
+                if self.setup.mutant == Some(Mutant::ClocksStop) {
                     self.stale_answers_for(host);
                 }
                 true
@@ -245,12 +265,12 @@ impl World {
             FaultKind::Failover => self.failover(),
             FaultKind::OwnerIsolated => self.isolate_owner(),
             FaultKind::ControlLost => {
-                self.control_lossy = true;
+                self.control.lossy = true;
                 self.lasting(8000, Mend::ControlPlane);
                 true
             }
             FaultKind::ControlLate => {
-                self.control_late = true;
+                self.control.late = true;
                 self.lasting(8000, Mend::ControlPlane);
                 true
             }
@@ -259,7 +279,7 @@ impl World {
             | FaultKind::TargetStalls
             | FaultKind::BlackHole
             | FaultKind::ReadErrorsApart
-            | FaultKind::OrderForAnother => self.strike_host(kind),
+            | FaultKind::OrderForAnother => self.inject_in_process(kind),
             FaultKind::TargetShutdown => {
                 let target = self.a_target();
                 self.stop_target(target)
@@ -275,7 +295,7 @@ impl World {
                     self.stop_pool(pool, restart, then_power);
                     return true;
                 }
-                // A whole machine room is shut down, each part when it is told so.
+                // A whole machine room is shut down, each part as it is ordered to.
                 for target in 0..self.targets.len() {
                     self.stop_target(target);
                 }
@@ -306,7 +326,7 @@ impl World {
     pub(super) fn power_cut(&mut self, pools: &[usize]) {
         for pool in pools {
             let host = self.pools[*pool].host;
-            self.powered[host] = false;
+            self.hosts.powered[host] = false;
             let off = self.random.between(50, 4000) * MILLISECOND / self.setup.haste;
             self.kill_pool(*pool, Outage::Power, off);
             for target in 0..self.targets.len() {
@@ -338,7 +358,7 @@ impl World {
     }
 
     fn partition(&mut self, one_way: bool) -> bool {
-        let hosts = self.clocks.len();
+        let hosts = self.hosts.clocks.len();
         let alone = self.random.index(hosts);
         let others: Vec<usize> = if self.random.percent(50) {
             (0..hosts).filter(|h| *h != alone).collect()
@@ -377,7 +397,7 @@ impl World {
             .iter()
             .filter(|(_, c)| c.established)
             .filter(|(_, c)| {
-                let (a, b) = (self.host_of_target(c.target), self.pools[c.pool].host);
+                let (a, b) = (self.targets[c.target].host, self.pools[c.pool].host);
                 blocked.contains(&(a, b)) || blocked.contains(&(b, a))
             })
             .map(|(id, _)| *id)
@@ -422,15 +442,15 @@ impl World {
     /// The controller gives the volume to the other host; the old target still runs, and some of
     /// its clients still use it.
     pub(super) fn failover(&mut self) -> bool {
-        let old = self.record.owner;
+        let old = self.control.record.owner;
         let new = 1 - old;
         self.recover_elsewhere();
-        self.record.owner = new;
+        self.control.record.owner = new;
         self.fence_former_owner();
         self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
         let delay = self.random.between(1, 500) * MILLISECOND;
         self.schedule.after(delay, Event::StartTarget { target: new });
-        for queue in 0..self.queues.len() {
+        for queue in 0..self.clients.queues.len() {
             let delay = self.random.between(0, 4000) * MILLISECOND / self.setup.haste;
             self.schedule.after(delay, Event::MoveClient { queue });
         }
@@ -448,12 +468,12 @@ impl World {
         true
     }
 
-    /// Nobody hears the owner any more, or it hears nobody, and the volume goes to the other host.
+    /// Nothing that the owner sends arrives, or nothing reaches it, and the volume goes to the other host.
     pub(super) fn isolate_owner(&mut self) -> bool {
-        let host = self.targets[self.record.owner].host;
+        let host = self.targets[self.control.record.owner].host;
         let (outward, inward) = *self.random.pick(&[(true, true), (true, false), (false, true)]);
         let mut blocked = Vec::new();
-        for other in (0..self.clocks.len()).filter(|h| *h != host) {
+        for other in (0..self.hosts.clocks.len()).filter(|h| *h != host) {
             blocked.extend(outward.then_some((host, other)));
             blocked.extend(inward.then_some((other, host)));
         }
@@ -468,28 +488,28 @@ impl World {
     /// are in sync again: the contract covers CF-1 failure domains. The target may count one whose
     /// disk is lost until a View without it is active.
     fn one_more_loss_is_promised(&self) -> bool {
-        let process = self.targets[self.record.owner].process.as_ref();
+        let process = self.targets[self.control.record.owner].process.as_ref();
         let in_sync = process.map_or(0, |p| p.in_sync.len());
-        let known = &self.record.membership.known;
+        let known = &self.control.record.membership.known;
         let is_there = |member: &Member| {
             let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
             self.pools.iter().find(holds).is_some_and(|p| p.rolled_back.is_none())
         };
         let is_whole = in_sync == known.len() && known.iter().all(is_there);
-        self.profile == Profile::Power || is_whole
+        self.setup.profile == Profile::Power || is_whole
     }
 
     /// The control plane is restored from an old copy, and some time later a person puts the
     /// newest one back, with whatever epoch was granted since.
     fn roll_back_control(&mut self) -> bool {
-        if self.backup.is_some() {
+        if self.control.backup.is_some() {
             return false;
         }
-        let Some(old) = self.old_record.take() else { return false };
-        self.rolled_back = true;
-        self.backup = Some(self.record.clone());
-        let owner = self.record.owner;
-        self.record = crate::control::Record { owner, ..old };
+        let Some(old) = self.control.old_record.take() else { return false };
+        self.control.rolled_back = true;
+        self.control.backup = Some(self.control.record.clone());
+        let owner = self.control.record.owner;
+        self.control.record = crate::control::Record { owner, ..old };
         self.lasting(8000, Mend::ControlRecord);
         true
     }
@@ -504,18 +524,18 @@ impl World {
                 0 => Event::StartTarget { target },
                 1 => Event::StartPool { pool },
                 2 => Event::Recreate { pool },
-                3 => Event::TellDesired,
-                _ => Event::MoveClient { queue: self.random.index(self.queues.len()) },
+                3 => Event::SendDesired,
+                _ => Event::MoveClient { queue: self.random.index(self.clients.queues.len()) },
             };
             self.schedule.after(delay, event);
         }
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         let alive = self.targets[owner].process.is_some() && !self.targets[owner].paused;
         if alive {
             // An old list of replacements, and a size that the volume has had for long.
             let blocks = self.setup.volume_blocks;
-            let mut desired = self.record.desired.clone();
-            let membership = &self.record.membership;
+            let mut desired = self.control.record.desired.clone();
+            let membership = &self.control.record.membership;
             for (known, guid) in membership.known.iter().zip(&membership.retired) {
                 let member = quoin_types::Member { id: known.id, guid: *guid };
                 desired.newcomers.push(quoin_types::Newcomer { member, beside: false });
@@ -532,20 +552,20 @@ impl World {
                 for (from, to) in blocked {
                     self.network.unblock(from, to);
                 }
-                self.look_again();
+                self.redeliver();
             }
             Mend::Storm => self.network.storm = 1,
             Mend::ResumeTarget(target) => {
                 self.targets[target].paused = false;
                 self.stalled_round_ends(target);
                 self.plan_target_timer(target);
-                self.look_again();
+                self.redeliver();
             }
             Mend::ResumePool(pool) => {
                 self.pools[pool].paused = false;
                 self.round_goes_on(pool);
                 self.plan_pool_timer(pool);
-                self.look_again();
+                self.redeliver();
             }
             Mend::Disk(pool) => {
                 self.pools[pool].storage.set_failing(Failing::default());
@@ -555,13 +575,13 @@ impl World {
             }
             Mend::ControlRecord => self.restore_record(),
             Mend::Clock(host) => {
-                self.powered[host] = true;
+                self.hosts.powered[host] = true;
                 let rate = self.random.between(RATE_EXACT - 20_000, RATE_EXACT + 20_000);
                 self.set_clock_rate(host, rate);
             }
             Mend::ControlPlane => {
-                self.control_lossy = false;
-                self.control_late = false;
+                self.control.lossy = false;
+                self.control.late = false;
             }
             Mend::KillTarget { target, life } => {
                 if self.targets[target].life == life {
@@ -580,15 +600,15 @@ impl World {
 
     /// The newest copy of the record is back. What the old one granted meanwhile stays granted.
     fn restore_record(&mut self) {
-        let Some(newest) = self.backup.take() else { return };
-        let meanwhile = std::mem::replace(&mut self.record, newest);
-        self.record.owner = meanwhile.owner;
-        self.record.epoch = self.record.epoch.max(meanwhile.epoch);
-        if meanwhile.membership.version > self.record.membership.version {
-            self.record.membership = meanwhile.membership;
+        let Some(newest) = self.control.backup.take() else { return };
+        let meanwhile = std::mem::replace(&mut self.control.record, newest);
+        self.control.record.owner = meanwhile.owner;
+        self.control.record.epoch = self.control.record.epoch.max(meanwhile.epoch);
+        if meanwhile.membership.version > self.control.record.membership.version {
+            self.control.record.membership = meanwhile.membership;
         }
-        let known = self.record.membership.known.clone();
-        let desired = &mut self.record.desired;
+        let known = self.control.record.membership.known.clone();
+        let desired = &mut self.control.record.desired;
         for newcomer in meanwhile.desired.newcomers {
             // What pools have made meanwhile for what they lost.
             let needed = known.iter().any(|m| m.id == newcomer.member.id)
@@ -599,16 +619,16 @@ impl World {
             }
         }
         let held = |m| self.pools.iter().any(|p| p.member == m);
-        let retired = &self.record.membership.retired;
+        let retired = &self.control.record.membership.retired;
         desired.newcomers.retain(|n| {
             // An old copy names some that have been and gone.
             !known.contains(&n.member) && held(n.member) && !retired.contains(&n.member.guid)
         });
-        self.tell_desired();
+        self.send_desired();
     }
 
     /// Messages that waited for a network or a process are looked at again.
-    fn look_again(&mut self) {
+    fn redeliver(&mut self) {
         let ids: Vec<ConnectionId> = self.network.connections.keys().copied().collect();
         for connection in ids {
             let delay = self.random.below(MILLISECOND);
@@ -618,14 +638,14 @@ impl World {
     }
 
     /// Everything is whole again; what is down comes back by itself.
-    pub(crate) fn mend_everything(&mut self) {
+    pub(crate) fn mend_all(&mut self) {
         self.network.unblock_all();
-        self.all_hear_of_the_term();
+        self.spread_term();
         self.restore_record();
-        self.control_lossy = false;
-        self.control_late = false;
-        for host in 0..self.clocks.len() {
-            self.powered[host] = true;
+        self.control.lossy = false;
+        self.control.late = false;
+        for host in 0..self.hosts.clocks.len() {
+            self.hosts.powered[host] = true;
             self.set_clock_rate(host, RATE_EXACT);
         }
         for pool in 0..self.pools.len() {
@@ -648,9 +668,9 @@ impl World {
             let delay = self.random.below(SECOND);
             self.schedule.after(delay, Event::StartTarget { target });
         }
-        for queue in 0..self.queues.len() {
+        for queue in 0..self.clients.queues.len() {
             self.move_client(queue);
         }
-        self.look_again();
+        self.redeliver();
     }
 }

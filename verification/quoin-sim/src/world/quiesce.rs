@@ -4,6 +4,7 @@
 
 use quoin_types::Lsn;
 
+use super::checkers::Observation;
 use super::{Event, World};
 use crate::content::SECTORS;
 use crate::schedule::{Instant, MILLISECOND, SECOND};
@@ -17,13 +18,11 @@ const RECOVERY_MAX: u64 = 180 * SECOND;
 /// product.
 const UNRESTED: u64 = RECOVERY_MAX / 2;
 const REST: u64 = 250 * MILLISECOND;
-/// And in which rebuilds that nobody goes on with have given up what they pinned.
+/// And in which abandoned rebuilds have given up what they pinned.
 const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
 const TRIM_BLOCKS: u64 = 128;
-/// Segments that a replica writes to: clients' blocks, moved ones, nodes of its map.
-const OPEN_UNITS: u64 = 3;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Stage {
@@ -45,7 +44,7 @@ enum Stage {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Ending {
+pub(crate) struct Quiesce {
     stage: Stage,
     since: Instant,
     /// A last round: the next block to read or trim, requests to repeat, the flush.
@@ -56,7 +55,7 @@ pub(crate) struct Ending {
     resumed: Vec<bool>,
 }
 
-impl Ending {
+impl Quiesce {
     /// What a client leaves at least between an answer and its next request.
     pub fn rest(&self, now: Instant) -> u64 {
         let rested = self.stage == Stage::Recovering && now - self.since > UNRESTED;
@@ -129,42 +128,39 @@ impl Ending {
 
 impl World {
     pub(crate) fn faults_end(&mut self) {
-        self.faults_over = true;
-        self.armed.clear();
-        self.mend_everything();
-        self.send_strangers_away();
-        self.ending.stage = Stage::Recovering;
-        self.ending.since = self.now();
-        self.ending.resumed = vec![false; self.queues.len()];
+        self.faults.end();
+        self.mend_all();
+        self.remove_unexpected();
+        self.quiesce.stage = Stage::Recovering;
+        self.quiesce.since = self.now();
+        self.quiesce.resumed = vec![false; self.clients.queues.len()];
         self.trace.line(self.schedule.now(), || "no more faults".into());
-        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+        self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
-    pub(crate) fn look_at_ending(&mut self) {
+    pub(crate) fn check_quiesce(&mut self) {
         let now = self.now();
-        let waited = now - self.ending.since;
-        let stage = self.ending.stage;
+        let waited = now - self.quiesce.since;
+        let stage = self.quiesce.stage;
         match stage {
             Stage::Recovering if self.recovered().is_ok() => self.begin_round(Stage::Reading),
             Stage::Reading | Stage::Emptying
-                if self.ending.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
+                if self.quiesce.flushed && self.clients.queues.iter().all(|q| q.open.is_none()) =>
             {
                 let quiet = if stage == Stage::Reading { Stage::Quiet } else { Stage::Empty };
-                (self.ending.stage, self.ending.since) = (quiet, now);
+                (self.quiesce.stage, self.quiesce.since) = (quiet, now);
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
-                self.check_identical();
-                self.check_snapshots();
-                (self.ending.stage, self.ending.since) = (Stage::Verifying, now);
+                self.observe(&Observation::AtRest);
+                (self.quiesce.stage, self.quiesce.since) = (Stage::Verifying, now);
             }
             Stage::Verifying if self.verified() => {
                 self.delete_snapshots();
                 self.begin_round(Stage::Emptying);
             }
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
-                self.check_identical();
-                self.check_space();
-                self.ending.stage = Stage::Done;
+                self.observe(&Observation::Emptied);
+                self.quiesce.stage = Stage::Done;
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
@@ -176,7 +172,7 @@ impl World {
                     _ => None,
                 };
                 let why = why.unwrap_or_else(|| "requests stay open".into());
-                let owner = self.record.owner;
+                let owner = self.control.record.owner;
                 let process = self.targets[owner].process.as_ref();
                 let words = process.map_or_else(
                     || "its target does not run".into(),
@@ -187,20 +183,20 @@ impl World {
             }
             _ => {}
         }
-        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+        self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
     fn begin_round(&mut self, stage: Stage) {
-        self.ending.begin_round(stage, self.schedule.now());
-        for queue in 0..self.queues.len() {
-            let turn = self.queues[queue].turn;
+        self.quiesce.begin_round(stage, self.schedule.now());
+        for queue in 0..self.clients.queues.len() {
+            let turn = self.clients.queues[queue].turn;
             self.schedule.after(0, Event::Client { queue, turn });
         }
     }
 
     /// At rest, and no boundary of a rebuild keeps what was overwritten.
     fn is_empty(&mut self) -> Result<(), String> {
-        self.snapshots_settled()?;
+        self.operators.snapshots.settled()?;
         self.at_rest()?;
         for pool in self.known_pools() {
             if self.pools[pool].process.as_ref().is_some_and(|process| process.syncing) {
@@ -216,67 +212,42 @@ impl World {
         Ok(())
     }
 
-    /// Nothing is live any more but the map that says so: all room is free again, but for the
-    /// segments that are being written to.
-    fn check_space(&mut self) {
-        for pool in self.known_pools() {
-            if self.may_be_damaged(pool) {
-                continue;
-            }
-            let space = match self.pools[pool].storage.space_at_rest() {
-                Ok(Some(space)) => space,
-                Ok(None) => continue,
-                Err(error) => {
-                    let detail = format!("pool {pool} cannot be cleaned up at rest: {error}");
-                    return self.violate("SpaceReturns", detail);
-                }
-            };
-            let most = OPEN_UNITS * space.replicas * space.unit_bytes;
-            if space.used_bytes != space.allocated_bytes || space.used_bytes > most {
-                let detail = format!("pool {pool} was emptied: {space:?}");
-                return self.violate("SpaceReturns", detail);
-            }
-        }
-    }
-
     /// IO goes on for every client, enough was asked, every replica is in sync.
     fn recovered(&self) -> Result<(), String> {
-        let owner = self.record.owner;
+        let owner = self.control.record.owner;
         let Some(process) = &self.targets[owner].process else {
             return Err("the owner's target does not run".into());
         };
         if process.serving.is_none() {
             return Err("the owner's target does not serve".into());
         }
-        if let Some(queue) = self.ending.resumed.iter().position(|r| !r) {
+        if let Some(queue) = self.quiesce.resumed.iter().position(|r| !r) {
             return Err(format!("client {queue} was not answered since the faults stopped"));
         }
         if let Some(member) =
-            self.record.membership.known.iter().find(|m| !process.in_sync.contains(m))
+            self.control.record.membership.known.iter().find(|m| !process.in_sync.contains(m))
         {
             return Err(format!("replica {} is not in sync", member.id));
         }
-        self.desires()?;
+        self.control.desired_reached()?;
         let (has, wanted) = (self.setup.volume_blocks, self.setup.config.volume_blocks);
         if has < wanted {
             return Err(format!("the volume has {has} blocks and is to have {wanted}"));
         }
-        if self.known_pools().len() < self.record.membership.known.len() {
+        if self.known_pools().len() < self.control.record.membership.known.len() {
             return Err("a pool does not hold its known replica".into());
         }
-        let answered = self.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
-        if answered < self.setup.ios_min + self.queues.len() as u64 {
+        let answered =
+            self.checkers.history.len() as u64 - self.stats.ios.open - self.stats.ios.failed;
+        if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
-        self.snapshots_settled()
+        self.operators.snapshots.settled()
     }
 
     /// Pools that run and hold a known replica.
-    pub(crate) fn known_pools(&self) -> Vec<usize> {
-        let known = &self.record.membership.known;
-        let holds =
-            |p: &&super::PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
-        self.pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()
+    fn known_pools(&self) -> Vec<usize> {
+        super::known_pools(&self.control.record, &self.pools)
     }
 
     /// Every replica holds everything, knows that it is stable, and nothing is under way.

@@ -1,0 +1,4 @@
+//! The interfaces between the processes of a cluster. One program, so that it is linked once.
+
+mod formats;
+mod redacted;

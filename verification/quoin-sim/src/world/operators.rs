@@ -1,0 +1,16 @@
+//! Those who change a volume or its surroundings while everything else goes on. Each draws from a
+//! chance of its own, so that runs without it stay what they were.
+
+use super::growth::Growth;
+use super::members::Members;
+use super::memory::Memory;
+use super::recovery::Recovery;
+use super::snapshots::Snapshots;
+
+pub(crate) struct Operators {
+    pub members: Members,
+    pub recovery: Recovery,
+    pub growth: Growth,
+    pub memory: Memory,
+    pub snapshots: Snapshots,
+}
