@@ -8,6 +8,7 @@
 
 mod background;
 mod batch;
+mod bit_set;
 mod cache_identity;
 mod checkpoint;
 mod clean;

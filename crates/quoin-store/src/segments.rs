@@ -1,12 +1,13 @@
 //! Space: which units are free, and a replica's segments.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::io::IoSlice;
 
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::batch::{Stream, batch_blocks_max};
+use crate::bit_set::BitSet;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
@@ -36,14 +37,13 @@ const WARM_LOOKED_AT: usize = 1024;
 
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
-    free: Vec<bool>,
+    free: BitSet,
+    units: u32,
     /// Free units whose space was not given back since they were used.
-    warm: BTreeSet<u32>,
-    /// Free units of each aligned group of eight.
-    group_free: Vec<u8>,
-    partial: BTreeSet<u32>,
-    whole: BTreeSet<u32>,
-    free_units: u32,
+    warm: BitSet,
+    /// Aligned groups of eight of which a part is free, and all.
+    partial: BitSet,
+    whole: BitSet,
     pub reserve_units: u32,
     /// The file system below has little room: only what is warm has its space for sure.
     pub short_below: bool,
@@ -54,41 +54,41 @@ pub struct Allocator {
 impl Allocator {
     pub fn new(units: u32) -> Self {
         let groups = units.div_ceil(LARGE_UNITS);
+        let reserve_units = u64::from(units) * u64::from(RESERVE_PERCENT) / 100;
         let mut allocator = Allocator {
-            free: vec![false; units as usize],
-            warm: BTreeSet::new(),
-            group_free: vec![0; groups as usize],
-            partial: BTreeSet::new(),
-            whole: BTreeSet::new(),
-            free_units: 0,
-            reserve_units: (units * RESERVE_PERCENT / 100).max(6).min(units / 3),
+            free: BitSet::full(units),
+            units,
+            warm: BitSet::new(units),
+            partial: BitSet::new(groups),
+            whole: BitSet::full(groups),
+            reserve_units: (reserve_units as u32).max(6).min(units / 3),
             short_below: false,
             full_below: false,
         };
-        for unit in 0..units {
-            allocator.give(unit, 1);
+        if let Some(last) = groups.checked_sub(1) {
+            allocator.recount(last);
         }
         allocator
     }
 
     pub fn units(&self) -> u32 {
-        self.free.len() as u32
+        self.units
     }
 
     pub fn free_units(&self) -> u32 {
-        self.free_units
+        self.free.len()
     }
 
     /// Free units that clients may use.
     pub fn free_for_clients(&self) -> u32 {
-        let free = self.free_units.saturating_sub(self.reserve_units);
+        let free = self.free_units().saturating_sub(self.reserve_units);
         if self.short_below { free.min(self.sure_units()) } else { free }
     }
 
     /// Whether trims may take of the reserve: they are the way out of a full pool, but clean-up
     /// needs room to follow them.
     pub fn takes_trims(&self) -> bool {
-        self.free_units > self.reserve_units / 2
+        self.free_units() > self.reserve_units / 2
     }
 
     /// Whether entries that other replicas hold may: a quarter of it, and what is left has room
@@ -96,23 +96,24 @@ impl Allocator {
     pub fn takes_owed(&self) -> bool {
         let part = (self.reserve_units / OWED_PART).max(OWED_UNITS_MIN);
         let floor = self.reserve_units.saturating_sub(part).max(self.reserve_units / 2 + 1);
-        self.free_units > floor && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
+        self.free_units() > floor
+            && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
     }
 
     /// Warm ones that clients may use.
     pub fn sure_units(&self) -> u32 {
-        (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
+        self.warm.len().saturating_sub(WARM_RESERVE_UNITS)
     }
 
     /// Whether clients get nothing any more. A pool says that it is short of room before, so that
     /// what is on its way still finds some.
     fn reserve_only(&self) -> bool {
-        self.free_units <= self.reserve_units || (self.full_below && self.sure_units() == 0)
+        self.free_units() <= self.reserve_units || (self.full_below && self.sure_units() == 0)
     }
 
     /// Allocates a unit whose space was not given back.
     pub fn allocate_warm(&mut self) -> Option<u32> {
-        let unit = *self.warm.first()?;
+        let unit = self.warm.first()?;
         self.take(unit, 1).then_some(unit)
     }
 
@@ -122,89 +123,84 @@ impl Allocator {
             return self.allocate_warm().map(|unit| (unit, 1));
         }
         let whole = |first: &u32| {
-            first.is_multiple_of(LARGE_UNITS)
-                && (*first..first + LARGE_UNITS).all(|unit| self.warm.contains(&unit))
+            first.is_multiple_of(LARGE_UNITS) && self.warm.eight_from(*first) == u8::MAX
         };
-        let first = self.warm.iter().copied().take(WARM_LOOKED_AT).find(whole)?;
+        let first = self.warm.iter().take(WARM_LOOKED_AT).find(whole)?;
         self.take(first, LARGE_UNITS).then_some((first, LARGE_UNITS))
     }
 
     /// Free units whose space was not given back.
     pub fn warm_units(&self) -> u32 {
-        self.warm.len() as u32
+        self.warm.len()
     }
 
     fn recount(&mut self, group: u32) {
-        self.partial.remove(&group);
-        self.whole.remove(&group);
-        match u32::from(self.group_free[group as usize]) {
+        self.partial.remove(group);
+        self.whole.remove(group);
+        match self.free.eight_from(group * LARGE_UNITS) {
             0 => {}
-            LARGE_UNITS => drop(self.whole.insert(group)),
-            _ => drop(self.partial.insert(group)),
+            u8::MAX => self.whole.insert(group),
+            _ => self.partial.insert(group),
         }
     }
 
     /// Marks units as used; false if one of them was used already.
     pub fn take(&mut self, unit: u32, units: u32) -> bool {
-        let range = unit as usize..unit.saturating_add(units) as usize;
-        if units == 0 || !self.free.get(range.clone()).is_some_and(|f| f.iter().all(|f| *f)) {
+        let range = unit..unit.saturating_add(units);
+        if units == 0 || !range.clone().all(|unit| self.free.contains(unit)) {
             return false;
         }
-        self.free[range].fill(false);
-        for unit in unit..unit + units {
-            self.warm.remove(&unit);
-            self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
+        for unit in range {
+            self.warm.remove(unit);
+            self.free.remove(unit);
             self.recount(unit / LARGE_UNITS);
         }
-        self.free_units -= units;
         true
     }
 
     pub fn give(&mut self, unit: u32, units: u32) {
         for unit in unit..unit + units {
-            debug_assert!(!self.free[unit as usize]);
-            self.free[unit as usize] = true;
-            self.group_free[(unit / LARGE_UNITS) as usize] += 1;
+            debug_assert!(!self.free.contains(unit));
+            self.free.insert(unit);
             self.recount(unit / LARGE_UNITS);
         }
-        self.free_units += units;
     }
 
     /// Takes back what was written to, which makes it warm.
     pub fn give_warm(&mut self, unit: u32, units: u32) {
         self.give(unit, units);
-        self.warm.extend(unit..unit + units);
+        (unit..unit + units).for_each(|unit| self.warm.insert(unit));
     }
 
     /// The last unit of more than may stay warm: its space is to be given back. The first ones are
     /// used again first, so these stay warm for good while as much is in use.
     pub fn cool_one(&mut self) -> Option<u32> {
-        if self.is_too_warm() { self.warm.pop_last() } else { None }
+        let last = self.warm.last().filter(|_| self.is_too_warm())?;
+        self.warm.remove(last);
+        Some(last)
     }
 
     /// Whether more is warm than may stay so.
     pub fn is_too_warm(&self) -> bool {
-        let in_use = self.units() - self.free_units;
-        self.warm.len() > in_use.min(self.units() / WARM_PART) as usize
+        let in_use = self.units() - self.free_units();
+        self.warm.len() > in_use.min(self.units() / WARM_PART)
     }
 
     /// Whether a unit is free and was not used since the start, as far as is known.
     pub fn is_cold(&self, unit: u32) -> bool {
-        self.free.get(unit as usize).is_some_and(|free| *free) && !self.warm.contains(&unit)
+        self.free.contains(unit) && !self.warm.contains(unit)
     }
 
     /// First unit, units, and whether all of them are warm.
     pub fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
-        let found = match large.then(|| self.whole.first().copied()).flatten() {
+        let found = match large.then(|| self.whole.first()).flatten() {
             Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
             None => {
-                let group = *self.partial.first().or(self.whole.first())?;
-                let start = group * LARGE_UNITS;
-                let end = (start + LARGE_UNITS).min(self.units());
-                ((start..end).find(|u| self.free[*u as usize])?, 1)
+                let group = self.partial.first().or(self.whole.first())?;
+                (self.free.next(group * LARGE_UNITS)?, 1)
             }
         };
-        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(&unit));
+        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(unit));
         self.take(found.0, found.1);
         Some((found.0, found.1, is_warm))
     }
