@@ -299,7 +299,7 @@ impl Replica {
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
         let too_high = self.count.is_too_high();
-        let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
+        let segments = self.family.segments.iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,
             head: self.folded.head.clone(),
@@ -353,7 +353,7 @@ impl Replica {
             return Err(error);
         }
         // Segments that the disk refused to read are tried again: read errors may pass.
-        self.quarantine.segments.clear();
+        self.family.segments.try_again();
         let ticket = core.tickets.request().0;
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())

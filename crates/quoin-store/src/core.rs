@@ -384,7 +384,7 @@ impl<D: Disk> NodeIo<'_, D> {
         let segment = self
             .family
             .segments
-            .get_mut(&self.batch.unit)
+            .busy_mut(self.batch.unit)
             .ok_or(StoreError::Damaged("the segment of new nodes is gone"))?;
         let blocks = self.batch.bytes.len().div_ceil(BLOCK_SIZE);
         let mut writer = HeaderWriter::new(&mut core.header);

@@ -33,8 +33,10 @@ mod recover;
 mod replica;
 mod ring;
 mod scrub;
+mod segment_table;
 mod segments;
 mod shadow;
+mod standing;
 mod tree;
 
 pub mod api;

@@ -1,5 +1,6 @@
 //! A pool: opening it, its replicas, syncing, background work.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
@@ -25,6 +26,7 @@ use crate::recover::recover;
 use crate::replica::{Replica, payload};
 use crate::ring::Ring;
 use crate::segments::Allocator;
+use crate::standing::{Is, Standings};
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -71,6 +73,8 @@ pub struct Pool<D> {
     pub(crate) victim: Victim,
     /// Something else was done since the last step of a count.
     pub(crate) counts_next: bool,
+    /// What is due of each replica.
+    pub(crate) standings: RefCell<Standings>,
 }
 
 impl<D: Disk> Pool<D> {
@@ -156,7 +160,16 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while core.release(0) {}
-        Ok(Pool { core, replicas, starved: false, victim: Victim::default(), counts_next: true })
+        let pool = Pool {
+            core,
+            replicas,
+            starved: false,
+            victim: Victim::default(),
+            counts_next: true,
+            standings: RefCell::default(),
+        };
+        pool.touch_all();
+        Ok(pool)
     }
 
     /// Whose pool a disk holds, without opening it.
@@ -228,10 +241,10 @@ impl<D: Disk> Pool<D> {
     pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
         let replica = self.replicas.get(&guid)?;
         let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
-        let segments = || replica.family.segments.values();
+        let segments = &replica.family.segments;
         Some(ReplicaStats {
-            allocated_bytes: segments().map(|s| u64::from(s.state.units) * unit).sum(),
-            live_bytes: segments().map(|s| s.state.live_bytes).sum(),
+            allocated_bytes: segments.units() * unit,
+            live_bytes: segments.live_bytes(),
             log_bytes: replica.log.bytes,
             snapshots: replica.snapshots.len(),
         })
@@ -276,7 +289,10 @@ impl<D: Disk> Pool<D> {
             return;
         }
         self.release_some();
-        for replica in self.replicas.values_mut() {
+        let waiting = self.standings().either(Is::Syncing, Is::Committing);
+        for guid in waiting {
+            self.touch(guid);
+            let Some(replica) = self.replicas.get_mut(&guid) else { continue };
             replica.synced.finish();
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
                 self.core.failed = Some(fault);
@@ -296,6 +312,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn replica(&mut self, guid: ReplicaGuid) -> Option<Handle<'_, D>> {
+        self.touch(guid);
         let replica = self.replicas.get_mut(&guid)?;
         Some(Handle { core: &mut self.core, replica })
     }
@@ -319,7 +336,8 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if self.core.durable.encoded_len() + added > limit {
             return Err(StoreError::Full);
         }
-        let replica = Replica::new(identity.clone(), meta.clone(), blocks);
+        let replica =
+            Replica::new(identity.clone(), meta.clone(), blocks, self.core.superblock.unit_blocks);
         let checkpoint = Checkpoint {
             head: replica.folded.head.clone(),
             sequence: self.core.sequence,
@@ -332,6 +350,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             Record::Checkpoint(guid, checkpoint.encode()),
         ])?;
         self.replicas.insert(guid, replica);
+        self.touch(guid);
         Ok(())
     }
 
@@ -358,8 +377,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.core.record(Record::Delete(guid))?;
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;
+        self.touch(guid);
         if let Some(replica) = self.replicas.remove(&guid) {
-            let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
+            let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
             all.for_each(|(unit, units)| self.core.freed.add(ticket, unit, units));
         }
@@ -383,8 +403,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return None;
         }
         let ticket = self.core.tickets.begin()?;
-        for replica in self.replicas.values_mut() {
-            replica.synced.syncing = replica.head.position.lsn;
+        let unsynced = self.standings().either(Is::Unsynced, Is::Unsynced);
+        for guid in unsynced {
+            self.touch(guid);
+            if let Some(replica) = self.replicas.get_mut(&guid) {
+                replica.synced.syncing = replica.head.position.lsn;
+            }
         }
         Some(ticket)
     }
@@ -395,7 +419,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         result: Result<(), IoFault>,
     ) -> Result<(), StoreError> {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
-        if self.replicas.values().any(|r| r.maintenance.commit.is_some()) {
+        if self.standings().first(Is::Committing).is_some() {
             self.victim.set(None);
         }
         if let Err(fault) = result {

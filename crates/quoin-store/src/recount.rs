@@ -171,7 +171,7 @@ impl Replica {
 
     /// Whether a segment of the log up to this sequence number holds what is not folded.
     fn has_log_above(&self, sequence: u64, folded: u64, first_needed: u64) -> bool {
-        self.family.segments.values().map(|segment| &segment.state).any(|state| {
+        self.family.segments.all_busy().map(|segment| &segment.state).any(|state| {
             let is_old = state.sequence <= sequence && matches!(state.stream, Stream::Log);
             is_old && state.last_index >= first_needed && state.last_lsn > folded
         })
@@ -241,8 +241,7 @@ impl Replica {
         let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
         let superblock = core.superblock;
         let mut count = |block: u64, bytes: u64| {
-            let segment = self.family.segment_of(&superblock, block);
-            let unit = segment.map(|segment| segment.state.unit);
+            let unit = self.family.segment_of(&superblock, block);
             if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
                 *job.live.entry(unit).or_default() += bytes;
             }
@@ -257,23 +256,22 @@ impl Replica {
     }
 
     fn finish_recount(&mut self, job: &Recount) {
-        for (unit, segment) in &mut self.family.segments {
-            let state = &mut segment.state;
+        self.family.segments.recounted(|state| {
             if state.sequence > job.through_sequence {
-                continue;
+                return None;
             }
-            let live = job.live.get(unit).copied().unwrap_or(0);
+            let live = job.live.get(&state.unit).copied().unwrap_or(0);
             let is_folded = state.last_index < job.first_needed || state.last_lsn <= job.folded;
-            match job.open.get(unit) {
-                Some(_) if mutant::is("open-segments-not-counted") => {}
+            match job.open.get(&state.unit) {
+                Some(_) if mutant::is("open-segments-not-counted") => None,
                 Some(part) => {
                     let too_much = part.counter.saturating_sub(live);
-                    state.live_bytes = state.live_bytes.saturating_sub(too_much);
+                    Some(state.live_bytes.saturating_sub(too_much))
                 }
-                None if state.stream != Stream::Log || is_folded => state.live_bytes = live,
-                None => {}
+                None if state.stream != Stream::Log || is_folded => Some(live),
+                None => None,
             }
-        }
+        });
         if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
             self.count.after = Some(job.through_sequence);
         }

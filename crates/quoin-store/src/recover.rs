@@ -31,6 +31,7 @@ use crate::error::PoolError;
 use crate::memtable::Log;
 use crate::records::{Checkpoint, DurableReplica, LogStart, SegmentState};
 use crate::replica::{Image, Replica, Synced, Upper};
+use crate::segment_table::Segments;
 use crate::segments::Segment;
 use crate::shadow::Shadow;
 
@@ -65,10 +66,23 @@ pub fn recover<D: Disk>(
     let checkpoint = Checkpoint::decode(durable.checkpoint.clone());
     let checkpoint = checkpoint.map_err(|_| PoolError::MetadataLost)?;
     let blocks = checkpoint.head.volume_blocks;
-    let mut replica = Replica::new(durable.identity.clone(), durable.meta.clone(), blocks);
+    let mut replica = Replica::new(
+        durable.identity.clone(),
+        durable.meta.clone(),
+        blocks,
+        core.superblock.unit_blocks,
+    );
+    let first_sequence = match checkpoint.log.sequence {
+        0 => checkpoint.sequence + 1,
+        sequence => sequence,
+    };
+    let is_followed = |s: &SegmentState| s.stream == Stream::Log && s.sequence >= first_sequence;
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
         let room = state.units.saturating_mul(core.superblock.unit_blocks);
-        if state.used_blocks > room || !core.allocator.take(state.unit, state.units) {
+        if state.used_blocks > room
+            || !Segments::is_possible(state.unit, state.units)
+            || !core.allocator.take(state.unit, state.units)
+        {
             return Err(PoolError::MetadataLost);
         }
         // An estimate from the disk must not be larger than anything can be.
@@ -78,9 +92,10 @@ pub fn recover<D: Disk>(
         }
         let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
         let state = SegmentState { live_bytes, ..state };
-        let segment =
-            Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 };
-        replica.family.segments.insert(state.unit, segment);
+        match is_followed(&state) {
+            true => drop(replica.family.segments.insert(Segment::opened(state))),
+            false => replica.family.segments.insert_settled(&state),
+        }
     }
     let folded = checkpoint.head.position.lsn;
     replica.folded =
@@ -91,17 +106,8 @@ pub fn recover<D: Disk>(
     replica.stable = checkpoint.stable;
     replica.replay_head();
 
-    let first_sequence = match checkpoint.log.sequence {
-        0 => checkpoint.sequence + 1,
-        sequence => sequence,
-    };
-    let mut segments: Vec<SegmentState> = replica
-        .family
-        .segments
-        .values()
-        .map(|s| s.state)
-        .filter(|s| s.stream == Stream::Log && s.sequence >= first_sequence)
-        .collect();
+    let mut segments: Vec<SegmentState> =
+        replica.family.segments.all_busy().map(|s| s.state).collect();
     segments.sort_unstable_by_key(|s| s.sequence);
     replica.family.log_order = segments.iter().map(|s| (s.sequence, s.unit)).collect();
 
@@ -138,6 +144,7 @@ pub fn recover<D: Disk>(
         *index = (*index).min(end.index);
     }
     let wiped = close(core, &mut replica, durable, &segments, end)?;
+    replica.family.forget_log_before(replica.log_start().index);
     Ok((replica, wiped))
 }
 
@@ -207,7 +214,7 @@ fn replay<D: Disk>(
     watermark: u64,
 ) -> Result<(End, bool), PoolError> {
     let mut lost = false;
-    let start_unit = replica.family.segments.values();
+    let start_unit = replica.family.segments.all_busy();
     let start_unit = start_unit.filter(|s| s.state.sequence == start.sequence);
     let mut end = End {
         unit: start_unit.map(|s| s.state.unit).next().filter(|_| start.sequence != 0),
@@ -293,7 +300,7 @@ fn header_on_media<D: Disk>(core: &Core<D>, found: &Found) -> Result<bool, Store
 }
 
 fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
-    if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
+    if let Some(segment) = replica.family.segments.busy_mut(found.unit) {
         let state = &mut segment.state;
         // Batches that were there when the state was recorded were counted then.
         let known = match quoin_types::mutant::is("log-counted-twice-at-a-start") {
@@ -529,11 +536,11 @@ fn close<D: Disk>(
         durable.checkpoint = checkpoint.encode();
         durable.log_segments.retain(listed);
         for segment in stale {
-            replica.family.segments.remove(&segment.unit);
+            replica.family.segments.remove(segment.unit);
             core.freed.add(0, segment.unit, segment.units);
         }
     }
-    let Some(segment) = end.unit.and_then(|unit| replica.family.segments.get_mut(&unit)) else {
+    let Some(segment) = end.unit.and_then(|unit| replica.family.segments.busy_mut(unit)) else {
         return Ok(None);
     };
     let state = &mut segment.state;

@@ -129,11 +129,16 @@ pub struct Replica {
 }
 
 impl Replica {
-    pub fn new(identity: ReplicaIdentity, meta: ReplicaMeta, blocks: u64) -> Self {
+    pub fn new(
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        unit_blocks: u32,
+    ) -> Self {
         let head = Head { volume_blocks: blocks, ..Head::default() };
         let folded = Image { head: head.clone(), ..Image::default() };
         Replica {
-            family: Family::new(identity.guid, blocks),
+            family: Family::new(identity.guid, blocks, unit_blocks),
             identity,
             meta,
             folded,
@@ -239,6 +244,7 @@ impl Replica {
         // reported as applied before it is durable.
         let waits = self.head.is_media();
         self.family.log_waits = waits;
+        let before = self.family.open[Stream::Log as usize];
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
@@ -295,6 +301,10 @@ impl Replica {
         self.end.next_index += 1;
         self.end.previous = check;
         self.log.push_batch(last, log_start);
+        if before != Some(state.unit) {
+            // All of the log before may have been folded.
+            self.family.forget_log_before(self.log_start().index);
+        }
         let mut place = start + u64::from(header_blocks);
         for entry in entries {
             let at = if entry.crcs.is_empty() { 0 } else { place };
@@ -338,6 +348,7 @@ impl Replica {
             core.record(Record::Cut { guid, index, keep })?;
         }
         self.cut(core, keep);
+        self.family.forget_log_before(self.log_start().index);
         Ok(())
     }
 

@@ -28,6 +28,7 @@ use crate::moved::MovedBlock;
 use crate::node::{FANOUT, LEAF_BLOCKS, NodeRef};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
+use crate::segments::segment_header;
 use crate::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
 
 /// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
@@ -65,6 +66,7 @@ impl<D: Disk> Pool<D> {
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
         let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
+        self.touch(guid);
         let Some(replica) = self.replicas.get_mut(&guid) else {
             return Ok(Scrubbed::default());
         };
@@ -264,14 +266,11 @@ impl Replica {
         done: &mut Scrubbed,
     ) -> Result<Option<u64>, StoreError> {
         let Ok(from) = u32::try_from(cursor) else { return Ok(None) };
-        let Some(segment) = self.family.segments.range(from..).next().map(|(_, s)| *s) else {
-            return Ok(None);
-        };
-        let state = segment.state;
+        let Some(state) = self.family.segments.next_from(from) else { return Ok(None) };
         let mut header = vec![0; BLOCK_SIZE];
         let start = core.superblock.unit_start(state.unit);
         core.disk.forget_cached(start * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
-        let expected = segment.header(&core.superblock, self.identity.guid);
+        let expected = segment_header(&core.superblock, self.identity.guid, &state);
         if core.read(start, &mut header).is_err() || header != expected {
             core.write(start, &[std::io::IoSlice::new(&expected)])?;
             core.tickets.request();
@@ -283,7 +282,7 @@ impl Replica {
         })?;
         if !whole {
             done.headers += 1;
-            self.quarantine.segments.insert(state.unit);
+            self.family.segments.set_aside(state.unit);
             self.maintenance.fold_wanted |= state.last_index >= self.log_start().index;
         }
         Ok(Some(u64::from(state.unit) + 1))

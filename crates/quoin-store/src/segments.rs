@@ -1,10 +1,10 @@
 //! Space: which units are free, and a replica's segments.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::batch::{Stream, batch_blocks_max};
 use crate::bit_set::BitSet;
@@ -12,6 +12,7 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
 use crate::records::{Record, SegmentState};
+use crate::segment_table::Segments;
 
 pub const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// Volumes of at least this many blocks (16 GiB) take large segments.
@@ -228,8 +229,7 @@ pub struct Family {
     pub guid: ReplicaGuid,
     pub guid_hash: u64,
     pub large: bool,
-    /// By first unit.
-    pub segments: BTreeMap<u32, Segment>,
+    pub segments: Segments,
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
@@ -241,6 +241,11 @@ pub struct Family {
 }
 
 impl Segment {
+    /// A segment of which no more is known than its state.
+    pub fn opened(state: SegmentState) -> Self {
+        Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 }
+    }
+
     /// How many blocks behind the next `blocks` are to be made ready with them, which counts them
     /// as such: none behind large writes, whose own space is worth a note.
     pub fn make_ready(&mut self, superblock: &Superblock, blocks: u32) -> u32 {
@@ -252,20 +257,15 @@ impl Segment {
         self.ready_blocks = end.next_multiple_of(READY_BLOCKS).min(whole);
         self.ready_blocks - end
     }
-
-    /// Its first block, as it was written when the segment was opened.
-    pub fn header(&self, superblock: &Superblock, guid: ReplicaGuid) -> Vec<u8> {
-        segment_header(superblock, guid, &self.state)
-    }
 }
 
 impl Family {
-    pub fn new(guid: ReplicaGuid, volume_blocks: u64) -> Self {
+    pub fn new(guid: ReplicaGuid, volume_blocks: u64, unit_blocks: u32) -> Self {
         Family {
             guid,
             guid_hash: guid_hash(guid),
             large: volume_blocks >= LARGE_FROM_BLOCKS,
-            segments: BTreeMap::new(),
+            segments: Segments::new(unit_blocks),
             open: [None; 3],
             log_waits: false,
             log_order: VecDeque::new(),
@@ -273,14 +273,23 @@ impl Family {
         }
     }
 
-    pub fn segment_of(&mut self, superblock: &Superblock, block: u64) -> Option<&mut Segment> {
-        let unit = superblock.unit_of(block)?;
-        let (_, segment) = self.segments.range_mut(..=unit).next_back()?;
-        (unit < segment.state.unit + segment.state.units).then_some(segment)
+    /// The segment that a block is in, by its first unit.
+    pub fn segment_of(&self, superblock: &Superblock, block: u64) -> Option<u32> {
+        self.segments.containing(superblock.unit_of(block)?)
     }
 
     pub fn open_segment(&self, stream: Stream) -> Option<&Segment> {
-        self.segments.get(&self.open[stream as usize]?)
+        self.segments.busy(self.open[stream as usize]?)
+    }
+
+    /// Ends the open segment of a stream. One of the log goes on to change until it is folded.
+    pub fn close(&mut self, stream: Stream) {
+        let unit = self.open[stream as usize].take();
+        if let Some(unit) = unit
+            && (stream != Stream::Log || mutant::is("cleaned-above-stable"))
+        {
+            self.segments.settle(unit);
+        }
     }
 
     /// Blocks left in the open segment of a stream.
@@ -301,8 +310,7 @@ impl Family {
         if blocks > batch_blocks_max(unit_blocks) {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
-        let reserve_only =
-            core.allocator.reserve_only() && !quoin_types::mutant::is("reserve-given-to-clients");
+        let reserve_only = core.allocator.reserve_only() && !mutant::is("reserve-given-to-clients");
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {
@@ -310,7 +318,7 @@ impl Family {
                 return Err(StoreError::Full);
             }
             let unit = open.state.unit;
-            return Ok(self.segments.get_mut(&unit).expect("an open segment is listed"));
+            return Ok(self.segments.busy_mut(unit).expect("an open segment is listed"));
         }
         if reserve_only && !from_reserve {
             return Err(StoreError::Full);
@@ -348,7 +356,8 @@ impl Family {
         }
         let from_reserve = reserve_only;
         let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
-        let segment = Segment { state, next_index: 0, previous: 0, from_reserve, ready_blocks };
+        let segment = Segment { from_reserve, ready_blocks, ..Segment::opened(state) };
+        self.close(stream);
         self.open[stream as usize] = Some(unit);
         self.changes += 1;
         if stream == Stream::Log {
@@ -357,12 +366,12 @@ impl Family {
         if waits {
             core.ready_next(large);
         }
-        Ok(self.segments.entry(unit).or_insert(segment))
+        Ok(self.segments.insert(segment))
     }
 
     pub fn add_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
-        if let Some(segment) = self.segment_of(superblock, block) {
-            segment.state.live_bytes += bytes;
+        if let Some(unit) = self.segment_of(superblock, block) {
+            self.segments.add_live(unit, bytes);
         }
     }
 
@@ -372,7 +381,7 @@ impl Family {
             .iter()
             .rev()
             .filter_map(|(sequence, unit)| {
-                self.segments.get(unit).filter(|s| s.state.sequence == *sequence)
+                self.segments.busy(*unit).filter(|s| s.state.sequence == *sequence)
             })
             // An open one may hold nothing yet.
             .take_while(move |s| {
@@ -380,19 +389,33 @@ impl Family {
             })
     }
 
-    /// Forgets the order of log segments before the batch `index`.
+    /// No batch of the log before `index` is needed any more: its segments change no more.
     pub fn forget_log_before(&mut self, index: u64) {
-        let oldest = self.log_from(index).last().map_or(u64::MAX, |s| s.state.sequence);
-        self.log_order.retain(|(sequence, _)| *sequence >= oldest);
+        let open = self.open;
+        let is_folded = |s: &&Segment| {
+            let state = &s.state;
+            state.stream == Stream::Log
+                && (state.last_index < index || mutant::is("cleaned-above-stable"))
+                && !open.contains(&Some(state.unit))
+        };
+        let folded: Vec<u32> =
+            self.segments.all_busy().filter(is_folded).map(|s| s.state.unit).collect();
+        for unit in folded {
+            self.segments.settle(unit);
+        }
+        let segments = &self.segments;
+        self.log_order.retain(|(sequence, unit)| {
+            segments.busy(*unit).is_some_and(|s| s.state.sequence == *sequence)
+        });
         self.changes += 1;
     }
 
     /// The segment that this was in, by its first unit.
     pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) -> Option<u32> {
         self.changes += 1;
-        let segment = self.segment_of(superblock, block)?;
-        segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
-        Some(segment.state.unit)
+        let unit = self.segment_of(superblock, block)?;
+        self.segments.sub_live(unit, bytes);
+        Some(unit)
     }
 }
 

@@ -138,8 +138,8 @@ impl Replica {
         // The shadow's blocks and nodes begin in segments of their own, which an abandoned or a
         // complete shadow then gives back as a whole.
         self.io(core).flush()?;
-        self.family.open[Stream::Moved as usize] = None;
-        self.family.open[Stream::Nodes as usize] = None;
+        self.family.close(Stream::Moved);
+        self.family.close(Stream::Nodes);
         let (cursor, first_sequence) = (0, core.sequence + 1);
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
@@ -371,12 +371,12 @@ impl Replica {
         // A shadow that began empty shares nothing with what was there before.
         let dead: BTreeSet<u32> = match empty_start && self.pins.is_empty() {
             true => {
-                let older = self.family.segments.values();
-                older.filter(|s| s.state.sequence < first_sequence).map(|s| s.state.unit).collect()
+                let older = self.family.segments.iter();
+                older.filter(|s| s.sequence < first_sequence).map(|s| s.unit).collect()
             }
             false => BTreeSet::new(),
         };
-        let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
+        let segments = self.family.segments.iter().filter(|s| !dead.contains(&s.unit));
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let log = LogStart {
             index: self.end.next_index,
@@ -390,7 +390,7 @@ impl Replica {
             snapshots: snapshots.clone(),
             log,
             // Counters of the old map are too high: a start after a crash counts anew as well.
-            segments: segments.map(|s| s.state.recorded(!forgets)).collect(),
+            segments: segments.map(|s| s.recorded(!forgets)).collect(),
             sequence: core.sequence,
             shadow: None,
         };
@@ -399,13 +399,13 @@ impl Replica {
         let ticket = core.tickets.request().0;
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
         for unit in dead {
-            if let Some(segment) = self.family.segments.remove(&unit) {
-                core.freed.add(ticket, unit, segment.state.units);
+            if let Some(segment) = self.family.segments.remove(unit) {
+                core.freed.add(ticket, unit, segment.units);
             }
         }
         let open = self.family.open;
-        self.family.open = open.map(|u| u.filter(|u| self.family.segments.contains_key(u)));
-        self.family.open[Stream::Log as usize] = None;
+        self.family.open = open.map(|u| u.filter(|u| self.family.segments.busy(*u).is_some()));
+        self.family.close(Stream::Log);
         self.family.changes += 1;
         if let Some(commit) = self.maintenance.commit.take() {
             // Its record would bring the old state back.
@@ -425,6 +425,7 @@ impl Replica {
         self.upper = Upper { lower: root, ..Upper::default() };
         self.folded = Image { head, root, snapshots };
         self.replay_head();
+        self.family.forget_log_before(self.log_start().index);
         Ok(())
     }
 
