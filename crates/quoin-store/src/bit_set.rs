@@ -52,7 +52,7 @@ impl BitSet {
     pub fn eight_from(&self, number: u32) -> u8 {
         let at = number as usize;
         let word = self.levels[0].get(at / WORD).copied().unwrap_or(0);
-        (word >> (at % WORD & !7)) as u8
+        (word >> ((at % WORD) & !7)) as u8
     }
 
     pub fn insert(&mut self, number: u32) {
