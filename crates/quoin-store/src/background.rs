@@ -472,6 +472,7 @@ impl<D: Disk> Pool<D> {
             if !replica.is_prepared() {
                 replica.checkpoint_now(&mut self.core, replica.stable.0)?;
             }
+            replica.family.segments.recorded.write_drifted();
         }
         // Nodes, then the record, then what it frees.
         for _ in 0..3 {

@@ -299,7 +299,8 @@ impl Replica {
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
         let too_high = self.count.is_too_high();
-        let segments = self.family.segments.iter().map(|s| s.recorded(too_high)).collect();
+        let segments =
+            self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,
             head: self.folded.head.clone(),
@@ -309,6 +310,7 @@ impl Replica {
             segments,
             sequence: core.sequence,
             shadow: self.shadow.as_ref().map(|s| s.state()),
+            table: self.table_state(),
         }
     }
 
@@ -318,6 +320,7 @@ impl Replica {
             return Ok(());
         }
         self.merge_shadow(core)?;
+        self.write_table(core)?;
         self.io(core).flush()?;
         let record = self.checkpoint_state(core).encode();
         let mut frees = std::mem::take(&mut self.maintenance.pending_free);

@@ -305,7 +305,8 @@ impl Replica {
 
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
-        self.update_views(core, nodes, &[])
+        self.update_views(core, nodes, &[])?;
+        self.renew_table(core, nodes)
     }
 
     /// Applies the edits to all views, or to none.

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use bytes::BytesMut;
 use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
 use quoin_types::key_map::KeyMap;
-use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, mutant};
 
 use crate::api::Tickets;
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
 use crate::freed::Freed;
-use crate::layout::{KEEPS_SPACE, Superblock};
+use crate::layout::{KEEPS_SPACE, SECOND_EDITION, Superblock};
 use crate::mark::Mark;
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
@@ -36,6 +36,9 @@ pub struct PoolOptions {
     pub write_out_bytes: u64,
     /// Nodes of a map that one step of background work looks at: each may be a read of the disk.
     pub step_nodes: usize,
+    /// Segments that changed, of a replica, which a commit states in its record. With more it
+    /// writes nodes of the table of segments.
+    pub unrecorded_segments: usize,
 }
 
 impl Default for PoolOptions {
@@ -46,6 +49,7 @@ impl Default for PoolOptions {
             log_keep_bytes: 64 << 20,
             write_out_bytes: 1 << 20,
             step_nodes: 64,
+            unrecorded_segments: 128,
         }
     }
 }
@@ -153,6 +157,20 @@ impl<D: Disk> Core<D> {
     /// Everything up to this ticket is on media.
     pub fn ring_synced(&mut self, ticket: SyncTicket) {
         self.disk_did(|core| core.ring.synced(&core.disk, ticket, || core.tickets.request()));
+    }
+
+    /// Builds that do not know what is written from here on keep their hands off the pool.
+    pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
+        let incompat = &mut self.superblock.features.incompat;
+        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
+            return Ok(());
+        }
+        *incompat |= SECOND_EDITION;
+        self.disk_did(|core| {
+            core.superblock.write(&core.disk)?;
+            core.disk.sync().map_err(StoreError::Io)
+        });
+        self.check_usable()
     }
 
     fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {
@@ -371,6 +389,8 @@ pub struct NodeIo<'a, D> {
     pub kept_through: u64,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
     pub gives_up: bool,
+    /// These are nodes of the table of segments: their leaves name no blocks.
+    pub is_table: bool,
 }
 
 impl<D: Disk> NodeIo<'_, D> {
@@ -434,7 +454,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             None => read_node(self.core, node)?,
         };
         let trusted = NodeRef { crc: bytes.as_deref().map_or(0, quoin_types::crc32c), ..*node };
-        let unchecked = quoin_types::mutant::is("node-checksum-not-checked");
+        let unchecked = mutant::is("node-checksum-not-checked");
         let node = if unchecked { &trusted } else { node };
         let Some(loaded) = bytes.and_then(|b| Node::decode_checked(level, node, &b)) else {
             return Ok(None);
@@ -476,6 +496,9 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
+        if self.is_table {
+            return Err(StoreError::Damaged("the table of segments"));
+        }
         // For a high node only the first stretches: the others are found when these are mended.
         let stretches = if level == 0 { 1 } else { FANOUT as u64 };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
@@ -492,7 +515,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn replaced(&mut self, lba: u64, place: u64, version: u64) {
-        if quoin_types::mutant::is("trim-frees-nothing") {
+        if self.is_table || mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {
@@ -506,13 +529,15 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
-        if node.newest > self.kept_through {
+        if node.newest > self.kept_through || self.is_table {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let unit = self.family.sub_live(&self.core.superblock, block, bytes);
             if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
                 recount.counter_lowered(unit, block, bytes);
                 // Nodes above the leaves are not counted.
-                if level == 0 {
+                if level == 0 && self.is_table {
+                    recount.gone_of_table(unit, block, base, bytes);
+                } else if level == 0 {
                     recount.gone(unit, block, base, node.newest, bytes);
                 }
             }

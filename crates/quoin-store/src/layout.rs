@@ -63,6 +63,11 @@ pub struct FormatOptions {
 
 /// A compatible feature, see [`FormatOptions::keeps_space`].
 pub const KEEPS_SPACE: u64 = 1;
+/// An incompatible feature: records may name a table of segments.
+pub const SECOND_EDITION: u64 = 1;
+/// Incompatible features that this build knows.
+const KNOWN_INCOMPAT: u64 = SECOND_EDITION;
+const UNIT_BLOCKS_MAX: u32 = 1 << 16;
 
 impl FormatOptions {
     pub fn new(pool: PoolId) -> Self {
@@ -78,7 +83,7 @@ impl FormatOptions {
 impl Superblock {
     pub fn new(size: u64, options: &FormatOptions) -> Result<Self, PoolError> {
         let blocks = size / BLOCK_SIZE as u64;
-        let (least_unit, most_unit) = (16, 1 << 16);
+        let (least_unit, most_unit) = (16, UNIT_BLOCKS_MAX);
         if !(least_unit..=most_unit).contains(&options.unit_blocks) {
             return Err(PoolError::Unfit("a segment must have 16 to 65536 blocks"));
         }
@@ -87,6 +92,7 @@ impl Superblock {
             pool: options.pool,
             features: Features {
                 compat: if options.keeps_space { KEEPS_SPACE } else { 0 },
+                incompat: SECOND_EDITION,
                 ..Features::default()
             },
             blocks,
@@ -157,7 +163,8 @@ impl Superblock {
             return Ok(None);
         }
         let (version, incompat, ro_compat) = (u32_at(8), u64_at(32), u64_at(24));
-        if version > FORMAT_VERSION || u32_at(12) != CHECKSUM_CRC32C || incompat | ro_compat != 0 {
+        let unknown = incompat & !KNOWN_INCOMPAT | ro_compat;
+        if version > FORMAT_VERSION || u32_at(12) != CHECKSUM_CRC32C || unknown != 0 {
             return Err(PoolError::Newer { version });
         }
         let pool = PoolId(u128::from_le_bytes(bytes[40..56].try_into().expect("16 bytes")));
@@ -170,7 +177,7 @@ impl Superblock {
             starts: u64_at(72),
         };
         let (ring, unit) = (u64::from(superblock.ring_blocks), superblock.unit_blocks);
-        let sane = unit >= 16
+        let sane = (16..=UNIT_BLOCKS_MAX).contains(&unit)
             && ring >= 2
             && ring.is_multiple_of(2)
             && superblock.blocks > 2 * (SUPERBLOCKS + ring) + u64::from(unit)

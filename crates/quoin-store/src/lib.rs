@@ -37,6 +37,7 @@ mod segment_table;
 mod segments;
 mod shadow;
 mod standing;
+mod table;
 mod tree;
 
 pub mod api;

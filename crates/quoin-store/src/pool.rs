@@ -143,12 +143,18 @@ impl<D: Disk> Pool<D> {
             found: Vec::new(),
         };
         core.claim_ring();
-        let (mut replicas, mut wiped) = (BTreeMap::new(), Vec::new());
+        let (mut replicas, mut wiped, mut lost) = (BTreeMap::new(), Vec::new(), Vec::new());
         let mut corrected = durable;
         for (guid, durable) in &mut corrected.replicas {
-            let (replica, stale) = recover(&mut core, durable)?;
+            let (replica, stale, found) = recover(&mut core, durable)?;
             replicas.insert(*guid, replica);
             wiped.extend(stale);
+            lost.push((*guid, found));
+        }
+        for (guid, found) in lost {
+            if let Some(replica) = replicas.get_mut(&guid) {
+                replica.search_lost(&mut core, &found)?;
+            }
         }
         core.durable = corrected;
         core.restate()?;

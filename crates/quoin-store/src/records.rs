@@ -100,10 +100,22 @@ pub struct Checkpoint {
     pub stable: Lsn,
     pub snapshots: Vec<SnapshotState>,
     pub log: LogStart,
+    /// All of them or, where there is a table, those that it does not have.
     pub segments: Vec<SegmentState>,
     /// Log segments with a greater sequence number were opened later.
     pub sequence: u64,
     pub shadow: Option<ShadowState>,
+    pub table: Option<TableState>,
+}
+
+/// Segments that are listed in nodes: a map from units to segments, as of some commit.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TableState {
+    pub root: Root,
+    /// First units of segments that the table has and that are gone.
+    pub removed: Vec<u32>,
+    /// The counters of live bytes are too high: all is to be counted anew.
+    pub too_high: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -512,6 +524,13 @@ impl Checkpoint {
             encode_snapshots(&shadow.snapshots, out);
             out.put_u64_le(shadow.first_sequence);
         }
+        // Only where there is one: an older form of the record ends here.
+        if let Some(table) = &self.table {
+            encode_root(&table.root, out);
+            out.put_count(table.removed.len());
+            table.removed.iter().for_each(|unit| out.put_u32_le(*unit));
+            out.put_flag(table.too_high);
+        }
         std::mem::take(out).freeze()
     }
 
@@ -550,6 +569,16 @@ impl Checkpoint {
                     root: decode_root(r)?,
                     snapshots: decode_snapshots(r)?,
                     first_sequence: r.u64("shadow")?,
+                }),
+            },
+            table: match r.remaining() {
+                0 => None,
+                _ => Some(TableState {
+                    root: decode_root(r)?,
+                    removed: (0..r.count(4, "removed segments")?)
+                        .map(|_| r.u32("removed segments"))
+                        .collect::<Result<_, _>>()?,
+                    too_high: r.bool("segment table")?,
                 }),
             },
         };

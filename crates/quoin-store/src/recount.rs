@@ -52,6 +52,8 @@ pub struct Recount {
     first_needed: u64,
     /// Whether the count was requested, and does not follow another one.
     is_first: bool,
+    /// Unit up to which the table of segments was walked, which comes last.
+    table_cursor: u64,
 }
 
 /// Part of a segment that was written before a count began, where later writes follow it.
@@ -112,6 +114,16 @@ impl Recount {
         let behind = self.at.is_some_and(|(newest, _)| version <= newest) && lba < self.cursor;
         if (in_done || behind)
             && !mutant::is("what-dies-beside-a-count-is-counted")
+            && let Some(live) = self.live.get_mut(&unit)
+        {
+            *live = live.saturating_sub(bytes);
+        }
+    }
+
+    /// This leaf of the table of segments, over the units from `base` on, was replaced.
+    pub fn gone_of_table(&mut self, unit: u32, block: u64, base: u64, bytes: u64) {
+        if self.counts(unit, block)
+            && base < self.table_cursor
             && let Some(live) = self.live.get_mut(&unit)
         {
             *live = live.saturating_sub(bytes);
@@ -192,6 +204,7 @@ impl Replica {
             open: self.open_parts(core),
             folded: self.folded.head.position.lsn.0,
             first_needed: self.log_start().index,
+            table_cursor: 0,
         })
     }
 
@@ -229,7 +242,7 @@ impl Replica {
         job: &mut Recount,
         views: &[(ViewKey, Root)],
     ) -> Result<bool, StoreError> {
-        let Some((key, root, from)) = job.next(views) else { return Ok(false) };
+        let Some((key, root, from)) = job.next(views) else { return self.count_table(core, job) };
         let mut io = self.io(core);
         let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
             (job.done, job.at, job.cursor) = (Some(key), None, 0);
@@ -251,6 +264,23 @@ impl Replica {
             if leaf.blocks[i].version > from {
                 count(leaf.blocks[i].place, BLOCK_SIZE as u64);
             }
+        }
+        Ok(true)
+    }
+
+    /// Counts the next leaf of the table of segments; false: there is none.
+    fn count_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut Recount,
+    ) -> Result<bool, StoreError> {
+        let Some(part) = self.next_of_table(core, job.table_cursor)? else { return Ok(false) };
+        job.table_cursor = part.range().1;
+        let Part::Leaf { node, .. } = part else { return Ok(true) };
+        let block = node.place / BLOCK_SIZE as u64;
+        let unit = self.family.segment_of(&core.superblock, block);
+        if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
+            *job.live.entry(unit).or_default() += u64::from(node.length);
         }
         Ok(true)
     }

@@ -34,6 +34,7 @@ use crate::replica::{Image, Replica, Synced, Upper};
 use crate::segment_table::Segments;
 use crate::segments::Segment;
 use crate::shadow::Shadow;
+use crate::table::FoundTable;
 
 /// Blocks that are read at once behind the end of a log. Where the disk shows nothing of the first
 /// so many, it shows nothing of the log's end.
@@ -58,11 +59,12 @@ struct End {
 
 /// Makes the replica that the durable state describes. `durable` is corrected where the log
 /// turned out shorter than it says. With it comes the block at the log's end, if that is to be
-/// wiped once the corrected state is on media.
+/// wiped once the corrected state is on media, and what is to be searched for once all replicas
+/// have their segments.
 pub fn recover<D: Disk>(
     core: &mut Core<D>,
     durable: &mut DurableReplica,
-) -> Result<(Replica, Option<u64>), PoolError> {
+) -> Result<(Replica, Option<u64>, FoundTable), PoolError> {
     let checkpoint = Checkpoint::decode(durable.checkpoint.clone());
     let checkpoint = checkpoint.map_err(|_| PoolError::MetadataLost)?;
     let blocks = checkpoint.head.volume_blocks;
@@ -78,24 +80,27 @@ pub fn recover<D: Disk>(
     };
     let is_followed = |s: &SegmentState| s.stream == Stream::Log && s.sequence >= first_sequence;
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
-        let room = state.units.saturating_mul(core.superblock.unit_blocks);
-        if state.used_blocks > room
-            || !Segments::is_possible(state.unit, state.units)
-            || !core.allocator.take(state.unit, state.units)
-        {
-            return Err(PoolError::MetadataLost);
-        }
-        // An estimate from the disk must not be larger than anything can be.
         let (state, too_high) = state.counted();
         if too_high {
             replica.count.request();
         }
-        let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
-        let state = SegmentState { live_bytes, ..state };
+        let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
         match is_followed(&state) {
             true => drop(replica.family.segments.insert(Segment::opened(state))),
             false => replica.family.segments.insert_settled(&state),
         }
+    }
+    let mut found = FoundTable::default();
+    if let Some(table) = &checkpoint.table {
+        if table.too_high {
+            replica.count.request();
+        }
+        let read = replica.read_table(core, table, |core, replica, state| {
+            let state = admitted(core, state);
+            state.map(|state| replica.family.segments.insert_recorded(&state)).is_some()
+        });
+        found = read?.ok_or(PoolError::MetadataLost)?;
+        found.newest = checkpoint.sequence;
     }
     let folded = checkpoint.head.position.lsn;
     replica.folded =
@@ -145,7 +150,18 @@ pub fn recover<D: Disk>(
     }
     let wiped = close(core, &mut replica, durable, &segments, end)?;
     replica.family.forget_log_before(replica.log_start().index);
-    Ok((replica, wiped))
+    Ok((replica, wiped, found))
+}
+
+/// Takes the units of a segment that the metadata name; `None`: it cannot be.
+fn admitted<D: Disk>(core: &mut Core<D>, state: &SegmentState) -> Option<SegmentState> {
+    let room = state.units.saturating_mul(core.superblock.unit_blocks);
+    let can_be = state.used_blocks <= room
+        && Segments::is_possible(state.unit, state.units)
+        && core.allocator.take(state.unit, state.units);
+    // An estimate from the disk must not be larger than anything can be.
+    let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
+    can_be.then_some(SegmentState { live_bytes, ..*state })
 }
 
 /// Collects the batches of the chain, as far as it goes. Returns whether it ends at what the

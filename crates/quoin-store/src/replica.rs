@@ -180,6 +180,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
+            is_table: false,
         }
     }
 
@@ -479,8 +480,9 @@ impl Replica {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes, upper, frozen, log, .. } = self;
         let kept_through = u64::MAX;
-        let (recount, gives_up) = (None, false);
-        let mut io = NodeIo { core, family, batch: nodes, recount, kept_through, gives_up };
+        let (recount, gives_up, is_table) = (None, false, false);
+        let batch = nodes;
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {

@@ -18,13 +18,14 @@ use crate::layout::LARGE_UNITS;
 use crate::moved::packed_blocks;
 use crate::records::SegmentState;
 use crate::segments::Segment;
+use crate::table::Recorded;
 
 /// Live percent (of what a segment can hold) above which none is emptied however short space
 /// is: at 90, clean-up writes nine blocks at most for each one gained.
 pub const MOST_LIVE_PERCENT: u64 = 90;
 
 /// Units of a page. A large segment lies within one, since it begins at a multiple of its size.
-const PAGE_UNITS: u32 = 256;
+pub const PAGE_UNITS: u32 = 256;
 /// Blocks of the largest segment.
 const BLOCKS_MAX: u32 = LARGE_UNITS << 16;
 
@@ -50,7 +51,7 @@ impl Packed {
         Packed {
             sequence: state.sequence,
             live_bytes: u32::try_from(state.live_bytes).unwrap_or(u32::MAX),
-            bits: state.unit % PAGE_UNITS
+            bits: (state.unit % PAGE_UNITS)
                 | flag(state.units == LARGE_UNITS, IS_LARGE)
                 | flag(is_aside, IS_ASIDE)
                 | (state.stream as u32) << STREAM_SHIFT
@@ -121,6 +122,8 @@ pub struct Segments {
     packed_live: u64,
     /// Segments that could not be read lately.
     aside: BTreeSet<u32>,
+    /// What the table on disk has of the pages.
+    pub recorded: Recorded,
 }
 
 impl Segments {
@@ -137,6 +140,7 @@ impl Segments {
             packed_units: 0,
             packed_live: 0,
             aside: BTreeSet::new(),
+            recorded: Recorded::default(),
         }
     }
 
@@ -179,6 +183,16 @@ impl Segments {
 
     /// Adds a segment to which nothing is added any more.
     pub fn insert_settled(&mut self, state: &SegmentState) {
+        self.recorded.added(state.unit);
+        self.insert_packed(state);
+    }
+
+    /// Adds a segment as the table on disk has it.
+    pub fn insert_recorded(&mut self, state: &SegmentState) {
+        self.insert_packed(state);
+    }
+
+    fn insert_packed(&mut self, state: &SegmentState) {
         let packed = Packed::new(state, self.aside.contains(&state.unit));
         let page = state.unit / PAGE_UNITS;
         let entries = self.pages.entry(page).or_default();
@@ -208,6 +222,7 @@ impl Segments {
             return Some(segment.state);
         }
         let (page, at) = self.find(unit)?;
+        self.recorded.removed(unit);
         let entries = self.pages.get_mut(&page)?;
         let packed = entries.remove(at);
         if entries.is_empty() {
@@ -219,6 +234,16 @@ impl Segments {
         let after = self.class_of(packed).and_then(|class| self.oldest(page, class, None));
         self.left(page, packed, after);
         Some(packed.state(page))
+    }
+
+    /// Removes those that are older than all others: the first unit and the units of each.
+    pub fn remove_older(&mut self, first_sequence: u64) -> Vec<(u32, u32)> {
+        let old = self.iter().filter(|s| s.sequence < first_sequence);
+        let old: Vec<(u32, u32)> = old.map(|s| (s.unit, s.units)).collect();
+        for (unit, _) in &old {
+            self.remove(*unit);
+        }
+        old
     }
 
     /// The first unit of the segment that this unit is in.
@@ -247,13 +272,34 @@ impl Segments {
         busy.into_iter().chain(packed).min_by_key(|state| state.unit)
     }
 
+    /// Those to which nothing is added any more, of one page.
+    pub fn settled_of(&self, page: u32) -> impl Iterator<Item = SegmentState> + '_ {
+        self.pages.get(&page).into_iter().flatten().map(move |e| e.state(page))
+    }
+
+    /// Those that the table on disk does not have as they are, in the order of their units.
+    pub fn unrecorded(&self) -> Vec<SegmentState> {
+        let changed = self.recorded.changed();
+        let settled = changed.filter_map(|unit| {
+            let (page, at) = self.find(unit)?;
+            Some(self.pages.get(&page)?.get(at)?.state(page))
+        });
+        let busy = self.busy.values().map(|segment| segment.state);
+        let mut all: Vec<SegmentState> = settled.chain(busy).collect();
+        all.sort_unstable_by_key(|state| state.unit);
+        all
+    }
+
+    /// Those to which nothing is added any more, in the order of their units.
+    pub fn settled(&self) -> impl Iterator<Item = SegmentState> + '_ {
+        let of_pages = self.pages.iter().map(|(page, entries)| (*page, entries));
+        of_pages.flat_map(|(page, entries)| entries.iter().map(move |e| e.state(page)))
+    }
+
     /// All of them, in the order of their units.
     pub fn iter(&self) -> impl Iterator<Item = SegmentState> + '_ {
         let mut busy = self.busy.values().map(|segment| segment.state).peekable();
-        let of_pages = self.pages.iter().map(|(page, entries)| (*page, entries));
-        let mut packed = of_pages
-            .flat_map(|(page, entries)| entries.iter().map(move |e| e.state(page)))
-            .peekable();
+        let mut packed = self.settled().peekable();
         std::iter::from_fn(move || match (busy.peek(), packed.peek()) {
             (Some(changes), Some(rests)) if changes.unit < rests.unit => busy.next(),
             (_, Some(_)) => packed.next(),
@@ -294,10 +340,16 @@ impl Segments {
             segment.state.live_bytes = counted(&segment.state).unwrap_or(segment.state.live_bytes);
         }
         for (page, entries) in &mut self.pages {
+            let (mut drift, whole) = (0, entries.len() as u64 * self.capacity[0]);
             for entry in entries {
                 if let Some(live) = counted(&entry.state(*page)) {
-                    entry.live_bytes = u32::try_from(live).unwrap_or(u32::MAX);
+                    let live = u32::try_from(live).unwrap_or(u32::MAX);
+                    drift += u64::from(live.abs_diff(entry.live_bytes));
+                    entry.live_bytes = live;
                 }
+            }
+            if drift > 0 {
+                self.recorded.drifted(*page, drift, whole);
             }
         }
         self.class_anew();
@@ -394,6 +446,11 @@ impl Segments {
         self.packed_live += u64::from(after.live_bytes);
         self.discount(before);
         self.count(after);
+        let drift = before.live_bytes.abs_diff(after.live_bytes);
+        if drift > 0 {
+            let whole = self.pages.get(&page).map_or(0, |entries| entries.len() as u64);
+            self.recorded.drifted(page, drift.into(), whole * self.capacity[0]);
+        }
         let (was, is) = (self.class_of(before), self.class_of(after));
         if was != is {
             let others = was.and_then(|class| self.oldest(page, class, Some(at)));

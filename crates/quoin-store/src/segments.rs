@@ -10,7 +10,7 @@ use crate::batch::{Stream, batch_blocks_max};
 use crate::bit_set::BitSet;
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
+use crate::layout::{FORMAT_VERSION, Features, LARGE_UNITS, Superblock};
 use crate::records::{Record, SegmentState};
 use crate::segment_table::Segments;
 
@@ -442,6 +442,32 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
     out.extend_from_slice(&crc.to_le_bytes());
     out.resize(BLOCK_SIZE, 0);
     out
+}
+
+/// What the first block of a segment of this replica says, if it is one. How much was written and
+/// what is live of it is not in it.
+pub fn header_of(
+    superblock: &Superblock,
+    guid: ReplicaGuid,
+    unit: u32,
+    bytes: &[u8],
+) -> Option<SegmentState> {
+    let u32_at = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let u64_at = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+    let state = SegmentState {
+        unit,
+        units: u32_at(80)?,
+        stream: Stream::from_code(*bytes.get(84)?)?,
+        sequence: u64_at(72)?,
+        used_blocks: 1,
+        live_bytes: 0,
+        last_lsn: 0,
+        last_index: 0,
+    };
+    let features = Features { compat: u64_at(16)?, ro_compat: u64_at(24)?, incompat: u64_at(32)? };
+    // Features are those of the time when it was written.
+    let written_by = Superblock { features, ..*superblock };
+    (bytes == segment_header(&written_by, guid, &state)).then_some(state)
 }
 
 #[cfg(test)]

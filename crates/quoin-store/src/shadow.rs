@@ -1,8 +1,6 @@
 //! Increments. Receiving: a shadow is a map of its own in the same family, fed slot by slot and
 //! no part of the replica's state until the flip. Sending: slots of a pinned view above an LSN.
 
-use std::collections::BTreeSet;
-
 use bytes::Bytes;
 use quoin_replication::replica::store::{PullChunk, StoreError};
 use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
@@ -15,8 +13,11 @@ use crate::history::Head;
 use crate::memtable::Log;
 use crate::moved::MovedBlock;
 use crate::node::{LEAF_BLOCKS, LEAF_SHIFT};
-use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
+use crate::records::{
+    Checkpoint, LogStart, Record, SegmentState, ShadowState, SnapshotState, TableState,
+};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
+use crate::table::NewTable;
 use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -44,11 +45,20 @@ pub struct Shadow {
     leaves: u64,
     /// The end it was prepared for, and the sync that must be over before the flip.
     pub prepared: Option<(Box<IncrementEnd>, u64)>,
+    /// The table of its segments, where it gives up all others.
+    table: Option<NewTable>,
 }
 
 impl Shadow {
     pub fn restored(state: ShadowState) -> Self {
-        Shadow { state, edits: Vec::new(), crcs: Vec::new(), leaves: 0, prepared: None }
+        Shadow {
+            state,
+            edits: Vec::new(),
+            crcs: Vec::new(),
+            leaves: 0,
+            prepared: None,
+            table: None,
+        }
     }
 
     fn push(&mut self, edit: Edit) {
@@ -329,6 +339,12 @@ impl Replica {
         // will refer to is what the next sync makes durable.
         self.maintenance.clean = None;
         self.merge_shadow(core)?;
+        let state = &self.shadow_of(rebuild)?.state;
+        let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
+        if empty_start {
+            let table = self.new_table(core, first_sequence)?;
+            self.shadow_of(rebuild)?.table = table;
+        }
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
         self.shadow_of(rebuild)?.prepared = Some((Box::new(end.clone()), ticket));
@@ -369,14 +385,23 @@ impl Replica {
         let (root, first_sequence, empty_start) =
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before.
-        let dead: BTreeSet<u32> = match empty_start && self.pins.is_empty() {
-            true => {
-                let older = self.family.segments.iter();
-                older.filter(|s| s.sequence < first_sequence).map(|s| s.unit).collect()
+        let frees_old = empty_start && self.pins.is_empty();
+        let keeps_table = !frees_old;
+        let new_table = self.shadow_of(rebuild)?.table.take().filter(|_| !keeps_table);
+        let segments: Vec<SegmentState> = match keeps_table {
+            true => self.family.segments.unrecorded(),
+            false => {
+                let has = |unit| new_table.as_ref().is_some_and(|t| t.units.contains(&unit));
+                let segments = self.family.segments.iter();
+                segments.filter(|s| s.sequence >= first_sequence && !has(s.unit)).collect()
             }
-            false => BTreeSet::new(),
         };
-        let segments = self.family.segments.iter().filter(|s| !dead.contains(&s.unit));
+        let table = match keeps_table {
+            true => self.table_state(),
+            false => new_table
+                .as_ref()
+                .map(|table| TableState { root: table.root, ..TableState::default() }),
+        };
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let log = LogStart {
             index: self.end.next_index,
@@ -390,18 +415,23 @@ impl Replica {
             snapshots: snapshots.clone(),
             log,
             // Counters of the old map are too high: a start after a crash counts anew as well.
-            segments: segments.map(|s| s.recorded(!forgets)).collect(),
+            segments: segments.into_iter().map(|s| s.recorded(!forgets)).collect(),
             sequence: core.sequence,
             shadow: None,
+            table: table.map(|table| TableState { too_high: !forgets, ..table }),
         };
         core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
 
         let ticket = core.tickets.request().0;
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
-        for unit in dead {
-            if let Some(segment) = self.family.segments.remove(unit) {
-                core.freed.add(ticket, unit, segment.units);
+        if frees_old {
+            for (unit, units) in self.family.segments.remove_older(first_sequence) {
+                core.freed.add(ticket, unit, units);
             }
+        }
+        if !keeps_table {
+            let settled: Vec<u32> = self.family.segments.settled().map(|s| s.unit).collect();
+            self.family.segments.recorded.replaced(new_table, settled.into_iter());
         }
         let open = self.family.open;
         self.family.open = open.map(|u| u.filter(|u| self.family.segments.busy(*u).is_some()));
