@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use bytes::BytesMut;
 use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
-use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, mutant};
 
 use crate::background::recount::Recount;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, Superblock};
+use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -37,6 +37,9 @@ pub struct PoolOptions {
     pub write_out_bytes: u64,
     /// Nodes of a map that one step of background work looks at: each may be a read of the disk.
     pub step_nodes: usize,
+    /// Segments that changed, of a replica, which a commit states in its record. With more it
+    /// writes nodes of the table of segments.
+    pub unrecorded_segments: usize,
 }
 
 impl Default for PoolOptions {
@@ -47,6 +50,7 @@ impl Default for PoolOptions {
             log_keep_bytes: 64 << 20,
             write_out_bytes: 1 << 20,
             step_nodes: 64,
+            unrecorded_segments: 128,
         }
     }
 }
@@ -160,6 +164,20 @@ impl<D: Disk> Core<D> {
     /// Everything up to this ticket is on media.
     pub fn ring_synced(&mut self, ticket: SyncTicket) {
         self.disk_did(|core| core.ring.synced(&core.disk, ticket, || core.tickets.request()));
+    }
+
+    /// Builds that do not know what is written from here on keep their hands off the pool.
+    pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
+        let incompat = &mut self.superblock.features.incompat;
+        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
+            return Ok(());
+        }
+        *incompat |= SECOND_EDITION;
+        self.disk_did(|core| {
+            core.superblock.write(&core.disk)?;
+            core.disk.sync().map_err(StoreError::Io)
+        });
+        self.check_usable()
     }
 
     fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {
@@ -352,6 +370,8 @@ pub struct NodeIo<'a, D> {
     pub kept_through: u64,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
     pub gives_up: bool,
+    /// These are nodes of the table of segments: their leaves name no blocks.
+    pub is_table: bool,
 }
 
 impl<D: Disk> NodeIo<'_, D> {
@@ -365,7 +385,7 @@ impl<D: Disk> NodeIo<'_, D> {
         let segment = self
             .family
             .segments
-            .get_mut(&self.batch.unit)
+            .busy_mut(self.batch.unit)
             .ok_or(StoreError::Damaged("the segment of new nodes is gone"))?;
         let blocks = self.batch.bytes.len().div_ceil(BLOCK_SIZE);
         let mut writer = HeaderWriter::new(&mut core.header);
@@ -418,7 +438,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let loaded = bytes.map(|bytes| {
             let bytes = bytes?;
             let mut node = *node;
-            if quoin_types::mutant::is("node-checksum-not-checked") {
+            if mutant::is("node-checksum-not-checked") {
                 node.crc = quoin_types::crc32c(bytes);
             }
             let spare = (level == 0).then(|| self.core.cache.spare_leaf());
@@ -482,6 +502,9 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
+        if self.is_table {
+            return Err(StoreError::Damaged("the table of segments"));
+        }
         // For a high node only the first stretches: the others are found when these are mended.
         let stretches = if level == 0 { 1 } else { FANOUT as u64 };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
@@ -500,7 +523,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn replaced(&mut self, lba: u64, place: u64, version: u64) {
-        if quoin_types::mutant::is("trim-frees-nothing") {
+        if self.is_table || mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {
@@ -514,13 +537,15 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
-        if node.newest > self.kept_through {
+        if node.newest > self.kept_through || self.is_table {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let unit = self.family.sub_live(&self.core.superblock, block, bytes);
             if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
                 recount.counter_lowered(unit, block, bytes);
                 // Nodes above the leaves are not counted.
-                if level == 0 {
+                if level == 0 && self.is_table {
+                    recount.gone_of_table(unit, block, base, bytes);
+                } else if level == 0 {
                     recount.gone(unit, block, base, node.newest, bytes);
                 }
             }

@@ -1,5 +1,6 @@
 //! A pool: opening it, its replicas, syncing, background work.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
@@ -12,6 +13,7 @@ use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo}
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool};
+use crate::background::due_work::DueWork;
 use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
@@ -76,6 +78,8 @@ pub struct Pool<D> {
     pub(crate) victim: Victim,
     /// Something else was done since the last step of a count.
     pub(crate) counts_next: bool,
+    /// What is due of each replica.
+    pub(crate) due_work: RefCell<DueWork>,
 }
 
 impl<D: Disk> Pool<D> {
@@ -147,12 +151,18 @@ impl<D: Disk> Pool<D> {
             memtable: Memtable::default(),
         };
         core.claim_ring();
-        let (mut replicas, mut wiped) = (BTreeMap::new(), Vec::new());
+        let (mut replicas, mut wiped, mut lost) = (BTreeMap::new(), Vec::new(), Vec::new());
         let mut corrected = durable;
         for (guid, durable) in &mut corrected.replicas {
-            let (replica, stale) = recover(&mut core, durable)?;
+            let (replica, stale, found) = recover(&mut core, durable)?;
             replicas.insert(*guid, replica);
             wiped.extend(stale);
+            lost.push((*guid, found));
+        }
+        for (guid, found) in lost {
+            if let Some(replica) = replicas.get_mut(&guid) {
+                replica.search_lost(&mut core, &found)?;
+            }
         }
         core.durable = corrected;
         core.restate()?;
@@ -164,7 +174,16 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while core.release(0) {}
-        Ok(Pool { core, replicas, starved: false, victim: Victim::default(), counts_next: true })
+        let pool = Pool {
+            core,
+            replicas,
+            starved: false,
+            victim: Victim::default(),
+            counts_next: true,
+            due_work: RefCell::default(),
+        };
+        pool.touch_all();
+        Ok(pool)
     }
 
     /// Whose pool a disk holds, without opening it.
@@ -236,10 +255,10 @@ impl<D: Disk> Pool<D> {
     pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
         let replica = self.replicas.get(&guid)?;
         let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
-        let segments = || replica.family.segments.values();
+        let segments = &replica.family.segments;
         Some(ReplicaStats {
-            allocated_bytes: segments().map(|s| u64::from(s.state.units) * unit).sum(),
-            live_bytes: segments().map(|s| s.state.live_bytes).sum(),
+            allocated_bytes: segments.units() * unit,
+            live_bytes: segments.live_bytes(),
             log_bytes: replica.log.bytes,
             snapshots: replica.snapshots.len(),
         })
@@ -285,11 +304,14 @@ impl<D: Disk> Pool<D> {
         }
         self.release_some();
         for guid in self.core.tickets.written.end() {
+            // How much may be folded follows what is durable.
+            self.touch(guid);
             if let Some(replica) = self.replicas.get_mut(&guid) {
                 replica.synced.finish();
             }
         }
         for guid in self.core.tickets.committing.end() {
+            self.touch(guid);
             let Some(replica) = self.replicas.get_mut(&guid) else { continue };
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
                 self.core.failed = Some(fault);
@@ -309,6 +331,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn replica(&mut self, guid: ReplicaGuid) -> Option<Handle<'_, D>> {
+        self.touch(guid);
         let replica = self.replicas.get_mut(&guid)?;
         Some(Handle { core: &mut self.core, replica })
     }
@@ -332,7 +355,8 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if self.core.durable.encoded_len() + added > limit {
             return Err(StoreError::Full);
         }
-        let replica = Replica::new(identity.clone(), meta.clone(), blocks);
+        let replica =
+            Replica::new(identity.clone(), meta.clone(), blocks, self.core.superblock.unit_blocks);
         let checkpoint = Checkpoint {
             head: replica.folded.head.clone(),
             sequence: self.core.sequence,
@@ -345,6 +369,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             Record::Checkpoint(guid, checkpoint.encode()),
         ])?;
         self.replicas.insert(guid, replica);
+        self.touch(guid);
         Ok(())
     }
 
@@ -371,8 +396,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.core.record(Record::Delete(guid))?;
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;
+        self.touch(guid);
         if let Some(replica) = self.replicas.remove(&guid) {
-            let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
+            let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
             all.for_each(|(unit, units)| self.core.freed.add(ticket, unit, units));
         }

@@ -33,7 +33,9 @@ use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced, Upper};
+use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
+use crate::space::table::FoundTable;
 
 /// Blocks that are read at once behind the end of a log. Where the disk shows nothing of the first
 /// so many, it shows nothing of the log's end.
@@ -58,30 +60,48 @@ struct End {
 
 /// Makes the replica that the durable state describes. `durable` is corrected where the log
 /// turned out shorter than it says. With it comes the block at the log's end, if that is to be
-/// wiped once the corrected state is on media.
+/// wiped once the corrected state is on media, and what is to be searched for once all replicas
+/// have their segments.
 pub fn recover<D: Disk>(
     core: &mut Core<D>,
     durable: &mut DurableReplica,
-) -> Result<(Replica, Option<u64>), PoolError> {
+) -> Result<(Replica, Option<u64>, FoundTable), PoolError> {
     let checkpoint = Checkpoint::decode(durable.checkpoint.clone());
     let checkpoint = checkpoint.map_err(|_| PoolError::MetadataLost)?;
     let blocks = checkpoint.head.volume_blocks;
-    let mut replica = Replica::new(durable.identity.clone(), durable.meta.clone(), blocks);
+    let mut replica = Replica::new(
+        durable.identity.clone(),
+        durable.meta.clone(),
+        blocks,
+        core.superblock.unit_blocks,
+    );
+    let first_sequence = match checkpoint.log.sequence {
+        0 => checkpoint.sequence + 1,
+        sequence => sequence,
+    };
+    let is_followed = |s: &SegmentState| s.stream == Stream::Log && s.sequence >= first_sequence;
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
-        let room = state.units.saturating_mul(core.superblock.unit_blocks);
-        if state.used_blocks > room || !core.allocator.take(state.unit, state.units) {
-            return Err(PoolError::MetadataLost);
-        }
-        // An estimate from the disk must not be larger than anything can be.
         let (state, too_high) = state.counted();
         if too_high {
             replica.count.request();
         }
-        let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
-        let state = SegmentState { live_bytes, ..state };
-        let segment =
-            Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 };
-        replica.family.segments.insert(state.unit, segment);
+        let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
+        match is_followed(&state) {
+            true => drop(replica.family.segments.insert(Segment::opened(state))),
+            false => replica.family.segments.insert_settled(&state),
+        }
+    }
+    let mut found = FoundTable::default();
+    if let Some(table) = &checkpoint.table {
+        if table.too_high {
+            replica.count.request();
+        }
+        let read = replica.read_table(core, table, |core, replica, state| {
+            let state = admitted(core, state);
+            state.map(|state| replica.family.segments.insert_recorded(&state)).is_some()
+        });
+        found = read?.ok_or(PoolError::MetadataLost)?;
+        found.newest = checkpoint.sequence;
     }
     let folded = checkpoint.head.position.lsn;
     replica.folded =
@@ -92,17 +112,8 @@ pub fn recover<D: Disk>(
     replica.stable = checkpoint.stable;
     replica.replay_head();
 
-    let first_sequence = match checkpoint.log.sequence {
-        0 => checkpoint.sequence + 1,
-        sequence => sequence,
-    };
-    let mut segments: Vec<SegmentState> = replica
-        .family
-        .segments
-        .values()
-        .map(|s| s.state)
-        .filter(|s| s.stream == Stream::Log && s.sequence >= first_sequence)
-        .collect();
+    let mut segments: Vec<SegmentState> =
+        replica.family.segments.all_busy().map(|s| s.state).collect();
     segments.sort_unstable_by_key(|s| s.sequence);
     replica.family.log_order = segments.iter().map(|s| (s.sequence, s.unit)).collect();
 
@@ -139,7 +150,19 @@ pub fn recover<D: Disk>(
         *index = (*index).min(end.index);
     }
     let wiped = close(core, &mut replica, durable, &segments, end)?;
-    Ok((replica, wiped))
+    replica.family.forget_log_before(replica.log_start().index);
+    Ok((replica, wiped, found))
+}
+
+/// Takes the units of a segment that the metadata name; `None`: it cannot be.
+fn admitted<D: Disk>(core: &mut Core<D>, state: &SegmentState) -> Option<SegmentState> {
+    let room = state.units.saturating_mul(core.superblock.unit_blocks);
+    let can_be = state.used_blocks <= room
+        && Segments::is_possible(state.unit, state.units)
+        && core.allocator.take(state.unit, state.units);
+    // An estimate from the disk must not be larger than anything can be.
+    let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
+    can_be.then_some(SegmentState { live_bytes, ..*state })
 }
 
 /// Collects the batches of the chain, as far as it goes. Returns whether it ends at what the
@@ -208,7 +231,7 @@ fn replay<D: Disk>(
     watermark: u64,
 ) -> Result<(End, bool), PoolError> {
     let mut lost = false;
-    let start_unit = replica.family.segments.values();
+    let start_unit = replica.family.segments.all_busy();
     let start_unit = start_unit.filter(|s| s.state.sequence == start.sequence);
     let mut end = End {
         unit: start_unit.map(|s| s.state.unit).next().filter(|_| start.sequence != 0),
@@ -294,7 +317,7 @@ fn header_on_media<D: Disk>(core: &Core<D>, found: &Found) -> Result<bool, Store
 }
 
 fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
-    if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
+    if let Some(segment) = replica.family.segments.busy_mut(found.unit) {
         let state = &mut segment.state;
         // Batches that were there when the state was recorded were counted then.
         let known = match quoin_types::mutant::is("log-counted-twice-at-a-start") {
@@ -530,11 +553,11 @@ fn close<D: Disk>(
         durable.checkpoint = checkpoint.encode();
         durable.log_segments.retain(listed);
         for segment in stale {
-            replica.family.segments.remove(&segment.unit);
+            replica.family.segments.remove(segment.unit);
             core.freed.add(0, segment.unit, segment.units);
         }
     }
-    let Some(segment) = end.unit.and_then(|unit| replica.family.segments.get_mut(&unit)) else {
+    let Some(segment) = end.unit.and_then(|unit| replica.family.segments.busy_mut(unit)) else {
         return Ok(None);
     };
     let state = &mut segment.state;

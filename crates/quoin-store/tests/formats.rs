@@ -249,6 +249,37 @@ fn pools_of_every_version_are_opened_with_all_they_hold_and_used_on() {
     }
 }
 
+/// Incompatible features of the newest superblock that the media have.
+fn incompatible_on_media(disk: &MemoryDisk) -> u64 {
+    let image = disk.fork();
+    image.power_cut(|| false);
+    let mut block = vec![0; BLOCK_SIZE];
+    let slots = [0, BLOCK_SIZE as u64].map(|offset| {
+        image.read_at(offset, &mut block).expect("a read");
+        let u64_at = |at: usize| u64::from_le_bytes(block[at..at + 8].try_into().expect("8 bytes"));
+        (u64_at(72), u64_at(32))
+    });
+    slots.into_iter().max().expect("two slots").1
+}
+
+#[test]
+fn a_pool_of_before_says_in_its_superblock_that_it_has_a_table_of_segments() {
+    crate::common::break_a_rule();
+    let version = Recorded::all(CRATE, "pool", RAISE).remove(0);
+    let disk = disk_of(&version.read("disk"));
+    let options = PoolOptions { unrecorded_segments: 0, ..options() };
+    let mut pool = Pool::open(disk.clone(), options).expect("a pool");
+    assert_eq!(incompatible_on_media(&disk), 0, "nothing needs it yet");
+    append(&mut pool, 5, &[(EntryKind::Write, 44, 3)]);
+    let last = replica(&mut pool, LIVED, |store| store.state().position.lsn);
+    replica(&mut pool, LIVED, |store| store.set_stable(last));
+    pool.settle().expect("folded");
+    assert_eq!(incompatible_on_media(&disk), 1);
+    let held = facts(&mut pool);
+    drop(pool);
+    assert_eq!(facts(&mut Pool::open(disk, options).expect("a pool")), held);
+}
+
 #[test]
 fn a_ring_with_a_record_of_a_later_version_is_refused_as_newer_and_left_alone() {
     let disk = lived();

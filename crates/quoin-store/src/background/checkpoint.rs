@@ -319,7 +319,8 @@ impl Replica {
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
         let too_high = self.count.is_too_high();
-        let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
+        let segments =
+            self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,
             head: self.folded.head.clone(),
@@ -329,6 +330,7 @@ impl Replica {
             segments,
             sequence: core.sequence,
             shadow: self.shadow.as_ref().map(|s| s.state()),
+            table: self.table_state(),
         }
     }
 
@@ -338,6 +340,7 @@ impl Replica {
             return Ok(());
         }
         self.merge_shadow(core)?;
+        self.write_table(core)?;
         self.io(core).flush()?;
         let record = self.checkpoint_state(core).encode();
         let mut frees = std::mem::take(&mut self.maintenance.pending_free);
@@ -374,7 +377,7 @@ impl Replica {
             return Err(error);
         }
         // Segments that the disk refused to read are tried again: read errors may pass.
-        self.quarantine.segments.clear();
+        self.family.segments.try_again();
         let ticket = core.tickets.request().0;
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())

@@ -84,17 +84,22 @@ impl CleanJob {
 }
 
 impl Replica {
-    /// Segments that may be cleaned now: closed, and no part of the log that is kept.
+    /// Whether none of its segments may be emptied now.
+    pub fn is_clean_blocked(&self) -> bool {
+        self.maintenance.checkpoint.is_some() || self.is_prepared()
+    }
+
+    /// Segments that may be cleaned now, by a look at all: closed, and no part of the log that is
+    /// kept. What [`crate::space::segment_table`] knows is compared with it.
+    #[cfg(any(test, debug_assertions))]
     pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
         let first_needed = self.log_start().index;
-        let blocked = self.maintenance.checkpoint.is_some()
-            || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
+        let blocked = self.is_clean_blocked();
         self.family
             .segments
-            .values()
-            .map(|s| s.state)
+            .iter()
             .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
-            .filter(|s| !self.quarantine.segments.contains(&s.unit))
+            .filter(|s| !self.family.segments.is_aside(s.unit))
             .filter(move |s| {
                 s.stream != Stream::Log
                     || s.last_index < first_needed
@@ -153,7 +158,7 @@ impl Replica {
             let any = !live.is_empty();
             if !self.move_blocks(core, live, &mut job.data)? {
                 // The disk may give them another time, after the next commit: the segment stays.
-                self.quarantine.segments.insert(job.unit);
+                self.family.segments.set_aside(job.unit);
                 if job.moved {
                     // Moved blocks were counted in their new segment, and in this one as well.
                     self.count.begin_anew();
@@ -170,8 +175,8 @@ impl Replica {
             self.maintenance.clean = Some(job);
             return Ok(false);
         }
-        if let Some(segment) = self.family.segments.remove(&job.unit) {
-            self.maintenance.pending_free.push((job.unit, segment.state.units));
+        if let Some(segment) = self.family.segments.remove(job.unit) {
+            self.maintenance.pending_free.push((job.unit, segment.units));
         }
         self.maintenance.dirty = true;
         Ok(true)
@@ -300,7 +305,8 @@ impl Replica {
 
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
-        self.update_views(core, nodes, &[])
+        self.update_views(core, nodes, &[])?;
+        self.renew_table(core, nodes)
     }
 
     /// Applies the edits to all views, or to none.

@@ -1,7 +1,5 @@
 //! Background work of one replica: jobs under way, and parts that the work leaves alone for now.
 
-use std::collections::BTreeSet;
-
 use crate::background::checkpoint::{CheckpointJob, Commit};
 use crate::background::cleaner::CleanJob;
 
@@ -63,9 +61,6 @@ pub enum Cause {
 pub struct Quarantine {
     /// The whole replica.
     pub replica: Option<Cause>,
-    /// Segments that could not be read lately: they are not emptied before the next commit, or
-    /// before a look at a pool that is short and has nothing else to empty.
-    pub segments: BTreeSet<u32>,
 }
 
 impl Quarantine {
@@ -82,7 +77,7 @@ mod tests {
     #[test]
     fn what_the_disk_refused_is_tried_again_and_damage_waits_for_its_rebuild() {
         for (cause, left) in [(Cause::Unreadable, None), (Cause::Damaged, Some(Cause::Damaged))] {
-            let mut quarantine = Quarantine { replica: Some(cause), ..Quarantine::default() };
+            let mut quarantine = Quarantine { replica: Some(cause) };
             quarantine.try_again();
             assert_eq!(quarantine.replica, left);
         }

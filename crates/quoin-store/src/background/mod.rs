@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod cleaner;
+pub mod due_work;
 pub mod maintenance;
 pub mod recount;
 pub mod relocation;

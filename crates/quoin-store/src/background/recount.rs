@@ -52,6 +52,8 @@ pub struct Recount {
     first_needed: u64,
     /// Whether the count was requested, and does not follow another one.
     is_first: bool,
+    /// Unit up to which the table of segments was walked, which comes last.
+    table_cursor: u64,
 }
 
 /// Part of a segment that was written before a count began, where later writes follow it.
@@ -118,6 +120,16 @@ impl Recount {
         }
     }
 
+    /// This leaf of the table of segments, over the units from `base` on, was replaced.
+    pub fn gone_of_table(&mut self, unit: u32, block: u64, base: u64, bytes: u64) {
+        if self.counts(unit, block)
+            && base < self.table_cursor
+            && let Some(live) = self.live.get_mut(&unit)
+        {
+            *live = live.saturating_sub(bytes);
+        }
+    }
+
     /// The view to go on with, and above which version.
     fn next(&mut self, views: &[(ViewKey, Root)]) -> Option<(ViewKey, Root, u64)> {
         let done = self.done;
@@ -171,7 +183,7 @@ impl Replica {
 
     /// Whether a segment of the log up to this sequence number holds what is not folded.
     fn has_log_above(&self, sequence: u64, folded: u64, first_needed: u64) -> bool {
-        self.family.segments.values().map(|segment| &segment.state).any(|state| {
+        self.family.segments.all_busy().map(|segment| &segment.state).any(|state| {
             let is_old = state.sequence <= sequence && matches!(state.stream, Stream::Log);
             is_old && state.last_index >= first_needed && state.last_lsn > folded
         })
@@ -192,6 +204,7 @@ impl Replica {
             open: self.open_parts(core),
             folded: self.folded.head.position.lsn.0,
             first_needed: self.log_start().index,
+            table_cursor: 0,
         })
     }
 
@@ -229,7 +242,7 @@ impl Replica {
         job: &mut Recount,
         views: &[(ViewKey, Root)],
     ) -> Result<bool, StoreError> {
-        let Some((key, root, from)) = job.next(views) else { return Ok(false) };
+        let Some((key, root, from)) = job.next(views) else { return self.count_table(core, job) };
         let mut io = self.io(core);
         let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
             (job.done, job.at, job.cursor) = (Some(key), None, 0);
@@ -241,8 +254,7 @@ impl Replica {
         let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
         let superblock = core.superblock;
         let mut count = |block: u64, bytes: u64| {
-            let segment = self.family.segment_of(&superblock, block);
-            let unit = segment.map(|segment| segment.state.unit);
+            let unit = self.family.segment_of(&superblock, block);
             if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
                 *job.live.entry(unit).or_default() += bytes;
             }
@@ -256,24 +268,40 @@ impl Replica {
         Ok(true)
     }
 
+    /// Counts the next leaf of the table of segments; false: there is none.
+    fn count_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut Recount,
+    ) -> Result<bool, StoreError> {
+        let Some(part) = self.next_of_table(core, job.table_cursor)? else { return Ok(false) };
+        job.table_cursor = part.range().1;
+        let Part::Leaf { node, .. } = part else { return Ok(true) };
+        let block = node.place / BLOCK_SIZE as u64;
+        let unit = self.family.segment_of(&core.superblock, block);
+        if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
+            *job.live.entry(unit).or_default() += u64::from(node.length);
+        }
+        Ok(true)
+    }
+
     fn finish_recount(&mut self, job: &Recount) {
-        for (unit, segment) in &mut self.family.segments {
-            let state = &mut segment.state;
+        self.family.segments.recounted(|state| {
             if state.sequence > job.through_sequence {
-                continue;
+                return None;
             }
-            let live = job.live.get(unit).copied().unwrap_or(0);
+            let live = job.live.get(&state.unit).copied().unwrap_or(0);
             let is_folded = state.last_index < job.first_needed || state.last_lsn <= job.folded;
-            match job.open.get(unit) {
-                Some(_) if mutant::is("open-segments-not-counted") => {}
+            match job.open.get(&state.unit) {
+                Some(_) if mutant::is("open-segments-not-counted") => None,
                 Some(part) => {
                     let too_much = part.counter.saturating_sub(live);
-                    state.live_bytes = state.live_bytes.saturating_sub(too_much);
+                    Some(state.live_bytes.saturating_sub(too_much))
                 }
-                None if state.stream != Stream::Log || is_folded => state.live_bytes = live,
-                None => {}
+                None if state.stream != Stream::Log || is_folded => Some(live),
+                None => None,
             }
-        }
+        });
         if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
             self.count.after = Some(job.through_sequence);
         }

@@ -18,15 +18,16 @@
 use std::cell::Cell;
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
+use quoin_types::{ReplicaGuid, mutant};
 
 use crate::api::Due;
+use crate::background::due_work::Fact;
 use crate::background::maintenance::Cause;
-use crate::background::relocation::packed_blocks;
 use crate::disk::Disk;
 use crate::format::checkpoint::SegmentState;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::replica::Replica;
+use crate::space::segment_table::{Held, MOST_LIVE_PERCENT};
 
 /// Live percent up to which a segment is emptied though space is plenty.
 const EAGER_LIVE_PERCENT: u64 = 10;
@@ -35,9 +36,6 @@ const EAGER_LIVE_PERCENT: u64 = 10;
 /// at most.
 const SPRAWL_PERCENT: std::ops::Range<u64> = 35..50;
 const SPRAWL_LIVE_PERCENT: u64 = 50;
-/// Live percent (of what a segment can hold) above which none is emptied however short space
-/// is: at 90, clean-up writes nine blocks at most for each one gained.
-const MOST_LIVE_PERCENT: u64 = 90;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
 const CLEAN_BELOW_PERCENT: u64 = 12;
 const URGENT_BELOW_PERCENT: u64 = 3;
@@ -49,8 +47,7 @@ const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
 const FOLD_SEGMENTS: u64 = 2;
 
-/// State on which the choice of a victim depends. Work on replicas changes the choice as well, but
-/// drops it directly.
+/// State on which the choice of a victim depends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct VictimKey {
     changes: u64,
@@ -91,18 +88,19 @@ impl Step {
 }
 
 impl Replica {
-    fn may_commit(&self) -> bool {
+    pub(crate) fn may_commit(&self) -> bool {
         self.maintenance.may_commit() && !self.is_prepared()
     }
 
-    fn may_fold(&self, keep: u64) -> bool {
-        !self.is_prepared() && self.log.bytes > keep && self.foldable() >= self.log.first_lsn()
+    /// Whether some of its log could be folded now.
+    pub(crate) fn has_foldable(&self) -> bool {
+        !self.is_prepared() && self.foldable() >= self.log.first_lsn()
     }
 
     /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
     /// what the entries replace.
     fn fold_gain(&self, unit_blocks: u64) -> u64 {
-        if self.is_prepared() || self.foldable() < self.log.first_lsn() {
+        if !self.has_foldable() {
             return 0;
         }
         let first_needed = self.log_start().index;
@@ -131,24 +129,11 @@ impl<D: Disk> Pool<D> {
 
     /// Units that the next commits and syncs make free.
     fn coming_units(&self) -> u32 {
-        self.core.freed.units()
-            + self
-                .replicas
-                .values()
-                .map(|r| r.maintenance.pending_units() + r.maintenance.committing_units())
-                .sum::<u32>()
-    }
-
-    /// Replicas that work can be done on: not those which wait for their rebuild.
-    fn workable(&self) -> impl Iterator<Item = (ReplicaGuid, &Replica)> {
-        self.replicas
-            .iter()
-            .filter(|(_, r)| r.quarantine.replica.is_none())
-            .map(|(guid, r)| (*guid, r))
+        self.core.freed.units() + self.due_work().coming_units()
     }
 
     fn log_bytes(&self) -> u64 {
-        self.workable().map(|(_, r)| r.log.bytes).sum()
+        self.due_work().log_bytes()
     }
 
     pub(crate) fn due(&self) -> Due {
@@ -177,60 +162,78 @@ impl<D: Disk> Pool<D> {
     /// How full a segment may be that is emptied because too much of the pool is dead. Counted are
     /// the segments that can be emptied: the log changes with every write, which gains nothing.
     fn sprawl_limit_percent(&self) -> u64 {
-        let (mut held, mut live) = (0, 0);
-        for segment in self.workable().flat_map(|(_, r)| r.victims()) {
-            held += self.capacity(&segment);
-            live += segment.live_bytes;
-        }
-        let dead = (held.saturating_sub(live) * 100).checked_div(held).unwrap_or(0);
+        let Held { capacity, live } = self.due_work().candidates();
+        let dead = (capacity.saturating_sub(live) * 100).checked_div(capacity).unwrap_or(0);
         let (from, to) = (SPRAWL_PERCENT.start, SPRAWL_PERCENT.end);
         let sprawl = dead.saturating_sub(from).min(to - from);
         EAGER_LIVE_PERCENT + (SPRAWL_LIVE_PERCENT - EAGER_LIVE_PERCENT) * sprawl / (to - from)
     }
 
-    /// Bytes of data that a segment can hold.
-    fn capacity(&self, segment: &SegmentState) -> u64 {
-        packed_blocks(segment.units * self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
-    }
-
     /// The segment to empty next. Looked for again only when something has changed that decides
-    /// it, since this is asked at every turn and there may be many thousands of segments.
+    /// it, since this is asked at every turn.
     fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
-        let changes = self.replicas.values().map(|r| r.family.changes).sum();
+        let changes = self.due_work().changes();
         let free_units = self.core.allocator.free_units();
         let key = VictimKey { changes, free_units, limit, starved: self.starved };
         if let Some((found_for, victim)) = self.victim.get()
             && found_for == key
         {
-            debug_assert_eq!(
-                victim.map(|(_, s)| s.unit),
-                self.find_victim(limit).map(|(_, s)| s.unit)
-            );
+            #[cfg(any(test, debug_assertions))]
+            assert_eq!(victim.map(|(_, s)| s.unit), self.victim_of_all(limit));
             return victim;
         }
         let victim = self.find_victim(limit);
+        #[cfg(any(test, debug_assertions))]
+        assert_eq!(victim.map(|(_, s)| s.unit), self.victim_of_all(limit));
         self.victim.set(Some((key, victim)));
         victim
     }
 
     fn find_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
-        let newest = self.core.sequence;
         let limit = limit.max(self.sprawl_limit_percent());
-        self.workable()
-            .flat_map(|(guid, r)| r.victims().map(move |s| (guid, s)))
-            .map(|(guid, s)| {
-                let live = (s.live_bytes * 100 / self.capacity(&s).max(1)).min(100);
-                let age = newest.saturating_sub(s.sequence).clamp(1, 1 << 40);
-                let benefit = match live <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
-                    // Next to nothing to move, or no time to lose: the emptiest.
-                    true => (1 << 50) - live,
-                    false => (100 - live) * age / (100 + live),
-                };
-                (live, benefit, guid, s)
+        let work = self.due_work();
+        // A segment gains as much as any other of its class, or more if it is older.
+        let candidates = work.with_candidates(limit).filter_map(|guid| {
+            let segments = &self.replicas.get(&guid)?.family.segments;
+            Some((guid, segments))
+        });
+        candidates
+            .flat_map(|(guid, segments)| {
+                segments.oldest_of_classes().map(move |(class, s)| (guid, class, s))
             })
-            .filter(|(live, _, _, s)| *live <= limit && (s.live_bytes == 0 || self.has_room(s)))
-            .max_by_key(|(_, benefit, _, s)| (*benefit, std::cmp::Reverse(s.unit)))
-            .map(|(_, _, guid, s)| (guid, s))
+            .filter_map(|(guid, class, s)| {
+                let benefit = self.benefit(class.live_percent.into(), limit, &s)?;
+                Some((benefit, guid, s))
+            })
+            .max_by_key(|(benefit, _, s)| (*benefit, std::cmp::Reverse(s.sequence)))
+            .map(|(_, guid, s)| (guid, s))
+    }
+
+    /// What emptying a segment gains, if it may be emptied.
+    fn benefit(&self, live_percent: u64, limit: u64, segment: &SegmentState) -> Option<u64> {
+        let newest = self.core.sequence;
+        let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
+        let may = live_percent <= limit && (segment.live_bytes == 0 || self.has_room(segment));
+        may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
+            // Next to nothing to move, or no time to lose: the emptiest.
+            true => (1 << 50) - live_percent,
+            false => (100 - live_percent) * age / (100 + live_percent),
+        })
+    }
+
+    /// The choice by a look at all segments: what [`Pool::find_victim`] has to come to.
+    #[cfg(any(test, debug_assertions))]
+    fn victim_of_all(&self, limit: u64) -> Option<u32> {
+        let limit = limit.max(self.sprawl_limit_percent());
+        let workable = self.replicas.values().filter(|r| r.quarantine.replica.is_none());
+        workable
+            .flat_map(|r| r.victims().map(move |s| (r.family.segments.capacity(s.units), s)))
+            .filter_map(|(capacity, s)| {
+                let live_percent = (s.live_bytes * 100 / capacity).min(100);
+                Some((self.benefit(live_percent, limit, &s)?, s))
+            })
+            .max_by_key(|(benefit, s)| (*benefit, std::cmp::Reverse(s.sequence)))
+            .map(|(_, s)| s.unit)
     }
 
     /// Whether what a segment holds, and the nodes that then change, can be written elsewhere.
@@ -247,6 +250,9 @@ impl<D: Disk> Pool<D> {
             let guid = step.replica();
             self.counts_next = !matches!(step, Step::Recount(_));
             self.victim.set(None);
+            if let Some(guid) = guid {
+                self.touch(guid);
+            }
             match self.step(step) {
                 // Damage of one replica must not keep the others' logs from being folded.
                 Err(StoreError::Damaged(what)) => {
@@ -313,6 +319,7 @@ impl<D: Disk> Pool<D> {
     /// it can be.
     pub fn look_again(&mut self) {
         self.victim.set(None);
+        self.touch_all();
         for replica in self.replicas.values_mut() {
             replica.quarantine.try_again();
             replica.maintenance.commit_waits = false;
@@ -322,8 +329,9 @@ impl<D: Disk> Pool<D> {
         let short = self.percent(self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;
         if short && self.next_step().is_none() {
             for replica in self.replicas.values_mut() {
-                replica.quarantine.segments.clear();
+                replica.family.segments.try_again();
             }
+            self.touch_all();
             self.victim.set(None);
         }
     }
@@ -332,52 +340,44 @@ impl<D: Disk> Pool<D> {
     /// gained waits for a sync.
     fn next_step(&self) -> Option<Step> {
         let allocator = &self.core.allocator;
-        let replicas = || self.workable();
+        let work = self.due_work();
         if self.core.freed.is_due(self.core.tickets.synced) {
             return Some(Step::Release);
         }
         let live_limit = self.live_limit_percent();
         let short = live_limit > EAGER_LIVE_PERCENT;
         // Counts that are too high hide what can be gained, and clean-up need not wait for them.
-        let recount =
-            || replicas().find(|(_, r)| r.is_count_due()).map(|(guid, _)| Step::Recount(guid));
-        let first = short
-            && self.counts_next
-            && replicas().all(|(_, r)| r.maintenance.checkpoint.is_none());
+        let recount = || work.first(Fact::CountDue).map(Step::Recount);
+        let first = short && self.counts_next && work.first(Fact::Folding).is_none();
         if (first || mutant::is("count-before-all-else"))
             && let Some(step) = recount()
         {
             return Some(step);
         }
         // A job that was begun is finished before another starts.
-        if let Some((guid, _)) = replicas().find(|(_, r)| r.maintenance.has_job()) {
+        if let Some(guid) = work.first(Fact::AtWork) {
             return Some(Step::GoOn(guid));
         }
         // Emptied segments are worth nothing until they are recorded as such; clean-up must not
         // use up the room it works in before it has its gains.
         let limit = PENDING_FREE_MAX.min(allocator.reserve_units / 3).max(1);
         let tight = allocator.free_units() <= allocator.reserve_units;
-        let (guid, most) = replicas()
-            .filter(|(_, r)| r.may_commit())
-            .map(|(guid, r)| (guid, r.maintenance.pending_free.len() as u32))
-            .max_by_key(|(_, waiting)| *waiting)
-            .unwrap_or_default();
-        if most >= limit || (tight && most > 0) {
+        if let Some((most, guid)) = work.most_emptied()
+            && (most >= limit || (tight && most > 0))
+        {
             return Some(Step::Commit(guid));
         }
         let unit_blocks = u64::from(self.core.superblock.unit_blocks);
         if !self.starved {
             let keep = if short { 0 } else { self.core.options.log_keep_bytes };
             let much = self.log_bytes() > self.core.options.checkpoint_bytes;
-            if let Some((guid, _)) =
-                replicas().find(|(_, r)| r.maintenance.fold_wanted && r.may_fold(0))
-            {
+            if let Some(guid) = work.first(Fact::FoldWanted) {
                 return Some(Step::Fold(guid, 0));
             }
-            let largest = replicas()
-                .filter(|(_, r)| much && r.may_fold(keep))
-                .max_by_key(|(guid, r)| (r.log.bytes, std::cmp::Reverse(*guid)));
-            if let Some((guid, _)) = largest {
+            if let Some((bytes, guid)) = work.longest_log()
+                && much
+                && bytes > keep
+            {
                 return Some(Step::Fold(guid, keep));
             }
             if short && let Some(guid) = self.best_fold(FOLD_SEGMENTS, unit_blocks) {
@@ -398,17 +398,12 @@ impl<D: Disk> Pool<D> {
         }
         // The folded map holds trimmed blocks until the trim is folded too. A client that trims an
         // idle volume writes nothing that would make a fold due.
-        let trimmed = |r: &Replica| {
-            r.log.hole_blocks * BLOCK_SIZE as u64 > self.core.options.log_keep_bytes
-                && r.may_fold(0)
-        };
         if !self.starved
-            && let Some((guid, _)) = replicas().find(|(_, r)| trimmed(r))
+            && let Some(guid) = work.first(Fact::Trimmed)
         {
             return Some(Step::Fold(guid, 0));
         }
-        let dirty = |r: &Replica| r.maintenance.dirty && r.may_commit();
-        if let Some((guid, _)) = replicas().find(|(_, r)| dirty(r)) {
+        if let Some(guid) = work.first(Fact::ToRecord) {
             return Some(Step::Commit(guid));
         }
         if self.core.discard_due() {
@@ -419,8 +414,12 @@ impl<D: Disk> Pool<D> {
 
     /// The replica whose fold lets the most be gained, if that is at least so many units.
     fn best_fold(&self, units: u64, unit_blocks: u64) -> Option<ReplicaGuid> {
-        self.workable()
-            .map(|(guid, r)| (r.fold_gain(unit_blocks), std::cmp::Reverse(guid)))
+        self.due_work()
+            .foldable()
+            .filter_map(|guid| {
+                let gain = self.replicas.get(&guid)?.fold_gain(unit_blocks);
+                Some((gain, std::cmp::Reverse(guid)))
+            })
             .filter(|(gain, _)| *gain >= units)
             .max()
             .map(|(_, guid)| guid.0)
@@ -451,7 +450,7 @@ impl<D: Disk> Pool<D> {
             }
             Step::Empty(_, segment) => replica.begin_clean(core, segment).map(|complete| {
                 if !complete {
-                    replica.quarantine.segments.insert(segment.unit);
+                    replica.family.segments.set_aside(segment.unit);
                 }
             }),
             Step::Recount(_) => replica.step_recount(core).map(drop),
@@ -467,10 +466,12 @@ impl<D: Disk> Pool<D> {
     /// the next start has nothing to replay. Syncs on this thread.
     pub fn settle(&mut self) -> Result<(), StoreError> {
         self.victim.set(None);
+        self.touch_all();
         for replica in self.replicas.values_mut() {
             if !replica.is_prepared() {
                 replica.checkpoint_now(&mut self.core, replica.stable.0)?;
             }
+            replica.family.segments.recorded.write_drifted();
         }
         // Nodes, then the record, then what it frees.
         for _ in 0..3 {
@@ -479,6 +480,7 @@ impl<D: Disk> Pool<D> {
                     replica.begin_commit(&mut self.core)?;
                 }
             }
+            self.touch_all();
             self.core.tickets.request();
             use crate::api::ReplicaPool;
             if let Some(ticket) = self.sync_wanted() {

@@ -24,10 +24,13 @@ use crate::background::cleaner::walk;
 use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
+use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NodeRef, Root};
+use crate::format::segment::{decode_header, segment_header};
 use crate::map::tree::{self, Change, Edit, Nodes, Part};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
+use crate::space::segment_table::PAGE_UNITS;
 use crate::testing::model::{push_slot, without_bytes};
 
 /// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
@@ -65,6 +68,7 @@ impl<D: Disk> Pool<D> {
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
         let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
+        self.touch(guid);
         let Some(replica) = self.replicas.get_mut(&guid) else {
             return Ok(Scrubbed::default());
         };
@@ -264,15 +268,20 @@ impl Replica {
         done: &mut Scrubbed,
     ) -> Result<Option<u64>, StoreError> {
         let Ok(from) = u32::try_from(cursor) else { return Ok(None) };
-        let Some(segment) = self.family.segments.range(from..).next().map(|(_, s)| *s) else {
-            return Ok(None);
-        };
-        let state = segment.state;
+        let Some(state) = self.family.segments.next_from(from) else { return Ok(None) };
+        let page = state.unit / PAGE_UNITS;
+        if cursor == 0 || (from - 1) / PAGE_UNITS < page {
+            self.scrub_table(core, page, done)?;
+        }
         let mut header = vec![0; BLOCK_SIZE];
         let start = core.superblock.unit_start(state.unit);
         core.disk.forget_cached(start * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
-        let expected = segment.header(&core.superblock, self.identity.guid);
-        if core.read(start, &mut header).is_err() || header != expected {
+        let guid = self.identity.guid;
+        let is_read = core.read(start, &mut header).is_ok();
+        let found = decode_header(&core.superblock, guid, state.unit, &header).filter(|_| is_read);
+        let says = |s: &SegmentState| (s.units, s.stream, s.sequence);
+        if found.is_none_or(|found| says(&found) != says(&state)) {
+            let expected = segment_header(&core.superblock, guid, &state);
             core.write(start, &[std::io::IoSlice::new(&expected)])?;
             core.tickets.request();
             done.headers += 1;
@@ -283,10 +292,30 @@ impl Replica {
         })?;
         if !whole {
             done.headers += 1;
-            self.quarantine.segments.insert(state.unit);
+            self.family.segments.set_aside(state.unit);
             self.maintenance.fold_wanted |= state.last_index >= self.log_start().index;
         }
         Ok(Some(u64::from(state.unit) + 1))
+    }
+
+    /// The nodes of the table of segments that lead to a page. Memory has what a bad one says.
+    fn scrub_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        page: u32,
+        done: &mut Scrubbed,
+    ) -> Result<(), StoreError> {
+        self.io(core).flush()?;
+        let (root, unit) = (self.family.segments.recorded.root, u64::from(page * PAGE_UNITS));
+        for (level, _, node) in tree::path(&mut self.io(core), root, unit)? {
+            done.read_bytes += u64::from(node.length);
+            if !core.is_whole_on_media(level, &node)? {
+                done.headers += 1;
+                self.family.segments.recorded.write_again(page);
+                self.maintenance.dirty = true;
+            }
+        }
+        Ok(())
     }
 
     /// Compares live blocks with their checksums on media: `ReplicaStore::verify`.

@@ -152,6 +152,18 @@ struct ShadowOnDisk {
 }
 const _: () = assert!(size_of::<ShadowOnDisk>() == 24);
 
+/// A segment that the table of segments has and that is gone.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 4 | first unit |
+#[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+struct RemovedOnDisk {
+    unit: U32,
+}
+const _: () = assert!(size_of::<RemovedOnDisk>() == 4);
+
 /// A segment as the records know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SegmentState {
@@ -223,10 +235,25 @@ pub struct Checkpoint {
     pub stable: Lsn,
     pub snapshots: Vec<SnapshotState>,
     pub log: LogStart,
+    /// All of them or, where there is a table, those that it does not have.
     pub segments: Vec<SegmentState>,
     /// Log segments with a greater sequence number were opened later.
     pub sequence: u64,
     pub shadow: Option<ShadowState>,
+    pub table: Option<TableState>,
+}
+
+/// Segments that are listed in nodes: a map from units to segments, as of some commit.
+///
+/// In a checkpoint it follows the shadow where there is one: the root, then a count and so many
+/// [`RemovedOnDisk`], then a byte that is 1 where the counters are too high.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TableState {
+    pub root: Root,
+    /// First units of segments that the table has and that are gone.
+    pub removed: Vec<u32>,
+    /// The counters of live bytes are too high: all is to be counted anew.
+    pub too_high: bool,
 }
 
 impl From<SegmentState> for SegmentOnDisk {
@@ -433,6 +460,10 @@ impl Checkpoint {
         if let Some(shadow) = &self.shadow {
             encode_shadow(shadow, out);
         }
+        // Only where there is one: an older form of the record ends here.
+        if let Some(table) = &self.table {
+            encode_table(table, out);
+        }
         std::mem::take(out).freeze()
     }
 
@@ -451,6 +482,10 @@ impl Checkpoint {
             shadow: match r.bool("shadow")? {
                 false => None,
                 true => Some(decode_shadow(r)?),
+            },
+            table: match r.remaining() {
+                0 => None,
+                _ => Some(decode_table(r)?),
             },
         };
         r.end("checkpoint")?;
@@ -481,5 +516,24 @@ fn decode_shadow(r: &mut Reader) -> Result<ShadowState, Malformed> {
         root: decode_root(r)?,
         snapshots: decode_snapshots(r)?,
         first_sequence: r.u64("shadow")?,
+    })
+}
+
+fn encode_table(table: &TableState, out: &mut BytesMut) {
+    encode_root(&table.root, out);
+    out.put_count(table.removed.len());
+    for unit in &table.removed {
+        put(out, &RemovedOnDisk { unit: (*unit).into() });
+    }
+    out.put_flag(table.too_high);
+}
+
+fn decode_table(r: &mut Reader) -> Result<TableState, Malformed> {
+    Ok(TableState {
+        root: decode_root(r)?,
+        removed: (0..r.count(size_of::<RemovedOnDisk>(), "removed segments")?)
+            .map(|_| Ok(read!(r, RemovedOnDisk, "removed segments").unit.get()))
+            .collect::<Result<_, _>>()?,
+        too_high: r.bool("segment table")?,
     })
 }

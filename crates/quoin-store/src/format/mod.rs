@@ -12,6 +12,7 @@ mod recorded;
 pub mod ring_block;
 pub mod segment;
 pub mod superblock;
+pub mod table;
 
 use bytes::{BufMut, BytesMut};
 use quoin_types::codec::Malformed;

@@ -14,13 +14,17 @@ use quoin_types::{
 
 use crate::disk::Disk;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
-use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState};
+use crate::format::checkpoint::{
+    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
+};
 use crate::format::node::{
     BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::segment::segment_header;
-use crate::format::superblock::{FORMAT_VERSION, Features, FormatOptions, Superblock};
+use crate::format::superblock::{
+    FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock,
+};
 use crate::log::history::Head;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
@@ -42,7 +46,9 @@ fn superblock() -> Superblock {
     let options =
         FormatOptions { unit_blocks: 32, keeps_space: true, ..FormatOptions::new(PoolId(0x9001)) };
     let fit = Superblock::new(12 << 20, &options).expect("a fit pool");
-    Superblock { starts: 5, ..fit }
+    // As it was before there were incompatible features.
+    let features = Features { incompat: 0, ..fit.features };
+    Superblock { starts: 5, features, ..fit }
 }
 
 fn member(n: u128) -> Member {
@@ -122,7 +128,13 @@ fn checkpoint() -> Checkpoint {
             snapshots: vec![snapshot(2, false)],
             first_sequence: 5 << 32,
         }),
+        table: None,
     }
+}
+
+fn with_table() -> Checkpoint {
+    let table = TableState { root: root(4), removed: vec![3, 16], too_high: true };
+    Checkpoint { table: Some(table), ..checkpoint() }
 }
 
 fn meta() -> ReplicaMeta {
@@ -165,6 +177,7 @@ fn records() -> Vec<(&'static str, Record)> {
         ("ring-3-meta-bare", bare),
         ("ring-4-checkpoint", Record::Checkpoint(guid, checkpoint().encode())),
         ("ring-4-checkpoint-bare", Record::Checkpoint(guid, Checkpoint::default().encode())),
+        ("ring-4-checkpoint-table", Record::Checkpoint(guid, with_table().encode())),
         ("ring-5-log-segment", Record::LogSegment(guid, segment(16, Stream::Log))),
         ("ring-6-cut", Record::Cut { guid, index: 12, keep: Lsn(99) }),
         ("ring-7-delete", Record::Delete(guid)),
@@ -189,8 +202,11 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
             let (_, meant) = here.iter().find(|(n, _)| n == name).expect("a record of this name");
             assert_eq!(&read, meant, "{name}");
             if let Record::Checkpoint(_, bytes) = read {
-                let meant =
-                    if name.ends_with("bare") { Checkpoint::default() } else { checkpoint() };
+                let meant = match name.rsplit('-').next() {
+                    Some("bare") => Checkpoint::default(),
+                    Some("table") => with_table(),
+                    _ => checkpoint(),
+                };
                 assert_eq!(Checkpoint::decode(bytes), Ok(meant), "{name}");
             }
         }
@@ -207,6 +223,9 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
 fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() {
     let superblock = superblock();
     recorded().holds("superblock", &superblock.encode());
+    let features = Features { incompat: SECOND_EDITION, ..superblock.features };
+    let second = Superblock { features, ..superblock };
+    recorded().holds("superblock-second-edition", &second.encode());
     let header = segment_header(&superblock, ReplicaGuid(0xa), &segment(8, Stream::Moved));
     recorded().holds("segment-header", &header);
     // A record that takes two blocks, behind one that takes one.
@@ -220,8 +239,10 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     disk.read_at((superblock.rings()[0] + half) * 4096, &mut blocks).expect("a read");
     recorded().holds("blocks-of-the-ring", &blocks);
     for version in versions() {
-        let read = Superblock::decode(&version.read("superblock")).expect("of a known version");
-        assert_eq!(read, Some(superblock));
+        for (name, meant) in [("superblock", superblock), ("superblock-second-edition", second)] {
+            let read = Superblock::decode(&version.read(name)).expect("of a known version");
+            assert_eq!(read, Some(meant));
+        }
         let disk = MemoryDisk::new(12 << 20);
         let at = (superblock.rings()[1] + half) * 4096;
         let recorded = version.read("blocks-of-the-ring");
@@ -360,6 +381,7 @@ fn a_pool_with_unknown_compatible_features_is_opened_and_they_are_kept() {
     for bit in 0..64 {
         for word in [0, 1] {
             let features = match word {
+                0 if 1 << bit == SECOND_EDITION => continue,
                 0 => Features { incompat: 1 << bit, ..Features::default() },
                 _ => Features { ro_compat: 1 << bit, ..Features::default() },
             };

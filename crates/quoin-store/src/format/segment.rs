@@ -4,8 +4,9 @@ use std::mem::offset_of;
 
 use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 use zerocopy::little_endian::{U32, U64, U128};
-use zerocopy::{Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::format::superblock::{FORMAT_VERSION, FeatureWords, Superblock};
 
@@ -25,7 +26,7 @@ const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// | 80 | 4 | units |
 /// | 84 | 1 | stream: 0 log, 1 moved blocks, 2 map nodes |
 /// | 85 | 4 | CRC32C of what is before |
-#[derive(IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct OnDisk {
     magic: [u8; 8],
@@ -59,4 +60,28 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
     let mut out = vec![0; BLOCK_SIZE];
     out[..size_of::<OnDisk>()].copy_from_slice(raw.as_bytes());
     out
+}
+
+/// What the first block of a segment of this replica says, if it is one. How much was written and
+/// what is live of it is not in it.
+pub fn decode_header(
+    superblock: &Superblock,
+    guid: ReplicaGuid,
+    unit: u32,
+    bytes: &[u8],
+) -> Option<SegmentState> {
+    let (raw, _) = OnDisk::ref_from_prefix(bytes).ok()?;
+    let state = SegmentState {
+        unit,
+        units: raw.units.get(),
+        stream: Stream::from_code(raw.stream)?,
+        sequence: raw.sequence.get(),
+        used_blocks: 1,
+        live_bytes: 0,
+        last_lsn: 0,
+        last_index: 0,
+    };
+    // Features are those of the time when it was written.
+    let written_by = Superblock { features: raw.features.into(), ..*superblock };
+    (bytes == segment_header(&written_by, guid, &state)).then_some(state)
 }

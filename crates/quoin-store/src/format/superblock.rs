@@ -133,6 +133,11 @@ pub struct FormatOptions {
 
 /// A compatible feature, see [`FormatOptions::keeps_space`].
 pub const KEEPS_SPACE: u64 = 1;
+/// An incompatible feature: records may name a table of segments.
+pub const SECOND_EDITION: u64 = 1;
+/// Incompatible features that this build knows.
+const KNOWN_INCOMPAT: u64 = SECOND_EDITION;
+const UNIT_BLOCKS_MAX: u32 = 1 << 16;
 
 impl FormatOptions {
     pub fn new(pool: PoolId) -> Self {
@@ -148,7 +153,7 @@ impl FormatOptions {
 impl Superblock {
     pub fn new(size: u64, options: &FormatOptions) -> Result<Self, PoolError> {
         let blocks = size / BLOCK_SIZE as u64;
-        let (least_unit, most_unit) = (16, 1 << 16);
+        let (least_unit, most_unit) = (16, UNIT_BLOCKS_MAX);
         if !(least_unit..=most_unit).contains(&options.unit_blocks) {
             return Err(PoolError::Unfit("a segment must have 16 to 65536 blocks"));
         }
@@ -157,6 +162,7 @@ impl Superblock {
             pool: options.pool,
             features: Features {
                 compat: if options.keeps_space { KEEPS_SPACE } else { 0 },
+                incompat: SECOND_EDITION,
                 ..Features::default()
             },
             blocks,
@@ -226,10 +232,8 @@ impl Superblock {
             return Ok(None);
         }
         let (version, features) = (raw.version.get(), Features::from(raw.features));
-        if version > FORMAT_VERSION
-            || raw.checksum.get() != CHECKSUM_CRC32C
-            || features.incompat | features.ro_compat != 0
-        {
+        let unknown = features.incompat & !KNOWN_INCOMPAT | features.ro_compat;
+        if version > FORMAT_VERSION || raw.checksum.get() != CHECKSUM_CRC32C || unknown != 0 {
             return Err(PoolError::Newer { version });
         }
         let superblock = Superblock {
@@ -241,7 +245,7 @@ impl Superblock {
             starts: raw.starts.get(),
         };
         let (ring, unit) = (u64::from(superblock.ring_blocks), superblock.unit_blocks);
-        let sane = unit >= 16
+        let sane = (16..=UNIT_BLOCKS_MAX).contains(&unit)
             && ring >= 2
             && ring.is_multiple_of(2)
             && superblock.blocks > 2 * (SUPERBLOCKS + ring) + u64::from(unit)

@@ -1,8 +1,6 @@
 //! Increments. Receiving: a shadow is a map of its own in the same family, fed slot by slot and
 //! no part of the replica's state until the flip. Sending: slots of a pinned view above an LSN.
 
-use std::collections::BTreeSet;
-
 use bytes::Bytes;
 use quoin_replication::replica::store::{PullChunk, StoreError};
 use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
@@ -12,13 +10,16 @@ use crate::background::relocation::MovedBlock;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
-use crate::format::checkpoint::{Checkpoint, LogStart, ShadowState, SnapshotState};
+use crate::format::checkpoint::{
+    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
+};
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LEAF_SHIFT, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit, Part};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
+use crate::space::table::NewTable;
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
 const EDITS_PENDING_MAX: usize = 8192;
@@ -45,11 +46,20 @@ pub struct Shadow {
     leaves: u64,
     /// The end it was prepared for, and the sync that must be over before the flip.
     pub prepared: Option<(Box<IncrementEnd>, u64)>,
+    /// The table of its segments, where it gives up all others.
+    table: Option<NewTable>,
 }
 
 impl Shadow {
     pub fn restored(state: ShadowState) -> Self {
-        Shadow { state, edits: Vec::new(), crcs: Vec::new(), leaves: 0, prepared: None }
+        Shadow {
+            state,
+            edits: Vec::new(),
+            crcs: Vec::new(),
+            leaves: 0,
+            prepared: None,
+            table: None,
+        }
     }
 
     fn push(&mut self, edit: Edit) {
@@ -139,8 +149,8 @@ impl Replica {
         // The shadow's blocks and nodes begin in segments of their own, which an abandoned or a
         // complete shadow then gives back as a whole.
         self.io(core).flush()?;
-        self.family.open[Stream::Moved as usize] = None;
-        self.family.open[Stream::Nodes as usize] = None;
+        self.family.close(Stream::Moved);
+        self.family.close(Stream::Nodes);
         let (cursor, first_sequence) = (0, core.sequence + 1);
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
@@ -330,6 +340,12 @@ impl Replica {
         // will refer to is what the next sync makes durable.
         self.maintenance.clean = None;
         self.merge_shadow(core)?;
+        let state = &self.shadow_of(rebuild)?.state;
+        let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
+        if empty_start {
+            let table = self.new_table(core, first_sequence)?;
+            self.shadow_of(rebuild)?.table = table;
+        }
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
         self.shadow_of(rebuild)?.prepared = Some((Box::new(end.clone()), ticket));
@@ -370,14 +386,23 @@ impl Replica {
         let (root, first_sequence, empty_start) =
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before.
-        let dead: BTreeSet<u32> = match empty_start && self.pins.is_empty() {
-            true => {
-                let older = self.family.segments.values();
-                older.filter(|s| s.state.sequence < first_sequence).map(|s| s.state.unit).collect()
+        let frees_old = empty_start && self.pins.is_empty();
+        let keeps_table = !frees_old;
+        let new_table = self.shadow_of(rebuild)?.table.take().filter(|_| !keeps_table);
+        let segments: Vec<SegmentState> = match keeps_table {
+            true => self.family.segments.unrecorded(),
+            false => {
+                let has = |unit| new_table.as_ref().is_some_and(|t| t.units.contains(&unit));
+                let segments = self.family.segments.iter();
+                segments.filter(|s| s.sequence >= first_sequence && !has(s.unit)).collect()
             }
-            false => BTreeSet::new(),
         };
-        let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
+        let table = match keeps_table {
+            true => self.table_state(),
+            false => new_table
+                .as_ref()
+                .map(|table| TableState { root: table.root, ..TableState::default() }),
+        };
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let log = LogStart {
             index: self.end.next_index,
@@ -391,22 +416,27 @@ impl Replica {
             snapshots: snapshots.clone(),
             log,
             // Counters of the old map are too high: a start after a crash counts anew as well.
-            segments: segments.map(|s| s.state.recorded(!forgets)).collect(),
+            segments: segments.into_iter().map(|s| s.recorded(!forgets)).collect(),
             sequence: core.sequence,
             shadow: None,
+            table: table.map(|table| TableState { too_high: !forgets, ..table }),
         };
         core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
 
         let ticket = core.tickets.request().0;
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
-        for unit in dead {
-            if let Some(segment) = self.family.segments.remove(&unit) {
-                core.freed.add(ticket, unit, segment.state.units);
+        if frees_old {
+            for (unit, units) in self.family.segments.remove_older(first_sequence) {
+                core.freed.add(ticket, unit, units);
             }
         }
+        if !keeps_table {
+            let settled: Vec<u32> = self.family.segments.settled().map(|s| s.unit).collect();
+            self.family.segments.recorded.replaced(new_table, settled.into_iter());
+        }
         let open = self.family.open;
-        self.family.open = open.map(|u| u.filter(|u| self.family.segments.contains_key(u)));
-        self.family.open[Stream::Log as usize] = None;
+        self.family.open = open.map(|u| u.filter(|u| self.family.segments.busy(*u).is_some()));
+        self.family.close(Stream::Log);
         self.family.changes += 1;
         if let Some(commit) = self.maintenance.commit.take() {
             // Its record would bring the old state back.
@@ -427,6 +457,7 @@ impl Replica {
         self.upper = Upper { lower: root, ..Upper::default() };
         self.folded = Image { head, root, snapshots };
         self.replay_head();
+        self.family.forget_log_before(self.log_start().index);
         Ok(())
     }
 

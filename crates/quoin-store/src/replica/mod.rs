@@ -136,11 +136,16 @@ pub struct Replica {
 }
 
 impl Replica {
-    pub fn new(identity: ReplicaIdentity, meta: ReplicaMeta, blocks: u64) -> Self {
+    pub fn new(
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        unit_blocks: u32,
+    ) -> Self {
         let head = Head { volume_blocks: blocks, ..Head::default() };
         let folded = Image { head: head.clone(), ..Image::default() };
         Replica {
-            family: Family::new(identity.guid, blocks),
+            family: Family::new(identity.guid, blocks, unit_blocks),
             identity,
             meta,
             folded,
@@ -182,6 +187,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
+            is_table: false,
         }
     }
 
@@ -247,6 +253,7 @@ impl Replica {
         // reported as applied before it is durable.
         let waits = self.head.is_media();
         self.family.log_waits = waits;
+        let before = self.family.open[Stream::Log as usize];
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
@@ -305,6 +312,10 @@ impl Replica {
         self.end.next_index += 1;
         self.end.previous = check;
         self.log.push_batch(last, log_start);
+        if before != Some(state.unit) {
+            // All of the log before may have been folded.
+            self.family.forget_log_before(self.log_start().index);
+        }
         let mut place = start + u64::from(header_blocks);
         for entry in entries {
             let at = if entry.crcs.is_empty() { 0 } else { place };
@@ -348,6 +359,7 @@ impl Replica {
             core.record(Record::Cut { guid, index, keep })?;
         }
         self.cut(core, keep);
+        self.family.forget_log_before(self.log_start().index);
         Ok(())
     }
 
@@ -462,10 +474,9 @@ impl Replica {
         found: &mut [BlockAt],
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
-        let Replica { family, nodes, upper, frozen, log, .. } = self;
-        let kept_through = u64::MAX;
-        let (recount, gives_up) = (None, false);
-        let mut io = NodeIo { core, family, batch: nodes, recount, kept_through, gives_up };
+        let Replica { family, nodes: batch, upper, frozen, log, .. } = self;
+        let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {

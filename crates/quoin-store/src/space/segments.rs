@@ -1,10 +1,10 @@
 //! Space: which units are free, and a replica's segments.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
@@ -13,6 +13,8 @@ use crate::format::checkpoint::SegmentState;
 use crate::format::record::Record;
 use crate::format::segment::segment_header;
 use crate::format::superblock::{LARGE_UNITS, Superblock};
+use crate::space::bit_set::BitSet;
+use crate::space::segment_table::Segments;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
 const LARGE_FROM_BLOCKS: u64 = 1 << 22;
@@ -37,14 +39,13 @@ const WARM_LOOKED_AT: usize = 1024;
 
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
-    free: Vec<bool>,
+    free: BitSet,
+    units: u32,
     /// Free units whose space was not given back since they were used.
-    warm: BTreeSet<u32>,
-    /// Free units of each aligned group of eight.
-    group_free: Vec<u8>,
-    partial: BTreeSet<u32>,
-    whole: BTreeSet<u32>,
-    free_units: u32,
+    warm: BitSet,
+    /// Aligned groups of eight of which a part is free, and all.
+    partial: BitSet,
+    whole: BitSet,
     pub reserve_units: u32,
     /// The file system below has little room: only what is warm has its space for sure.
     pub short_below: bool,
@@ -55,41 +56,41 @@ pub struct Allocator {
 impl Allocator {
     pub fn new(units: u32) -> Self {
         let groups = units.div_ceil(LARGE_UNITS);
+        let reserve_units = u64::from(units) * u64::from(RESERVE_PERCENT) / 100;
         let mut allocator = Allocator {
-            free: vec![false; units as usize],
-            warm: BTreeSet::new(),
-            group_free: vec![0; groups as usize],
-            partial: BTreeSet::new(),
-            whole: BTreeSet::new(),
-            free_units: 0,
-            reserve_units: (units * RESERVE_PERCENT / 100).max(6).min(units / 3),
+            free: BitSet::full(units),
+            units,
+            warm: BitSet::new(units),
+            partial: BitSet::new(groups),
+            whole: BitSet::full(groups),
+            reserve_units: (reserve_units as u32).max(6).min(units / 3),
             short_below: false,
             full_below: false,
         };
-        for unit in 0..units {
-            allocator.give(unit, 1);
+        if let Some(last) = groups.checked_sub(1) {
+            allocator.recount(last);
         }
         allocator
     }
 
     pub fn units(&self) -> u32 {
-        self.free.len() as u32
+        self.units
     }
 
     pub fn free_units(&self) -> u32 {
-        self.free_units
+        self.free.len()
     }
 
     /// Free units that clients may use.
     pub fn free_for_clients(&self) -> u32 {
-        let free = self.free_units.saturating_sub(self.reserve_units);
+        let free = self.free_units().saturating_sub(self.reserve_units);
         if self.short_below { free.min(self.sure_units()) } else { free }
     }
 
     /// Whether trims may take of the reserve: they are the way out of a full pool, but clean-up
     /// needs room to follow them.
     pub fn takes_trims(&self) -> bool {
-        self.free_units > self.reserve_units / 2
+        self.free_units() > self.reserve_units / 2
     }
 
     /// Whether entries that other replicas hold may: a quarter of it, and what is left has room
@@ -97,23 +98,24 @@ impl Allocator {
     pub fn takes_owed(&self) -> bool {
         let part = (self.reserve_units / OWED_PART).max(OWED_UNITS_MIN);
         let floor = self.reserve_units.saturating_sub(part).max(self.reserve_units / 2 + 1);
-        self.free_units > floor && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
+        self.free_units() > floor
+            && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
     }
 
     /// Warm ones that clients may use.
     pub fn sure_units(&self) -> u32 {
-        (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
+        self.warm.len().saturating_sub(WARM_RESERVE_UNITS)
     }
 
     /// Whether clients get nothing any more. A pool says that it is short of room before, so that
     /// what is on its way still finds some.
     fn reserve_only(&self) -> bool {
-        self.free_units <= self.reserve_units || (self.full_below && self.sure_units() == 0)
+        self.free_units() <= self.reserve_units || (self.full_below && self.sure_units() == 0)
     }
 
     /// Allocates a unit whose space was not given back.
     pub fn allocate_warm(&mut self) -> Option<u32> {
-        let unit = *self.warm.first()?;
+        let unit = self.warm.first()?;
         self.take(unit, 1).then_some(unit)
     }
 
@@ -123,89 +125,84 @@ impl Allocator {
             return self.allocate_warm().map(|unit| (unit, 1));
         }
         let whole = |first: &u32| {
-            first.is_multiple_of(LARGE_UNITS)
-                && (*first..first + LARGE_UNITS).all(|unit| self.warm.contains(&unit))
+            first.is_multiple_of(LARGE_UNITS) && self.warm.eight_from(*first) == u8::MAX
         };
-        let first = self.warm.iter().copied().take(WARM_LOOKED_AT).find(whole)?;
+        let first = self.warm.iter().take(WARM_LOOKED_AT).find(whole)?;
         self.take(first, LARGE_UNITS).then_some((first, LARGE_UNITS))
     }
 
     /// Free units whose space was not given back.
     pub fn warm_units(&self) -> u32 {
-        self.warm.len() as u32
+        self.warm.len()
     }
 
     fn recount(&mut self, group: u32) {
-        self.partial.remove(&group);
-        self.whole.remove(&group);
-        match u32::from(self.group_free[group as usize]) {
+        self.partial.remove(group);
+        self.whole.remove(group);
+        match self.free.eight_from(group * LARGE_UNITS) {
             0 => {}
-            LARGE_UNITS => drop(self.whole.insert(group)),
-            _ => drop(self.partial.insert(group)),
+            u8::MAX => self.whole.insert(group),
+            _ => self.partial.insert(group),
         }
     }
 
     /// Marks units as used; false if one of them was used already.
     pub fn take(&mut self, unit: u32, units: u32) -> bool {
-        let range = unit as usize..unit.saturating_add(units) as usize;
-        if units == 0 || !self.free.get(range.clone()).is_some_and(|f| f.iter().all(|f| *f)) {
+        let range = unit..unit.saturating_add(units);
+        if units == 0 || !range.clone().all(|unit| self.free.contains(unit)) {
             return false;
         }
-        self.free[range].fill(false);
-        for unit in unit..unit + units {
-            self.warm.remove(&unit);
-            self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
+        for unit in range {
+            self.warm.remove(unit);
+            self.free.remove(unit);
             self.recount(unit / LARGE_UNITS);
         }
-        self.free_units -= units;
         true
     }
 
     pub fn give(&mut self, unit: u32, units: u32) {
         for unit in unit..unit + units {
-            debug_assert!(!self.free[unit as usize]);
-            self.free[unit as usize] = true;
-            self.group_free[(unit / LARGE_UNITS) as usize] += 1;
+            debug_assert!(!self.free.contains(unit));
+            self.free.insert(unit);
             self.recount(unit / LARGE_UNITS);
         }
-        self.free_units += units;
     }
 
     /// Takes back what was written to, which makes it warm.
     pub fn give_warm(&mut self, unit: u32, units: u32) {
         self.give(unit, units);
-        self.warm.extend(unit..unit + units);
+        (unit..unit + units).for_each(|unit| self.warm.insert(unit));
     }
 
     /// The last unit of more than may stay warm: its space is to be given back. The first ones are
     /// used again first, so these stay warm for good while as much is in use.
     pub fn cool_one(&mut self) -> Option<u32> {
-        if self.is_too_warm() { self.warm.pop_last() } else { None }
+        let last = self.warm.last().filter(|_| self.is_too_warm())?;
+        self.warm.remove(last);
+        Some(last)
     }
 
     /// Whether more is warm than may stay so.
     pub fn is_too_warm(&self) -> bool {
-        let in_use = self.units() - self.free_units;
-        self.warm.len() > in_use.min(self.units() / WARM_PART) as usize
+        let in_use = self.units() - self.free_units();
+        self.warm.len() > in_use.min(self.units() / WARM_PART)
     }
 
     /// Whether a unit is free and was not used since the start, as far as is known.
     pub fn is_cold(&self, unit: u32) -> bool {
-        self.free.get(unit as usize).is_some_and(|free| *free) && !self.warm.contains(&unit)
+        self.free.contains(unit) && !self.warm.contains(unit)
     }
 
     /// First unit, units, and whether all of them are warm.
     pub fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
-        let found = match large.then(|| self.whole.first().copied()).flatten() {
+        let found = match large.then(|| self.whole.first()).flatten() {
             Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
             None => {
-                let group = *self.partial.first().or(self.whole.first())?;
-                let start = group * LARGE_UNITS;
-                let end = (start + LARGE_UNITS).min(self.units());
-                ((start..end).find(|u| self.free[*u as usize])?, 1)
+                let group = self.partial.first().or(self.whole.first())?;
+                (self.free.next(group * LARGE_UNITS)?, 1)
             }
         };
-        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(&unit));
+        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(unit));
         self.take(found.0, found.1);
         Some((found.0, found.1, is_warm))
     }
@@ -233,8 +230,7 @@ pub struct Family {
     pub guid: ReplicaGuid,
     pub guid_hash: u64,
     pub large: bool,
-    /// By first unit.
-    pub segments: BTreeMap<u32, Segment>,
+    pub segments: Segments,
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
@@ -246,6 +242,11 @@ pub struct Family {
 }
 
 impl Segment {
+    /// A segment of which no more is known than its state.
+    pub fn opened(state: SegmentState) -> Self {
+        Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 }
+    }
+
     /// How many blocks behind the next `blocks` are to be made ready with them, which counts them
     /// as such: none behind large writes, whose own space is worth a note.
     pub fn make_ready(&mut self, superblock: &Superblock, blocks: u32) -> u32 {
@@ -257,20 +258,15 @@ impl Segment {
         self.ready_blocks = end.next_multiple_of(READY_BLOCKS).min(whole);
         self.ready_blocks - end
     }
-
-    /// Its first block, as it was written when the segment was opened.
-    pub fn header(&self, superblock: &Superblock, guid: ReplicaGuid) -> Vec<u8> {
-        segment_header(superblock, guid, &self.state)
-    }
 }
 
 impl Family {
-    pub fn new(guid: ReplicaGuid, volume_blocks: u64) -> Self {
+    pub fn new(guid: ReplicaGuid, volume_blocks: u64, unit_blocks: u32) -> Self {
         Family {
             guid,
             guid_hash: guid_hash(guid),
             large: volume_blocks >= LARGE_FROM_BLOCKS,
-            segments: BTreeMap::new(),
+            segments: Segments::new(unit_blocks),
             open: [None; 3],
             log_waits: false,
             log_order: VecDeque::new(),
@@ -278,14 +274,23 @@ impl Family {
         }
     }
 
-    pub fn segment_of(&mut self, superblock: &Superblock, block: u64) -> Option<&mut Segment> {
-        let unit = superblock.unit_of(block)?;
-        let (_, segment) = self.segments.range_mut(..=unit).next_back()?;
-        (unit < segment.state.unit + segment.state.units).then_some(segment)
+    /// The segment that a block is in, by its first unit.
+    pub fn segment_of(&self, superblock: &Superblock, block: u64) -> Option<u32> {
+        self.segments.containing(superblock.unit_of(block)?)
     }
 
     pub fn open_segment(&self, stream: Stream) -> Option<&Segment> {
-        self.segments.get(&self.open[stream as usize]?)
+        self.segments.busy(self.open[stream as usize]?)
+    }
+
+    /// Ends the open segment of a stream. One of the log goes on to change until it is folded.
+    pub fn close(&mut self, stream: Stream) {
+        let unit = self.open[stream as usize].take();
+        if let Some(unit) = unit
+            && (stream != Stream::Log || mutant::is("cleaned-above-stable"))
+        {
+            self.segments.settle(unit);
+        }
     }
 
     /// Blocks left in the open segment of a stream.
@@ -306,8 +311,7 @@ impl Family {
         if blocks > batch_blocks_max(unit_blocks) {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
-        let reserve_only =
-            core.allocator.reserve_only() && !quoin_types::mutant::is("reserve-given-to-clients");
+        let reserve_only = core.allocator.reserve_only() && !mutant::is("reserve-given-to-clients");
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {
@@ -315,7 +319,7 @@ impl Family {
                 return Err(StoreError::Full);
             }
             let unit = open.state.unit;
-            return Ok(self.segments.get_mut(&unit).expect("an open segment is listed"));
+            return Ok(self.segments.busy_mut(unit).expect("an open segment is listed"));
         }
         if reserve_only && !from_reserve {
             return Err(StoreError::Full);
@@ -353,7 +357,8 @@ impl Family {
         }
         let from_reserve = reserve_only;
         let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
-        let segment = Segment { state, next_index: 0, previous: 0, from_reserve, ready_blocks };
+        let segment = Segment { from_reserve, ready_blocks, ..Segment::opened(state) };
+        self.close(stream);
         self.open[stream as usize] = Some(unit);
         self.changes += 1;
         if stream == Stream::Log {
@@ -362,12 +367,12 @@ impl Family {
         if waits {
             core.ready_next(large);
         }
-        Ok(self.segments.entry(unit).or_insert(segment))
+        Ok(self.segments.insert(segment))
     }
 
     pub fn add_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
-        if let Some(segment) = self.segment_of(superblock, block) {
-            segment.state.live_bytes += bytes;
+        if let Some(unit) = self.segment_of(superblock, block) {
+            self.segments.add_live(unit, bytes);
         }
     }
 
@@ -377,7 +382,7 @@ impl Family {
             .iter()
             .rev()
             .filter_map(|(sequence, unit)| {
-                self.segments.get(unit).filter(|s| s.state.sequence == *sequence)
+                self.segments.busy(*unit).filter(|s| s.state.sequence == *sequence)
             })
             // An open one may hold nothing yet.
             .take_while(move |s| {
@@ -385,19 +390,33 @@ impl Family {
             })
     }
 
-    /// Forgets the order of log segments before the batch `index`.
+    /// No batch of the log before `index` is needed any more: its segments change no more.
     pub fn forget_log_before(&mut self, index: u64) {
-        let oldest = self.log_from(index).last().map_or(u64::MAX, |s| s.state.sequence);
-        self.log_order.retain(|(sequence, _)| *sequence >= oldest);
+        let open = self.open;
+        let is_folded = |s: &&Segment| {
+            let state = &s.state;
+            state.stream == Stream::Log
+                && (state.last_index < index || mutant::is("cleaned-above-stable"))
+                && !open.contains(&Some(state.unit))
+        };
+        let folded: Vec<u32> =
+            self.segments.all_busy().filter(is_folded).map(|s| s.state.unit).collect();
+        for unit in folded {
+            self.segments.settle(unit);
+        }
+        let segments = &self.segments;
+        self.log_order.retain(|(sequence, unit)| {
+            segments.busy(*unit).is_some_and(|s| s.state.sequence == *sequence)
+        });
         self.changes += 1;
     }
 
     /// The segment that this was in, by its first unit.
     pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) -> Option<u32> {
         self.changes += 1;
-        let segment = self.segment_of(superblock, block)?;
-        segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
-        Some(segment.state.unit)
+        let unit = self.segment_of(superblock, block)?;
+        self.segments.sub_live(unit, bytes);
+        Some(unit)
     }
 }
 

@@ -29,7 +29,13 @@ pub fn identity(guid: ReplicaGuid) -> ReplicaIdentity {
 }
 
 pub fn options() -> PoolOptions {
-    PoolOptions { cache_bytes: 1 << 20, log_keep_bytes: 64 << 10, ..PoolOptions::default() }
+    PoolOptions {
+        cache_bytes: 1 << 20,
+        log_keep_bytes: 64 << 10,
+        // Small replicas have a table of segments too.
+        unrecorded_segments: 6,
+        ..PoolOptions::default()
+    }
 }
 
 /// Small volumes have few leaves: a step ends between any two of them.

@@ -1,0 +1,231 @@
+//! What is due of each replica, kept as replicas change.
+//!
+//! What to do next is asked at every turn of the pool's loop, and a pool may hold thousands of
+//! replicas. So each says once what is due of it, and again only after it was used
+//! ([`Pool::touch`]). Sets and sums over all of them answer the question.
+
+use std::cell::Ref;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+
+use crate::core::PoolOptions;
+use crate::disk::Disk;
+use crate::pool::Pool;
+use crate::replica::Replica;
+use crate::space::segment_table::Held;
+
+/// A fact about a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fact {
+    /// A fold is under way.
+    Folding,
+    /// A fold or a clean-up is under way.
+    AtWork,
+    CountDue,
+    /// Its log is rotten in a place that only a fold makes harmless.
+    FoldWanted,
+    /// Trims wait in its log that free more than is kept of it.
+    Trimmed,
+    /// Its record is older than its maps.
+    ToRecord,
+}
+
+const FACTS: usize = Fact::ToRecord as usize + 1;
+
+/// What is due of one replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct ReplicaWork {
+    facts: [bool; FACTS],
+    /// Segments that were emptied and wait for a commit, if one may begin.
+    emptied: u32,
+    /// Units that its next commits free.
+    coming_units: u32,
+    /// Bytes of its log; 0 of one that is not worked on.
+    log_bytes: u64,
+    /// Some of its log could be folded.
+    is_foldable: bool,
+    /// Of one whose segments may be emptied.
+    candidates: Held,
+    /// Live percent of the segment with the least to move.
+    least_live_percent: Option<u8>,
+    /// Differs whenever another of its segments may be worth emptying.
+    changes: u64,
+}
+
+impl ReplicaWork {
+    /// What the choice of a victim depends on.
+    fn of_victims(&self) -> (u64, Held, Option<u8>) {
+        (self.changes, self.candidates, self.least_live_percent)
+    }
+
+    fn of(replica: &Replica, options: &PoolOptions) -> Self {
+        let work = &replica.maintenance;
+        // One that waits for its rebuild is not worked on.
+        let is_workable = replica.quarantine.replica.is_none();
+        let is_foldable = is_workable && replica.has_foldable();
+        let may_fold = is_foldable && replica.log.bytes > 0;
+        let may_commit = is_workable && replica.may_commit();
+        let may_clean = is_workable && !replica.is_clean_blocked();
+        let trimmed = replica.log.hole_blocks * BLOCK_SIZE as u64;
+        let segments = &replica.family.segments;
+        let mut facts = [false; FACTS];
+        let mut set = |fact: Fact, holds: bool| facts[fact as usize] = holds;
+        set(Fact::Folding, is_workable && work.checkpoint.is_some());
+        set(Fact::AtWork, is_workable && work.has_job());
+        set(Fact::CountDue, is_workable && replica.is_count_due());
+        set(Fact::FoldWanted, work.fold_wanted && may_fold);
+        set(Fact::Trimmed, trimmed > options.log_keep_bytes && may_fold);
+        set(Fact::ToRecord, work.dirty && may_commit);
+        ReplicaWork {
+            facts,
+            emptied: if may_commit { work.pending_free.len() as u32 } else { 0 },
+            coming_units: work.pending_units() + work.committing_units(),
+            log_bytes: if is_workable { replica.log.bytes } else { 0 },
+            is_foldable,
+            candidates: if may_clean { segments.candidates() } else { Held::default() },
+            least_live_percent: segments.least_live_percent().filter(|_| may_clean),
+            changes: replica.family.changes + segments.aside_changes(),
+        }
+    }
+}
+
+/// What is due of all replicas of a pool.
+#[derive(Default)]
+pub struct DueWork {
+    of: BTreeMap<ReplicaGuid, ReplicaWork>,
+    /// Replicas that were used since they said what is due of them.
+    touched: BTreeSet<ReplicaGuid>,
+    facts: [BTreeSet<ReplicaGuid>; FACTS],
+    by_emptied: BTreeSet<(u32, ReplicaGuid)>,
+    by_log: BTreeSet<(u64, Reverse<ReplicaGuid>)>,
+    by_live_percent: BTreeSet<(u8, ReplicaGuid)>,
+    coming_units: u32,
+    log_bytes: u64,
+    candidates: Held,
+    changes: u64,
+}
+
+impl DueWork {
+    /// The first replica of which this holds.
+    pub fn first(&self, fact: Fact) -> Option<ReplicaGuid> {
+        self.facts[fact as usize].first().copied()
+    }
+
+    /// The replica with the most emptied segments that wait for a commit.
+    pub fn most_emptied(&self) -> Option<(u32, ReplicaGuid)> {
+        self.by_emptied.last().copied()
+    }
+
+    /// Replicas some of whose log could be folded.
+    pub fn foldable(&self) -> impl Iterator<Item = ReplicaGuid> + '_ {
+        self.by_log.iter().map(|(_, guid)| guid.0)
+    }
+
+    /// The one of them with the most log.
+    pub fn longest_log(&self) -> Option<(u64, ReplicaGuid)> {
+        self.by_log.last().map(|(bytes, guid)| (*bytes, guid.0))
+    }
+
+    /// Replicas with a segment that may be emptied and is no fuller than this.
+    pub fn with_candidates(&self, live_percent: u64) -> impl Iterator<Item = ReplicaGuid> + '_ {
+        let emptiest_first = self.by_live_percent.iter();
+        emptiest_first
+            .take_while(move |(percent, _)| u64::from(*percent) <= live_percent)
+            .map(|(_, guid)| *guid)
+    }
+
+    pub fn coming_units(&self) -> u32 {
+        self.coming_units
+    }
+
+    pub fn log_bytes(&self) -> u64 {
+        self.log_bytes
+    }
+
+    /// Sums of all segments that may be emptied.
+    pub fn candidates(&self) -> Held {
+        self.candidates
+    }
+
+    /// Differs whenever another segment may be worth emptying.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    fn put(&mut self, guid: ReplicaGuid, now: Option<ReplicaWork>) {
+        let before = self.of.get(&guid).copied();
+        if before == now {
+            return;
+        }
+        if before.map(|work| work.of_victims()) != now.map(|work| work.of_victims()) {
+            self.changes += 1;
+        }
+        if let Some(before) = before {
+            self.of.remove(&guid);
+            for replicas in &mut self.facts {
+                replicas.remove(&guid);
+            }
+            self.by_emptied.remove(&(before.emptied, guid));
+            self.by_log.remove(&(before.log_bytes, Reverse(guid)));
+            if let Some(percent) = before.least_live_percent {
+                self.by_live_percent.remove(&(percent, guid));
+            }
+            self.coming_units -= before.coming_units;
+            self.log_bytes -= before.log_bytes;
+            self.candidates.capacity -= before.candidates.capacity;
+            self.candidates.live -= before.candidates.live;
+        }
+        let Some(now) = now else { return };
+        self.of.insert(guid, now);
+        for (replicas, _) in self.facts.iter_mut().zip(now.facts).filter(|(_, holds)| *holds) {
+            replicas.insert(guid);
+        }
+        if now.emptied > 0 {
+            self.by_emptied.insert((now.emptied, guid));
+        }
+        if now.is_foldable {
+            self.by_log.insert((now.log_bytes, Reverse(guid)));
+        }
+        self.by_live_percent.extend(now.least_live_percent.map(|percent| (percent, guid)));
+        self.coming_units += now.coming_units;
+        self.log_bytes += now.log_bytes;
+        self.candidates.capacity += now.candidates.capacity;
+        self.candidates.live += now.candidates.live;
+    }
+}
+
+impl<D: Disk> Pool<D> {
+    /// Notes that a replica is used now, which may change what is due of it.
+    pub(crate) fn touch(&self, guid: ReplicaGuid) {
+        self.due_work.borrow_mut().touched.insert(guid);
+    }
+
+    pub(crate) fn touch_all(&self) {
+        self.due_work.borrow_mut().touched.extend(self.replicas.keys());
+    }
+
+    /// What is due of all replicas as they are now.
+    pub(crate) fn due_work(&self) -> Ref<'_, DueWork> {
+        // Empty unless a replica was used, so nested calls find nothing to do.
+        let is_stale = !self.due_work.borrow().touched.is_empty();
+        if is_stale {
+            let mut due_work = self.due_work.borrow_mut();
+            for guid in std::mem::take(&mut due_work.touched) {
+                let replica = self.replicas.get(&guid);
+                let now = replica.map(|replica| ReplicaWork::of(replica, &self.core.options));
+                due_work.put(guid, now);
+            }
+        }
+        let due_work = self.due_work.borrow();
+        debug_assert!(
+            self.replicas.len() == due_work.of.len()
+                && self.replicas.iter().all(|(guid, replica)| {
+                    due_work.of.get(guid) == Some(&ReplicaWork::of(replica, &self.core.options))
+                }),
+            "a replica was changed without a note of it"
+        );
+        due_work
+    }
+}

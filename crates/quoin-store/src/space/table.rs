@@ -1,0 +1,642 @@
+//! The table of a replica's segments on disk: nodes like those of its map, from units to segments.
+//!
+//! A replica of many segments cannot state all of them with each commit, and the metadata ring has
+//! no room for the lists of a large pool. So the segments to which nothing is added any more stand
+//! in a tree whose leaves cover 256 units, written by the rules of the map: a commit writes the
+//! changed leaves, syncs, and records the new root. What the table does not have yet stands in the
+//! record itself: open segments, log that is not folded, and a few others. So a
+//! replica of few segments has no table, most commits write none of it, and a commit that finds no
+//! room for nodes still says in the ring what it makes free.
+//!
+//! **Counters.** A page whose live bytes drifted far from what its leaf says is written with the
+//! next commit, and at an orderly end each that drifted at all. They only choose what is emptied.
+//!
+//! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
+//! again. At an open the segments under a bad leaf are found by their headers, once all others are
+//! known. A stale header of a unit that is free claims too much, never too little, and clean-up
+//! finds nothing in it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::BLOCK_SIZE;
+
+use crate::background::cleaner::read_header;
+use crate::core::{Core, NodeIo};
+use crate::disk::Disk;
+use crate::format::batch::{Batch, header_blocks};
+use crate::format::checkpoint::{SegmentState, TableState};
+use crate::format::node::{BlockAt, Child, LEAF_BLOCKS, Node, Root};
+use crate::format::segment::decode_header;
+use crate::format::table::{entry_of, segment_of};
+use crate::map::tree::{self, Change, Edit, Nodes, Part};
+use crate::replica::Replica;
+use crate::space::segment_table::{PAGE_UNITS, Segments};
+
+/// Pages that one commit writes.
+const PAGES_A_COMMIT: usize = 64;
+/// Part of what the segments of a page can hold by which its counters may drift, as a divisor.
+const DRIFT_PART: u64 = 16;
+/// Free units that a commit leaves to others: with fewer, the record has the changes.
+const UNITS_LEFT: u32 = 8;
+const _: () = assert!(PAGE_UNITS as usize == LEAF_BLOCKS);
+
+/// What the table on disk has, and what it lacks, of the segments that change no more.
+#[derive(Default)]
+pub struct Recorded {
+    pub root: Root,
+    /// Segments that it does not have.
+    changed: BTreeSet<u32>,
+    /// First units of segments that it has and that are gone.
+    removed: BTreeSet<u32>,
+    /// Pages that are to be written for another reason.
+    stale: BTreeSet<u32>,
+    /// Bytes by which the counters of a page changed since it was written.
+    drift: BTreeMap<u32, u64>,
+    /// A node of it is lost: all of it is written again.
+    is_lost: bool,
+}
+
+impl Recorded {
+    fn exists(&self) -> bool {
+        self.root.child != Child::EMPTY
+    }
+
+    /// A segment changes no more.
+    pub fn added(&mut self, unit: u32) {
+        self.changed.insert(unit);
+    }
+
+    pub fn removed(&mut self, unit: u32) {
+        if !self.changed.remove(&unit) && self.exists() {
+            self.removed.insert(unit);
+        }
+    }
+
+    /// Segments that the table does not have.
+    pub fn changed(&self) -> impl Iterator<Item = u32> + '_ {
+        self.changed.iter().copied()
+    }
+
+    /// The counters of a page, whose segments can hold so many bytes, changed by so many.
+    pub fn drifted(&mut self, page: u32, bytes: u64, capacity: u64) {
+        if self.exists() {
+            let drift = self.drift.entry(page).or_default();
+            *drift = drift.saturating_add(bytes);
+            if *drift > capacity / DRIFT_PART {
+                self.stale.insert(page);
+            }
+        }
+    }
+
+    /// Counters that drifted at all are written with the next commits.
+    pub fn write_drifted(&mut self) {
+        self.stale.extend(self.drift.keys());
+    }
+
+    /// This page is written with the next commit.
+    pub fn write_again(&mut self, page: u32) {
+        if self.exists() {
+            self.stale.insert(page);
+        }
+    }
+
+    /// Pages that the next commit writes.
+    fn due_pages(&self, unrecorded_max: usize) -> Vec<u32> {
+        let mut pages = BTreeSet::new();
+        if self.changed.len() + self.removed.len() > unrecorded_max {
+            let units = self.changed.iter().chain(&self.removed);
+            for unit in units {
+                pages.insert(unit / PAGE_UNITS);
+                if pages.len() == PAGES_A_COMMIT {
+                    break;
+                }
+            }
+        }
+        let more = PAGES_A_COMMIT - pages.len();
+        pages.extend(self.stale.iter().take(more));
+        pages.into_iter().collect()
+    }
+
+    /// Changes of these pages: the segments that changed, and those that are gone.
+    fn changes_of(&self, pages: &[u32]) -> [Vec<u32>; 2] {
+        let units = |page: &u32| page * PAGE_UNITS..page * PAGE_UNITS + PAGE_UNITS;
+        let of = |set: &BTreeSet<u32>| {
+            pages.iter().flat_map(|page| set.range(units(page)).copied()).collect()
+        };
+        [of(&self.changed), of(&self.removed)]
+    }
+
+    /// The table has these pages, with these changes. Its own nodes may have filled a segment in
+    /// the meantime, which it does not have.
+    fn written(&mut self, pages: &[u32], [changed, removed]: [Vec<u32>; 2], root: Root) {
+        self.root = root;
+        for unit in changed {
+            self.changed.remove(&unit);
+        }
+        for unit in removed {
+            self.removed.remove(&unit);
+        }
+        for page in pages {
+            self.stale.remove(page);
+            self.drift.remove(page);
+        }
+    }
+
+    /// A table takes the place of this one that has these of the settled segments.
+    pub fn replaced(&mut self, table: Option<NewTable>, settled: impl Iterator<Item = u32>) {
+        let (root, units) = table.map(|table| (table.root, table.units)).unwrap_or_default();
+        let changed = settled.filter(|unit| !units.contains(unit)).collect();
+        *self = Recorded { root, changed, ..Recorded::default() };
+    }
+}
+
+/// A table that is not in use yet.
+pub struct NewTable {
+    pub root: Root,
+    /// First units of the segments that it has.
+    pub units: BTreeSet<u32>,
+}
+
+fn pages_of(units: &BTreeSet<u32>) -> Vec<u32> {
+    let mut pages: Vec<u32> = units.iter().map(|unit| unit / PAGE_UNITS).collect();
+    pages.dedup();
+    pages
+}
+
+/// What an open could not find in the table.
+#[derive(Default)]
+pub struct FoundTable {
+    /// Stretches of units of which nothing is known.
+    pub lost: Vec<(u64, u64)>,
+    /// No segment has a greater sequence number.
+    pub newest: u64,
+}
+
+impl Replica {
+    fn table_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
+        NodeIo { is_table: true, ..self.io(core) }
+    }
+
+    /// What a record says of the table.
+    pub fn table_state(&self) -> Option<TableState> {
+        let recorded = &self.family.segments.recorded;
+        recorded.exists().then(|| TableState {
+            root: recorded.root,
+            removed: recorded.removed.iter().copied().collect(),
+            too_high: self.count.is_too_high(),
+        })
+    }
+
+    /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
+    /// to have.
+    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let recorded = &self.family.segments.recorded;
+        let pages = recorded.due_pages(core.options.unrecorded_segments);
+        let is_idle = pages.is_empty() || core.allocator.free_units() < UNITS_LEFT;
+        if is_idle && !recorded.is_lost {
+            return Ok(());
+        }
+        core.begin_second_edition()?;
+        if !recorded.is_lost {
+            let (root, changes) = (recorded.root, recorded.changes_of(&pages));
+            match self.write_pages(core, root, &pages, 0) {
+                Ok(root) => {
+                    self.family.segments.recorded.written(&pages, changes, root);
+                    return Ok(());
+                }
+                Err(StoreError::Damaged(_)) => {}
+                Err(StoreError::Full) => {
+                    // The record has it. Nodes on the way to what is dropped were counted.
+                    self.count.begin_anew();
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // What a record says of a table with lost nodes may lie in segments that it frees.
+        self.family.segments.recorded.is_lost = true;
+        let all = |replica: &Self| -> BTreeSet<u32> {
+            replica.family.segments.settled().map(|s| s.unit).collect()
+        };
+        let units = all(self);
+        let pages = pages_of(&units);
+        match self.write_pages(core, Root::default(), &pages, 0) {
+            Ok(root) => {
+                let settled = all(self);
+                let table = Some(NewTable { root, units });
+                self.family.segments.recorded.replaced(table, settled.into_iter());
+            }
+            Err(StoreError::Full) => {
+                self.count.begin_anew();
+                let changed = all(self);
+                self.family.segments.recorded = Recorded { changed, ..Recorded::default() };
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn write_pages<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        root: Root,
+        pages: &[u32],
+        first_sequence: u64,
+    ) -> Result<Root, StoreError> {
+        let (mut edits, mut crcs) = (Vec::new(), Vec::new());
+        let hole = |from: u32, until: u32| Edit {
+            lba: from.into(),
+            blocks: until - from,
+            change: Change::Hole { version: 0 },
+        };
+        for page in pages {
+            let mut at = page * PAGE_UNITS;
+            let settled = self.family.segments.settled_of(*page);
+            for state in settled.filter(|s| s.sequence >= first_sequence) {
+                if state.unit > at {
+                    edits.push(hole(at, state.unit));
+                }
+                let (BlockAt { version, place, .. }, live) = entry_of(&state);
+                let change = Change::Data { version, place, crc_at: crcs.len() as u32 };
+                edits.push(Edit { lba: state.unit.into(), blocks: 1, change });
+                crcs.push(live);
+                at = state.unit + 1;
+            }
+            let end = page * PAGE_UNITS + PAGE_UNITS;
+            if at < end {
+                edits.push(hole(at, end));
+            }
+        }
+        tree::update(&mut self.table_io(core), root, &edits, &crcs, None)
+    }
+
+    /// Writes a table of the segments from this sequence number on, for a record that gives up all
+    /// older ones: the nodes of the table before lie in these. None where they are few.
+    pub fn new_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        first_sequence: u64,
+    ) -> Result<Option<NewTable>, StoreError> {
+        let settled = self.family.segments.settled().filter(|s| s.sequence >= first_sequence);
+        let units: BTreeSet<u32> = settled.map(|s| s.unit).collect();
+        if units.len() <= core.options.unrecorded_segments {
+            return Ok(None);
+        }
+        core.begin_second_edition()?;
+        match self.write_pages(core, Root::default(), &pages_of(&units), first_sequence) {
+            Ok(root) => Ok(Some(NewTable { root, units })),
+            Err(StoreError::Full) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes nodes of the table anew, where they lie at the places that the edits name.
+    pub fn renew_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        nodes: &[Edit],
+    ) -> Result<(), StoreError> {
+        let root = self.family.segments.recorded.root;
+        match tree::update(&mut self.table_io(core), root, nodes, &[], None) {
+            Ok(root) => self.family.segments.recorded.root = root,
+            Err(StoreError::Damaged(_)) => self.family.segments.recorded.is_lost = true,
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// The next leaf of the table from this unit on: where it ends, and its bytes with its place.
+    pub fn next_of_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        from: u64,
+    ) -> Result<Option<Part>, StoreError> {
+        let root = self.family.segments.recorded.root;
+        tree::next_part(&mut self.table_io(core), root, 0, from)
+    }
+
+    /// Reads the table that a record tells of, and hands out its segments.
+    pub fn read_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        table: &TableState,
+        mut admit: impl FnMut(&mut Core<D>, &mut Replica, &SegmentState) -> bool,
+    ) -> Result<Option<FoundTable>, StoreError> {
+        let removed: BTreeSet<u32> = table.removed.iter().copied().collect();
+        let mut found = FoundTable::default();
+        // Segments that the record states beside the table are known already.
+        let recorded = &mut self.family.segments.recorded;
+        (recorded.root, recorded.removed) = (table.root, removed.clone());
+        let mut at = 0;
+        while let Some(part) = self.next_of_table(core, at)? {
+            let (start, end) = part.range();
+            if start >= core.allocator.units().into() {
+                // No table has anything there, and a walk of what is made up need not end.
+                break;
+            }
+            at = end;
+            let loaded = match part {
+                Part::Hole { .. } => continue,
+                Part::Damaged { .. } => None,
+                Part::Leaf { node, .. } => self.table_io(core).load(0, &node)?,
+            };
+            let Some(Node::Leaf(leaf)) = loaded.as_deref() else {
+                found.lost.push((start, end));
+                continue;
+            };
+            for (number, entry) in (start..).zip(&leaf.blocks).filter(|(_, e)| e.place != 0) {
+                let unit = u32::try_from(number).ok();
+                let Some(state) = unit.and_then(|unit| segment_of(unit, entry)) else {
+                    return Ok(None);
+                };
+                if !removed.contains(&state.unit) && !admit(core, self, &state) {
+                    return Ok(None);
+                }
+            }
+        }
+        if !found.lost.is_empty() {
+            self.family.segments.recorded.is_lost = true;
+            self.count.request();
+            self.maintenance.dirty = true;
+        }
+        Ok(Some(found))
+    }
+
+    /// Finds segments in stretches of units whose leaves are lost, by the headers that lie in units
+    /// which nobody is known to use.
+    pub fn search_lost<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        found: &FoundTable,
+    ) -> Result<(), StoreError> {
+        for (from, until) in &found.lost {
+            let until = (*until).min(core.allocator.units().into());
+            for unit in (*from..until).map(|unit| unit as u32) {
+                let recorded = &self.family.segments.recorded;
+                if !core.allocator.is_cold(unit) || recorded.removed.contains(&unit) {
+                    continue;
+                }
+                let mut bytes = vec![0; BLOCK_SIZE];
+                if core.read(core.superblock.unit_start(unit), &mut bytes).is_err() {
+                    continue;
+                }
+                let header = decode_header(&core.superblock, self.identity.guid, unit, &bytes);
+                let Some(mut state) = header else { continue };
+                let is_ours =
+                    state.sequence <= found.newest && Segments::is_possible(unit, state.units);
+                if !is_ours || !core.allocator.take(unit, state.units) {
+                    continue;
+                }
+                state.used_blocks = self.end_of(core, &state)?;
+                state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
+                self.family.segments.insert_settled(&state);
+            }
+        }
+        Ok(())
+    }
+
+    /// Blocks of a segment up to the end of its batches. All of it where one of them may be rotten:
+    /// such a segment is never taken for empty.
+    fn end_of<D: Disk>(&self, core: &Core<D>, state: &SegmentState) -> Result<u32, StoreError> {
+        let blocks = state.units * core.superblock.unit_blocks;
+        let start = core.superblock.unit_start(state.unit);
+        let is_own = |batch: &Batch<'_>| {
+            let header = &batch.header;
+            (header.sequence, header.guid_hash) == (state.sequence, self.family.guid_hash)
+        };
+        let (mut at, mut end, mut is_whole) = (1, 1, true);
+        let mut bytes = vec![0; BLOCK_SIZE];
+        while at < blocks {
+            let looks_like = core.read(start + u64::from(at), &mut bytes).is_err()
+                || header_blocks(&bytes).is_some();
+            let header = match looks_like {
+                true => read_header(core, start + u64::from(at), blocks - at)?,
+                false => None,
+            };
+            match header.as_deref().and_then(Batch::parse).filter(is_own) {
+                Some(_) if !is_whole => return Ok(blocks),
+                Some(batch) => {
+                    at = at.saturating_add(batch.blocks());
+                    end = at;
+                }
+                None => (at, is_whole) = (at + 1, false),
+            }
+        }
+        Ok(end.min(blocks))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaStore};
+    use quoin_types::message::{Content, ReadView};
+    use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
+
+    use super::*;
+    use crate::format::batch::Stream;
+    use crate::format::superblock::{SECOND_EDITION, Superblock};
+    use crate::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+
+    const BLOCKS: u64 = 4000;
+
+    fn options() -> PoolOptions {
+        PoolOptions {
+            cache_bytes: 0,
+            log_keep_bytes: 0,
+            unrecorded_segments: 4,
+            ..PoolOptions::default()
+        }
+    }
+
+    fn open(disk: &MemoryDisk) -> Pool<MemoryDisk> {
+        Pool::open(disk.clone(), options()).expect("a pool")
+    }
+
+    fn formatted() -> MemoryDisk {
+        let disk = MemoryDisk::new(64 << 20);
+        let format = FormatOptions { unit_blocks: 32, ..FormatOptions::new(PoolId(1)) };
+        Pool::format(&disk, &format).expect("a fit disk");
+        disk
+    }
+
+    struct Writer {
+        pool: Pool<MemoryDisk>,
+        chain: Chain,
+        lsn: u64,
+        /// What was written last to each block.
+        last: Vec<u64>,
+    }
+
+    impl Writer {
+        fn new(disk: &MemoryDisk) -> Self {
+            let mut pool = open(disk);
+            let (identity, meta) = Default::default();
+            pool.create(identity, meta, BLOCKS).expect("room");
+            Writer { pool, chain: Chain(0), lsn: 0, last: vec![0; BLOCKS as usize] }
+        }
+
+        fn write(&mut self, lba: u64, blocks: u32) {
+            self.lsn += 1;
+            let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn) };
+            let data = Bytes::from(vec![self.lsn as u8; blocks as usize * BLOCK_SIZE]);
+            let entry =
+                Entry::after(self.chain, position, EntryKind::Write, lba, blocks, data, false);
+            self.chain = entry.chain;
+            let mut replica = self.pool.replica(Default::default()).expect("it");
+            replica.append(&[Arc::new(entry)]).expect("room");
+            replica.set_stable(Lsn(self.lsn));
+            self.last[lba as usize..][..blocks as usize].fill(self.lsn);
+        }
+
+        /// Writes all blocks, then overwrites some, with background work in between.
+        fn live(&mut self, overwrites: u64) {
+            for lba in (0..BLOCKS).step_by(8) {
+                self.write(lba, 8);
+                self.work(lba / 8);
+            }
+            for n in 0..overwrites {
+                self.write(n * 7919 % (BLOCKS - 2), 2);
+                self.work(n);
+            }
+            self.pool.settle().expect("recorded");
+            self.pool.settle().expect("recorded");
+        }
+
+        fn work(&mut self, round: u64) {
+            if !round.is_multiple_of(20) {
+                return;
+            }
+            for _ in 0..2 {
+                self.pool.settle().expect("folded");
+                while self.pool.background_due() != crate::Due::Idle {
+                    self.pool.background(4 << 20).expect("background work");
+                }
+            }
+        }
+
+        fn check(&mut self) {
+            let mut replica = self.pool.replica(Default::default()).expect("it");
+            for (lba, lsn) in (0..).zip(&self.last) {
+                let mut slots = Vec::new();
+                replica.read(ReadView::Live, lba, 1, true, &mut slots).expect("a read");
+                assert_eq!(slots[0].version.0, *lsn, "block {lba}");
+                assert!(matches!(slots[0].content, Content::Data { .. }), "block {lba}");
+            }
+        }
+
+        fn replica(&mut self) -> &mut Replica {
+            self.pool.replicas.get_mut(&ReplicaIdentity::default().guid).expect("it")
+        }
+
+        /// Segments with all that an open must know of them.
+        fn segments(&mut self) -> Vec<(u32, u32, Stream, u64, u32)> {
+            let all = self.replica().family.segments.iter();
+            all.map(|s| (s.unit, s.units, s.stream, s.sequence, s.used_blocks)).collect()
+        }
+
+        fn open_again(&mut self) {
+            self.pool = open(&self.pool.disk().clone());
+        }
+    }
+
+    #[test]
+    fn a_table_brings_back_every_segment_and_the_record_stays_short() {
+        let disk = formatted();
+        let mut writer = Writer::new(&disk);
+        let mut longest = 0;
+        for round in 1..6 {
+            writer.live(round * 100);
+            let recorded = &writer.replica().family.segments.recorded;
+            assert!(recorded.exists() && recorded.changed.len() <= 4 + 2, "round {round}");
+            longest = longest.max(writer.pool.core.durable.encoded_len());
+            let (before, live) = (writer.segments(), writer.replica().family.segments.live_bytes());
+            assert!(before.len() > 100, "{} segments", before.len());
+            writer.open_again();
+            assert!(writer.segments() == before, "round {round}");
+            // But for what its own nodes changed as it was written.
+            let drift = writer.replica().family.segments.live_bytes().abs_diff(live);
+            assert!(drift < 64 << 10, "{drift} bytes in round {round}");
+            writer.check();
+        }
+        assert!(longest < 4096, "{longest} bytes");
+    }
+
+    #[test]
+    fn a_rotten_node_of_the_table_costs_no_segment_and_is_written_again() {
+        let disk = formatted();
+        let mut writer = Writer::new(&disk);
+        writer.live(300);
+        let before = writer.segments();
+        let root = writer.replica().family.segments.recorded.root;
+        let pool = &mut writer.pool;
+        let replica = pool.replicas.get_mut(&ReplicaIdentity::default().guid).expect("it");
+        let mut io = replica.table_io(&mut pool.core);
+        let mut nodes = tree::path(&mut io, root, 0).expect("a path");
+        nodes.extend(tree::path(&mut io, root, 300).expect("a path"));
+        assert!(nodes.len() >= 3);
+        disk.power_cut(|| true);
+        for (level, base, node) in nodes {
+            let image = disk.fork();
+            image.rot(node.place + u64::from(node.length) / 2, 0x10);
+            writer.pool = open(&image);
+            let found = writer.segments();
+            assert!(before.iter().all(|s| found.contains(s)), "level {level} from {base}");
+            writer.check();
+            for _ in 0..3 {
+                writer.pool.settle().expect("recorded");
+                while writer.pool.background(1 << 20).expect("background work") {}
+            }
+            writer.check();
+            let replica = writer.replica();
+            assert!(!replica.family.segments.recorded.is_lost, "level {level} from {base}");
+            writer.open_again();
+            writer.check();
+            let report = crate::offline::check(image, |_| ()).expect("a check");
+            assert!(report.is_sound(), "{report:?}");
+        }
+    }
+
+    #[test]
+    fn a_pool_of_before_says_that_it_has_a_table_before_it_has_one() {
+        let disk = formatted();
+        let mut superblock = Superblock::read(&disk).expect("a pool");
+        superblock.features.incompat = 0;
+        for starts in [superblock.starts, superblock.starts + 1] {
+            Superblock { starts, ..superblock }.write(&disk).expect("a write");
+        }
+        disk.sync().expect("a sync");
+        let mut writer = Writer::new(&disk);
+        writer.pool.settle().expect("recorded");
+        assert_eq!(writer.pool.core.superblock.features.incompat, 0);
+        for lba in (0..BLOCKS).step_by(8) {
+            writer.write(lba, 8);
+        }
+        while !writer.replica().family.segments.recorded.exists() {
+            let image = disk.fork();
+            image.power_cut(|| false);
+            assert_eq!(Superblock::read(&image).expect("a pool").features.incompat, 0);
+            writer.pool.background(1).expect("background work");
+            if let Some(ticket) = writer.pool.sync_wanted() {
+                // Nothing of the table is on media before the bit is.
+                let image = disk.fork();
+                image.power_cut(|| false);
+                let features = Superblock::read(&image).expect("a pool").features;
+                let exists = writer.replica().family.segments.recorded.exists();
+                assert_eq!(features.incompat == SECOND_EDITION, exists);
+                let result = disk.sync();
+                writer.pool.sync_finished(ticket, result).expect("a sync");
+            }
+        }
+        let image = disk.fork();
+        image.power_cut(|| false);
+        let features = Superblock::read(&image).expect("a pool").features;
+        assert_eq!(features.incompat, SECOND_EDITION);
+        writer.check();
+        writer.open_again();
+        writer.check();
+    }
+}
