@@ -173,10 +173,7 @@ impl<D: Disk> Core<D> {
             return Ok(());
         }
         *incompat |= SECOND_EDITION;
-        self.disk_did(|core| {
-            core.superblock.write(&core.disk)?;
-            core.disk.sync().map_err(StoreError::Io)
-        });
+        self.disk_did(|core| core.superblock.rewrite(&core.disk));
         self.check_usable()
     }
 

@@ -255,24 +255,38 @@ impl Superblock {
 
     /// Writes the copies of this start: one slot of the ring of two, at both ends.
     pub fn write<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
-        let bytes = self.encode();
+        self.places().try_for_each(|block| self.write_to(disk, block))
+    }
+
+    /// Changes the copies of this start. Each is on media before the next is written, so a power
+    /// cut spoils one of them at most.
+    pub fn rewrite<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
+        self.places().try_for_each(|block| {
+            self.write_to(disk, block)?;
+            disk.sync().map_err(StoreError::Io)
+        })
+    }
+
+    fn places(&self) -> impl Iterator<Item = u64> {
         let slot = self.starts % SUPERBLOCKS;
-        for block in [slot, self.blocks - SUPERBLOCKS + slot] {
-            let part = std::io::IoSlice::new(&bytes);
-            disk.write_at(block * BLOCK_SIZE as u64, &[part]).map_err(StoreError::Io)?;
-        }
-        Ok(())
+        [slot, self.blocks - SUPERBLOCKS + slot].into_iter()
+    }
+
+    fn write_to<D: Disk>(&self, disk: &D, block: u64) -> Result<(), StoreError> {
+        let bytes = self.encode();
+        let part = std::io::IoSlice::new(&bytes);
+        disk.write_at(block * BLOCK_SIZE as u64, &[part]).map_err(StoreError::Io)
     }
 
     /// Number of copies of this start with wrong contents.
     pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
-        let (bytes, slot) = (self.encode(), self.starts % SUPERBLOCKS);
+        let bytes = self.encode();
         let mut buffer = [0; BLOCK_SIZE];
         let mut differs = |block: u64| {
             disk.forget_cached(block * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
             disk.read_at(block * BLOCK_SIZE as u64, &mut buffer).is_err() || buffer != bytes
         };
-        u32::from(differs(slot)) + u32::from(differs(self.blocks - SUPERBLOCKS + slot))
+        self.places().map(|block| u32::from(differs(block))).sum()
     }
 
     /// The newest superblock of either end. A copy that contradicts the disk's size is no copy. A
@@ -314,6 +328,7 @@ impl Superblock {
 mod tests {
     use super::*;
     use crate::MemoryDisk;
+    use crate::testing::memory_disk::DiskEvent;
 
     #[test]
     fn a_superblock_is_found_while_one_copy_is_left() {
@@ -330,6 +345,42 @@ mod tests {
         disk.rot(disk.size() - 2 * 4096 + 90, 0x80);
         superblock.starts = 1;
         assert_eq!(Superblock::read(&disk).expect("the start before"), superblock);
+    }
+
+    #[test]
+    fn a_power_cut_that_spoils_what_is_not_on_media_of_a_rewrite_leaves_the_start() {
+        let disk = MemoryDisk::new(128 << 20);
+        let mut superblock =
+            Superblock::new(disk.size(), &FormatOptions::new(PoolId(7))).expect("a fit pool");
+        superblock.features.incompat = 0;
+        for starts in 1..3 {
+            superblock.starts = starts;
+            superblock.write(&disk).expect("a write");
+        }
+        disk.sync().expect("a sync");
+        let before = disk.fork();
+        superblock.features.incompat = SECOND_EDITION;
+        disk.record();
+        superblock.rewrite(&disk).expect("a rewrite");
+        let events = disk.events();
+        assert!(matches!(events.last(), Some(DiskEvent::Sync)), "all of it is on media");
+        for cut in 0..=events.len() {
+            let (image, mut unsynced) = (before.fork(), Vec::new());
+            for event in &events[..cut] {
+                match event {
+                    DiskEvent::Write { offset, bytes } => {
+                        image.write_at(*offset, &[std::io::IoSlice::new(bytes)]).expect("a write");
+                        unsynced.push(*offset);
+                    }
+                    DiskEvent::Sync => unsynced.clear(),
+                    DiskEvent::Discard { .. } => {}
+                }
+            }
+            // The worst of a torn block: its bytes are neither the former nor the new ones.
+            unsynced.iter().for_each(|offset| image.rot(offset + 20, 0xff));
+            let found = Superblock::read(&image).expect("a superblock");
+            assert_eq!(found.starts, 2, "cut before operation {cut}");
+        }
     }
 
     #[test]
