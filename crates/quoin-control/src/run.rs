@@ -58,9 +58,9 @@ pub struct Options {
     pub offline_after_ms: u64,
     /// When a replica that is gone is replaced, where a volume does not say.
     pub replace_after: ReplaceAfter,
-    /// Rebuilds into one pool at a time, of those that nobody asked for.
+    /// Most rebuilds without a request into one pool at a time.
     pub heals_per_pool: u32,
-    /// What becomes of pools whose disks are failing.
+    /// Policy for pools whose disks are failing.
     pub dying_pools: DyingPolicy,
     /// When a pool's disk is taken to be failing.
     pub dying_limits: DyingLimits,
@@ -71,7 +71,7 @@ pub struct Options {
     pub lifetimes: Lifetimes,
     /// Backups that the controller makes by itself.
     pub backups: Option<BackupSchedule>,
-    /// Asked by whoever serves `/metrics` and `/healthz`.
+    /// Source of `/metrics` and `/healthz`.
     pub metrics: Metrics,
 }
 
@@ -145,7 +145,7 @@ impl Options {
     }
 }
 
-/// What [`init`] made.
+/// Result of [`init`].
 #[derive(Clone, Debug)]
 pub struct InitReport {
     pub cluster_id: String,
@@ -199,7 +199,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     let was_restored = crate::disaster::backup::records_in_making(dir).exists();
     let records_lost = records_lost || (has_authority && (was_made || was_restored));
     let authority = match Authority::create(dir, lifetimes) {
-        // No records yet, so nobody has joined it: a crash came in between.
+        // Without records no member has joined: a crash came in between.
         Err(quoin_identity::Error::AuthorityExists { .. }) => Authority::load(dir, lifetimes)?,
         created => created?,
     };
@@ -223,7 +223,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
 }
 
-/// A directory with anything in it but an unfinished cluster of [`init`] is somebody else's.
+/// Refuses a directory with other contents than an unfinished cluster of [`init`].
 pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
     const OWN: [&str; 3] = [AUTHORITY_FILE, "identity", RECORDS_FILE];
     let entries = match std::fs::read_dir(dir) {

@@ -1,6 +1,6 @@
-//! Who gets in, by the network or from this host: accepted sockets are proven and heard on helper
-//! threads, a bounded number at a time and shared out by source, and handed to the shard as believed
-//! sessions.
+//! Admission of connections, from the network and from this host. Helper threads prove accepted sockets
+//! and read their Hello, a bounded number at a time, shared out by source, and hand them to the shard as
+//! believed sessions.
 
 use std::io::ErrorKind::WouldBlock;
 use std::net::TcpListener;
@@ -161,7 +161,7 @@ impl Acceptor {
         })
     }
 
-    /// As [`Belief::still_opens`].
+    /// See [`Belief::still_opens`].
     pub(crate) fn still_opens(&self, term: Term) -> bool {
         self.belief.still_opens(term)
     }

@@ -1,7 +1,7 @@
-//! What the controller wants this pool to hold, and what the pool says it holds.
+//! Replicas that the controller assigns to this pool, and the pool's report of those it holds.
 //!
-//! What is done with each replica is decided by [`quoin_replication::pool_host::holdings`]. One that
-//! no assignment lists is kept and reported: a controller restored from an old backup must not cost
+//! [`quoin_replication::pool_host::holdings`] decides what is done with each replica. A replica that no
+//! assignment lists is kept and reported: a controller restored from an old backup must not cost
 //! data; it says Delete by name.
 
 use bytes::Bytes;
@@ -24,7 +24,7 @@ pub struct Wanted {
     pub blocks: u64,
     pub phase: Phase,
     pub membership: Membership,
-    /// What is not to be opened any more.
+    /// Sessions that are not to be opened any more.
     pub fence: Fence,
 }
 
@@ -32,7 +32,7 @@ pub struct Wanted {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Fence {
     pub epoch: Epoch,
-    /// Those that are open are cut rather than given time to close.
+    /// Open sessions are cut rather than given time to close.
     pub at_once: bool,
 }
 
@@ -49,12 +49,12 @@ pub fn is_news(kept: &[u8], told: &[u8]) -> bool {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Assignment(pub Vec<Wanted>);
 
-/// What changed of an assignment.
+/// Difference between two assignments.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct AssignmentChange {
-    /// Those that are new or other than before.
+    /// Replicas that are new or other than before.
     pub wanted: Vec<Wanted>,
-    /// Those that are not assigned any more. They are kept until a deletion is ordered.
+    /// Replicas that are not assigned any more. They are kept until a deletion is ordered.
     pub removed: Vec<ReplicaGuid>,
 }
 
@@ -79,9 +79,9 @@ pub struct ReplicaState {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolState {
     pub space: Space,
-    /// What keeps it from taking more, and the way out; empty: nothing.
+    /// Reason why it takes no more, and the way out; empty: there is none.
     pub warning: &'static str,
-    /// By which the controller tells an older state of the disk.
+    /// Counts by which the controller recognises an older state of the disk.
     pub counts: PoolCounts,
     /// The next mark is on its way to the media: there will be a report to make.
     pub mark_rises: bool,
@@ -141,8 +141,8 @@ impl Assignment {
 }
 
 impl AssignmentChange {
-    /// As [`Assignment::from_message`]: what was said before of a replica that cannot be understood
-    /// now does not hold any more.
+    /// See [`Assignment::from_message`]: a former assignment of a replica does not hold any more once
+    /// a later one for it cannot be understood.
     pub fn from_message(message: &control::PoolAssignment) -> (Self, Vec<String>) {
         let (taken, mut refused) = Assignment::from_message(message);
         let mut removed = Vec::new();

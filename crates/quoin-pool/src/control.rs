@@ -135,7 +135,7 @@ impl Control {
         let (answer, holdings) = oneshot::channel();
         self.shard.send(Input::Holdings(answer));
         let holdings = tokio::time::timeout(CALL_MAX, holdings).await.ok().and_then(Result::ok);
-        // While the pool is opened anew there is nobody to ask.
+        // While the pool is opened anew no shard answers.
         let holdings = holdings.ok_or_else(|| Status::unavailable("the pool is opening"))?;
         let pieces = holdings.pieces(&self.options.name, &self.pool_id, request);
         let mut told = tonic::Request::new(tokio_stream::iter(pieces));
@@ -250,11 +250,11 @@ impl Control {
     }
 }
 
-/// What the controller knows of the replicas by the reports that it took.
+/// The controller's knowledge of the replicas, by the reports that it took.
 struct Told {
-    /// Of the report that is made next, or was made last.
+    /// Number of the report that is made next, or was made last.
     number: u64,
-    /// By the last report, if it was taken.
+    /// Replicas by the last report, if it was taken.
     replicas: Option<HashMap<ReplicaGuid, ReplicaState>>,
 }
 

@@ -1,4 +1,4 @@
-//! What a pool tells of itself beside holding replicas: space, and how often it was opened.
+//! Facts of a pool beside its replicas: space, and how often it was opened.
 
 use quoin_replication::replica::store::StoreError;
 use quoin_store::{BadBlock, ScrubAt, Scrubbed};
@@ -9,11 +9,11 @@ use quoin_types::ReplicaGuid;
 pub struct Space {
     pub capacity_bytes: u64,
     pub used_bytes: u64,
-    /// What clients may still fill.
+    /// Bytes that clients may still fill.
     pub free_bytes: u64,
 }
 
-/// What a pool tells beside holding replicas.
+/// Facts of a pool beside its replicas.
 pub trait PoolFacts {
     fn space(&self) -> Space;
     /// Bytes that this replica takes.
@@ -55,7 +55,7 @@ pub trait PoolFacts {
     fn is_short_below(&self) -> bool {
         false
     }
-    /// What could not be read is tried again.
+    /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
     /// The same for what the pool holds beside its replicas; how many bad copies were mended.
     fn scrub_metadata(&mut self) -> Result<u32, StoreError>;

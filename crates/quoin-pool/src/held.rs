@@ -1,5 +1,5 @@
 //! All that a pool keeps about its replicas, as the controller is told it when records have to be
-//! made from pools: it is the pools' word against nobody's, so nothing is left out or made up.
+//! made from pools: no other source contradicts the pools, so nothing is left out or made up.
 
 use quoin_api::control::{self, Holding, PoolHoldings};
 use quoin_identity::convert::{member_messages, membership_message};
@@ -15,7 +15,7 @@ pub struct Held {
     pub state: StoreState,
 }
 
-/// What a pool holds, and what was deleted there.
+/// Replicas that a pool holds, and those that were deleted there.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Holdings {
     pub replicas: Vec<Held>,

@@ -25,9 +25,9 @@ use crate::{Error, Opened};
 /// Between attempts to open a pool whose disk failed.
 const REOPEN: Duration = Duration::from_secs(1);
 
-/// What the serving thread shares with the others.
+/// State that the serving thread shares with the others.
 pub(crate) struct Watch {
-    /// Why the pool is not served at this moment, if so.
+    /// Reason why the pool is not served at this moment; `None`: it is.
     pub trouble: Arc<Mutex<Option<String>>>,
     pub health: Health,
     pub stop: watch::Receiver<bool>,

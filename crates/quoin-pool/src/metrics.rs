@@ -1,4 +1,4 @@
-//! What a pool counts, for `/metrics`.
+//! Counters of a pool, for `/metrics`.
 
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ fn latency() -> Histogram {
     Histogram::new(exponential_buckets(2e-6, 2.0, 23))
 }
 
-/// In which everybody waits whose replicas are here: a turn longer than 20 ms is one too long.
+/// Turns, in which all replicas of the pool wait: one longer than 20 ms is too long.
 fn turns() -> Histogram {
     Histogram::new([
         1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
@@ -177,7 +177,7 @@ impl Metrics {
         Metrics { registry: Arc::new(registry), ..metrics }
     }
 
-    /// What the disk has done since this process began.
+    /// Returns the work of the disk since this process began.
     pub fn wear(&self) -> PoolWear {
         let operations = self.log.appends.get() + self.reads.get() + self.disk.syncs.get();
         PoolWear {

@@ -1,6 +1,6 @@
 //! The place where a pool's data lies: whose it is, and whether it is the right one.
 //!
-//! A pool is made only where nothing of anybody else is: in an empty directory, under a new file
+//! A pool is made only where there are no other data: in an empty directory, under a new file
 //! name, or on a blank device that was asked to be formatted. Which pool an identity serves is
 //! remembered beside it, since a cluster takes another pool under the same name for the loss of
 //! all its replicas: a disk that was not mounted, or a path mistyped, must not cause that.
@@ -20,10 +20,10 @@ use crate::{Error, Opened};
 pub const POOL_FILE: &str = "pool.quoin";
 /// Beside the identity: the id of the pool that it serves.
 const SERVED_FILE: &str = "pool-id";
-/// What a new file system has in its uppermost directory.
+/// Directory that a new file system has at its root.
 const LOST_AND_FOUND: &str = "lost+found";
 
-/// What is to be opened, and what may be made.
+/// Pool to be opened, and permission to make it.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub path: PathBuf,
@@ -47,7 +47,7 @@ impl Place {
         Error::Open { path: self.path.clone(), reason: reason.into() }
     }
 
-    /// What was told of the file or device itself.
+    /// Returns the error for a refusal of the file or device itself.
     fn refused(&self, error: &dyn std::error::Error) -> Error {
         let reason = match error.source() {
             Some(source) => format!("{error}: {source}"),
@@ -161,7 +161,7 @@ impl Place {
         }
     }
 
-    /// A directory in which a pool is to be made holds nothing of anybody else.
+    /// Checks that the directory for a new pool holds no other files.
     fn check_empty(&self) -> Result<(), Error> {
         if !self.path.is_dir() {
             let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// What a refusal says.
+    /// Returns the text of a refusal.
     fn refusal<T>(outcome: Result<T, Error>) -> String {
         outcome.map(drop).expect_err("a refusal").to_string()
     }

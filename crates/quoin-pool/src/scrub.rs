@@ -9,7 +9,7 @@ use quoin_replication::pool_host::scrub::{Moment, Place, Scrub as Schedule};
 use quoin_types::Time;
 
 pub const DEFAULT_PERIOD: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Of the pool's identity directory.
+/// File in the pool's identity directory.
 pub const STATE_FILE: &str = "scrub";
 
 /// How the pool is scrubbed.
@@ -63,7 +63,7 @@ impl Scrub {
         self.schedule.state()
     }
 
-    /// As [`Schedule::ask`].
+    /// See [`Schedule::ask`].
     pub fn ask(&mut self, now: Time, request: u64, used_bytes: u64) -> bool {
         let begins = self.schedule.ask(moment(now), request, used_bytes);
         self.save();
@@ -74,14 +74,14 @@ impl Scrub {
         self.schedule.due_in(moment(now))
     }
 
-    /// As [`Schedule::step`].
+    /// See [`Schedule::step`].
     pub fn step(&mut self, now: Time, used_bytes: u64) -> Option<Place> {
         let place = self.schedule.step(moment(now), used_bytes);
         self.save();
         place
     }
 
-    /// As [`Schedule::stepped`].
+    /// See [`Schedule::stepped`].
     pub fn stepped(&mut self, now: Time, took: Duration, read_bytes: u64, next: Place) {
         self.schedule.stepped(now, took, read_bytes, next);
         self.save();

@@ -27,7 +27,8 @@ pub struct Witness {
 }
 
 impl Witness {
-    /// Of the pool whose identity is in `dir`: the number that the process before left, or another.
+    /// Returns the witness of the pool whose identity is in `dir`: the number that the process before
+    /// left, or a new one.
     pub fn of(dir: &Path) -> Self {
         let whole = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         let name: String = whole.to_string_lossy().replace('%', "%25").replace('/', "%");
@@ -63,7 +64,7 @@ impl Witness {
         self.change(file)
     }
 
-    /// As [`Claims::must_withdraw`].
+    /// See [`Claims::must_withdraw`].
     pub fn must_withdraw(&self) -> bool {
         self.claims.must_withdraw()
     }

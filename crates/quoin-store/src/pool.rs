@@ -78,7 +78,7 @@ pub struct Pool<D> {
     pub(crate) victim: Victim,
     /// Something else was done since the last step of a count.
     pub(crate) counts_next: bool,
-    /// What is due of each replica.
+    /// Background work that is due for each replica.
     pub(crate) due_work: RefCell<DueWork>,
 }
 

@@ -1,5 +1,5 @@
-//! What the simulated clients write: each 512-byte sector names the write that it is of, and
-//! where it belongs, so that a read identifies the writes that it saw.
+//! Contents of the simulated clients' writes. Each 512-byte sector names its write and its place, so
+//! that a read identifies the writes that it saw.
 
 use bytes::{Bytes, BytesMut};
 use quoin_types::BLOCK_SIZE;
@@ -10,7 +10,7 @@ pub const SECTORS: usize = BLOCK_SIZE / SECTOR;
 
 /// Names a write within a run; 0 is "zeroes".
 pub type Tag = u32;
-/// What the eight sectors of one block hold.
+/// Tags of the eight sectors of a block.
 pub type Tags = [Tag; SECTORS];
 
 pub const ZERO: Tags = [0; SECTORS];
@@ -19,7 +19,7 @@ pub const ZERO: Tags = [0; SECTORS];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrongBytes {
     pub sector: u64,
-    /// What the sector says of itself, if it says anything.
+    /// Tag and place that the sector names; `None`: it names none.
     pub names: Option<(Tag, u64)>,
 }
 

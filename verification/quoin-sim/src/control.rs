@@ -13,7 +13,7 @@ pub struct Record {
     /// The target host that owns the volume.
     pub owner: usize,
     pub membership: Membership,
-    /// What the membership is to become, as operators ask and pools have made replicas for it.
+    /// The desired membership: as operators ask, with the replicas that pools have made for it.
     pub desired: Desired,
 }
 

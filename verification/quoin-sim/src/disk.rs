@@ -25,7 +25,7 @@ type Page = Arc<[u8]>;
 
 static ZEROES: LazyLock<Page> = LazyLock::new(|| Arc::from([0; BLOCK_SIZE]));
 
-/// What a disk shows, by page; a page that was never written is zeroes.
+/// Contents of a disk by page; a page that was never written is zeroes.
 #[derive(Clone, Default)]
 struct Pages(Vec<Option<Page>>);
 
@@ -34,7 +34,7 @@ impl Pages {
         self.0.get(number as usize)?.as_ref()
     }
 
-    /// What was there before.
+    /// Returns the former page.
     fn set(&mut self, number: u64, page: Option<Page>) -> Option<Page> {
         let place = number as usize;
         if self.0.len() <= place {
@@ -97,14 +97,14 @@ pub struct Failing {
     pub syncs: bool,
 }
 
-/// What a disk may do with a write that it says is done.
+/// Fate of a write that the disk reports as done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lie {
     Lost,
     Misdirected,
 }
 
-/// What power cuts and failed syncs did, to be counted.
+/// Counters of power cuts and failed syncs.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct DiskCounts {
     pub sectors_lost: u64,
@@ -131,10 +131,10 @@ struct State {
     /// Times that the cache was lost.
     mount: u64,
     failing: Failing,
-    /// What becomes of the next write, and the chance that says where it goes.
+    /// Fate of the next write, and the random number that selects its place.
     lie: Option<(Lie, u64)>,
     image: Option<Pages>,
-    /// Pages that nobody sees any more, to be written again.
+    /// Pages that are not referenced any more, for reuse.
     spare: Vec<Page>,
     counts: DiskCounts,
 }
@@ -225,7 +225,7 @@ impl SimDisk {
         self.state().written
     }
 
-    /// What was written up to `mark` is on the media now; or, failed, perhaps never will be.
+    /// Ends a sync: writes up to `mark` are on the media or, if it failed, perhaps never will be.
     pub fn end_sync(&self, mark: u64, random: &mut Random) -> Result<(), IoFault> {
         let mut state = self.state();
         let held_before = state.held.len();
@@ -491,7 +491,7 @@ impl Disk for SimDisk {
         self.take(offset, parts, false)
     }
 
-    /// What is wrong with the disk is found out by the sync.
+    /// The sync reports the disk's faults.
     fn write_with_sync(
         &self,
         offset: u64,

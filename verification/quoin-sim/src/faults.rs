@@ -1,4 +1,4 @@
-//! What goes wrong in a run, when, and how often it did.
+//! Faults of a run: their kinds, their times, their counters.
 //!
 //! A run's profile bounds what may fail together, so that every run is one whose outcome the
 //! contract promises: power, disks and processes fail anywhere; or data rots and disks are
@@ -108,7 +108,7 @@ impl FaultCounts {
     }
 }
 
-/// What may fail together in a run.
+/// Failures that may occur together in a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Profile {
     /// Power, disks' errors, processes, network, clocks.
@@ -225,7 +225,7 @@ const OF_SWARMS: [FaultKind; 7] = [
 ];
 
 /// Leaves the kinds of a swarm, with its weights; or any few of those that this profile allows.
-/// What the profile forbids stays forbidden.
+/// Limits the weights to some kinds; the profile's exclusions stay.
 fn narrow(weights: &mut [u32], kinds: &[(FaultKind, u32)], random: &mut Random) {
     if kinds.is_empty() {
         let allowed: Vec<usize> = (0..weights.len()).filter(|k| weights[*k] > 0).collect();

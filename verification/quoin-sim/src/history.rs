@@ -19,7 +19,7 @@ pub struct Op {
     pub invoked: u64,
     /// [`NEVER`] while open or failed.
     pub answered: u64,
-    /// What a read saw, sector by sector.
+    /// Tags that a read returned, by sector.
     pub seen: Vec<Tag>,
     /// Which life of which target it was given to.
     pub target: (usize, u32),

@@ -38,7 +38,7 @@ pub struct Limits {
     pub afresh: bool,
 }
 
-/// What found a defect.
+/// The seed, test or model that found a defect.
 #[derive(Clone, Debug)]
 pub struct Catch {
     pub by: By,
@@ -54,7 +54,7 @@ pub enum By {
     Model { like: &'static str },
 }
 
-/// What a hunt came to.
+/// Result of a hunt.
 #[derive(Clone, Debug, Default)]
 pub struct Hunt {
     pub catches: Vec<Catch>,
@@ -286,7 +286,7 @@ fn last_test(out: &str) -> Option<String> {
     out.lines().filter_map(name).next_back()
 }
 
-/// What the first panic said.
+/// Returns the message of the first panic.
 fn panic_words(err: &str) -> String {
     let mut lines = err.lines().skip_while(|line| !line.contains("panicked at"));
     lines.next();

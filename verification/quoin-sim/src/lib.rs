@@ -59,7 +59,7 @@ pub use stats::{Stats, Summary, Violation};
 pub use swarm::Swarm;
 pub use world::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
-/// What one seed came to.
+/// Result of one seed.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     pub stats: Stats,

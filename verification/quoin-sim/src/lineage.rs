@@ -21,7 +21,7 @@ struct Record {
     parent: Option<Seen>,
 }
 
-/// What the history breaks by an entry.
+/// Invariant that an entry breaks in the history.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Broken {
     pub invariant: &'static str,
@@ -250,8 +250,8 @@ impl Lineage {
         Path { entries }
     }
 
-    /// What each block that was ever touched holds on `path` after `upto`, with the LSN of the
-    /// entry that put it there.
+    /// Returns the contents of each block that was ever written on `path` after `upto`, with the LSN
+    /// of their entry.
     pub fn image(&self, run: u64, path: &Path, upto: Lsn) -> BTreeMap<u64, (Lsn, Tags)> {
         let mut image = BTreeMap::new();
         for entry in self.entries_of(path).take_while(|entry| entry.lsn <= upto) {

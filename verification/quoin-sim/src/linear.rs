@@ -12,7 +12,7 @@
 //!   overwritten.
 //! * Of writes that do the same (zeroes, or dead, at the same sectors), the one that is due first
 //!   goes first: whatever order has another one there is still an order with the two exchanged.
-//! * An unanswered write that nobody read is left out, one that was read is due by the first such
+//! * An unanswered write that no read returned is left out, one that was read is due by the first such
 //!   read's answer, and an unanswered zero may be used once or never: of two states that differ
 //!   in that alone, the one that has used fewer can do all that the other can.
 
@@ -59,7 +59,7 @@ const STATES_MAX: usize = 400_000;
 /// Stands for any content that no read still to come shows.
 const DEAD: Tag = Tag::MAX;
 
-/// What is in order so far, and what the block then holds.
+/// The operations that are in order so far, and the contents of the block after them.
 #[derive(Clone)]
 struct State {
     /// All operations of the words before this one are in order.
@@ -108,7 +108,7 @@ fn fits(content: &Tags, mask: u8, tags: &Tags) -> bool {
 
 /// The history of one block, made ready for the search.
 struct Search {
-    /// What has to be placed, in the order of invocation, with its index in the input.
+    /// Operations that must be placed, in the order of invocation, with their index in the input.
     must: Vec<(usize, BlockOp)>,
     /// Unanswered zeroes, by mask: the instants at which they were invoked, in order.
     may: Vec<(u8, Vec<u64>)>,
@@ -198,7 +198,7 @@ impl Search {
         impossible.map(|(_, reads)| reads[0]).min().map(|read| self.must[read].0)
     }
 
-    /// What cannot be explained is always a read: a write fits anything.
+    /// Returns the first read that is due. Only reads can be inexplicable: a write fits any state.
     fn first_read_due(&self, state: &State) -> Option<usize> {
         let ops = self.must.iter().enumerate().skip(state.word * 64);
         let reads =

@@ -36,7 +36,7 @@ struct Arguments {
     /// Leave out faults and clients of this failing seed while it still fails; draw what is left.
     #[arg(long, requires = "seed")]
     shrink: bool,
-    /// What replicas keep their data in.
+    /// Store of the replicas.
     #[arg(long, value_enum, default_value = "real")]
     store: Store,
     /// Print which faults were injected at which steps of the protocol, and which never were.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Keys are the simulator's own, so nobody can choose ones that collide.
+/// Keys are the simulator's own, so no peer can choose keys that collide.
 pub type FixedMap<K, V> = HashMap<K, V, BuildHasherDefault<Mixer>>;
 
 /// One multiplication for each word, folded so that the low bits depend on all of it.

@@ -203,7 +203,7 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("increment that skips a Revert", "reverting to a snapshot"),
 ];
 
-/// What has caught a defect before: tried first, as it takes seconds.
+/// Seed or test that has caught a defect before. It is tried first, as it takes seconds.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Known {
     Seed {
@@ -217,8 +217,8 @@ pub enum Known {
     },
 }
 
-/// What caught each defect when `cargo xtask mutants --record` was run last. A catch that fails
-/// is hunted anew.
+/// The catch of each defect at the last `cargo xtask mutants --record`. A defect whose catch fails is
+/// hunted anew.
 const CATCHES: &str = include_str!("../mutants.txt");
 
 /// The known catches of a defect.

@@ -29,7 +29,7 @@ pub enum Way {
     ToTarget,
 }
 
-/// What one end reads from its stream.
+/// Item that one end reads from its stream.
 #[derive(Debug)]
 pub enum Item {
     Bytes(Bytes),
@@ -37,14 +37,14 @@ pub enum Item {
     End,
 }
 
-/// What became of looking at a stream.
+/// Outcome of reading a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Taken {
     /// Nothing is due.
     Nothing,
     Some,
     End,
-    /// What came is no frame: the connection must end.
+    /// The bytes are no frame: the connection must end.
     Refused,
 }
 

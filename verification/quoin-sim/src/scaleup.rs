@@ -6,7 +6,7 @@
 
 use quoin_types::{Member, Membership};
 
-/// What a rule is about. Each is counted where it arises and the rule was looked at.
+/// Situation that a rule is about, counted whenever the rule is checked in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Situation {
     // Who may connect.
@@ -16,10 +16,10 @@ pub enum Situation {
     /// The same, with a listed GUID under another ReplicaId.
     FullAndCopied,
     FullAndListed,
-    /// And nobody may be sent away for it.
+    /// The list is full, and no seat may be freed for the replica.
     FullAndListedWithoutPlace,
     SentAwayQuorumOff,
-    /// Nobody with quorum off was there.
+    /// No replica with quorum off had a seat.
     SentAwayQuorumOn,
     TooManyReported,
     AllConnected,
@@ -96,14 +96,14 @@ impl Situations {
     }
 }
 
-/// Somebody who has a seat: a known replica that is connected, or any other that was let in.
+/// A replica with a seat: a known one that is connected, or another that was admitted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Seat {
     pub member: Member,
     pub quorum: bool,
 }
 
-/// Somebody who is not known and wants to connect.
+/// A replica that is not known and wants to connect.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Caller {
     pub member: Member,
@@ -113,10 +113,10 @@ pub(crate) struct Caller {
     pub beside: bool,
 }
 
-/// What becomes of a caller that is not known.
+/// Outcome for a caller that is not known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// On the list of those that are not known; somebody goes for it, perhaps.
+    /// Admitted among the replicas that are not known, perhaps in the place of another.
     LetIn(Option<Member>),
     Refused {
         too_many: bool,
@@ -181,7 +181,7 @@ pub(crate) fn read(
     if is_listed {
         return let_in(if caller.quorum { ListedWithQuorum } else { Listed });
     }
-    // Check 5: entries are missing. (The list was complete once: nobody becomes known this way.)
+    // Check 5: entries are missing. (The list was complete once: no replica becomes known this way.)
     let is_short = list.known.len() < usize::from(list.rf);
     if is_short && !caller.quorum {
         return let_in(ListShort);
@@ -199,7 +199,8 @@ pub(crate) fn needed_to_start(rf: u8, cf: u8) -> usize {
     overlap.max(cf.into())
 }
 
-/// What one update of the record did to the list; the error is the rule that it broke, in words.
+/// Returns the change that one update of the record made to the list; the error names the rule that
+/// it broke.
 pub(crate) fn read_change(
     before: &Membership,
     after: &Membership,

@@ -103,7 +103,7 @@ fn actor_of(line: &str) -> (Actor, &str) {
     }
 }
 
-/// Messages that change where somebody stands; the rest would hide them.
+/// Messages that change a replica's state; the others would hide them.
 const TELLING: [&str; 11] = [
     "Open,",
     "OpenAck",

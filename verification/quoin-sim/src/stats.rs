@@ -1,4 +1,4 @@
-//! What a run, or many, amounted to.
+//! Counters of a run, or of many.
 
 use std::fmt;
 use std::time::Duration;
@@ -35,7 +35,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// What the network did.
+    /// Counters of the network.
     MessageCounts {
         sent,
         /// Delivered after one that was sent later by the same process to another one.
@@ -69,7 +69,7 @@ counters! {
 }
 
 counters! {
-    /// What the controllers did.
+    /// Counters of the controllers.
     ControlCounts {
         /// Fences that were delivered to pools.
         fences,

@@ -29,14 +29,14 @@ pub enum Outage {
     DiskFailed,
 }
 
-/// What a pool's room goes to.
+/// Use of a pool's space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Space {
     pub unit_bytes: u64,
     pub used_bytes: u64,
     /// In segments of its replicas.
     pub allocated_bytes: u64,
-    /// What some view of theirs needs.
+    /// Bytes that a view of a replica needs.
     pub live_bytes: u64,
     pub replicas: u64,
 }
@@ -119,8 +119,8 @@ pub trait Storage {
     fn is_short(&self, _was: bool) -> bool {
         false
     }
-    /// What the room goes to once all clean-up that brings anything is done and recorded; `None`:
-    /// this storage has no room that could be lost.
+    /// Returns the use of the space once all useful clean-up is done and recorded; `None`: this storage
+    /// has no space that could be lost.
     fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
         Ok(None)
     }
@@ -158,10 +158,10 @@ pub trait Storage {
 pub(crate) struct Faults {
     pub failing: Failing,
     pub full: bool,
-    /// What a session's target had to feed from older epochs.
+    /// Entries of epochs before this one were owed to the replica when its session began.
     pub owed_before: Epoch,
     pub errors: u64,
-    /// What the store did that its rules forbid.
+    /// Rule that the store broke, with the details.
     pub broken: Option<(&'static str, String)>,
 }
 

@@ -10,7 +10,7 @@ use crate::faults::FaultKind::{self, *};
 use crate::random::Random;
 use crate::schedule::{MICROSECOND, MILLISECOND};
 
-/// What the seeds of a run draw from.
+/// The distribution that the seeds of a run draw from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Swarm {
     /// Everything.
@@ -30,7 +30,7 @@ pub enum Swarm {
     Closes,
     /// Every replica is lost at once, and the targets live.
     Blackouts,
-    /// What is on media and what is not.
+    /// Power cuts: data on media, and data that is not.
     PowerCuts,
     /// Replicas that are lost and replaced, and a control plane whose answers are.
     Replacements,
@@ -58,8 +58,8 @@ pub enum Swarm {
     Detaches,
     /// Owners that are cut off, and with them the controller: its record is recovered elsewhere.
     Controllers,
-    /// What processes do for many volumes at once: rounds that stand still, dials of hundreds to a
-    /// dead host, disks that fail and are put back under a process.
+    /// Decisions of a process for many volumes at once: rounds that stand still, hundreds of dials to
+    /// a dead host, disks that fail and are put back under a process.
     Hosts,
 }
 
@@ -549,7 +549,7 @@ impl PoolShape {
     };
 }
 
-/// What a small world is drawn from.
+/// Parameters that a small world is drawn from.
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub wanted: Wanted,

@@ -21,7 +21,7 @@ impl Trace {
         self.print || self.keep
     }
 
-    /// What was kept.
+    /// Returns the lines that were kept.
     pub fn lines(&self) -> &[(Instant, String)] {
         &self.lines
     }

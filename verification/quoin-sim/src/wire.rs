@@ -1,4 +1,4 @@
-//! What the connections of the simulator carry: the real frames of `quoin-wire`, as bytes.
+//! Bytes on the connections of the simulator: the real frames of `quoin-wire`.
 //!
 //! A connection may be cut within a frame and a byte may change on its way: what arrives is
 //! taken apart by the same code as in the product, so half a frame is never a message and a
@@ -77,7 +77,7 @@ pub fn frames(
 /// The receiving end of one direction: bytes in, messages out.
 #[derive(Debug, Default)]
 pub struct Receiver {
-    /// What has come of a frame whose rest has not.
+    /// Received part of an incomplete frame.
     rest: BytesMut,
     /// Why a frame was refused: the connection is over.
     refused: Option<WireError>,

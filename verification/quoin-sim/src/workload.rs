@@ -1,4 +1,4 @@
-//! What the clients do: several queues, one outstanding operation each, hot and random blocks,
+//! Requests of the clients: several queues, one outstanding operation each, hot and random blocks,
 //! every kind of request, unique contents.
 
 use std::collections::VecDeque;
@@ -55,7 +55,7 @@ impl Draft {
     }
 }
 
-/// What the clients of a run are like.
+/// Access pattern of the clients of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Habit {
     /// Anything anywhere, some blocks hot.
@@ -75,7 +75,7 @@ pub enum Habit {
 pub struct Workload {
     pub blocks: u64,
     pub habit: Habit,
-    /// What each client has made up its mind to do next.
+    /// Planned requests of each client.
     scripts: Vec<VecDeque<Draft>>,
     /// Where the next stretch of each client begins.
     heads: Vec<u64>,

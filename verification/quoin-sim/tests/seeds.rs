@@ -16,7 +16,7 @@ const MODEL: RunOptions = RunOptions {
     swarm: quoin_sim::Swarm::Broad,
 };
 
-/// What each seed must check; one that found something may have ended before.
+/// Checks the number of IOs of a seed; one that found a violation may have ended before.
 fn checks_a_thousand_ios(seed: u64, report: &Report) {
     let checked = report.stats.ios.checked;
     assert!(report.violation.is_some() || checked >= 1_000, "seed {seed} checked {checked} IOs");
@@ -44,10 +44,10 @@ fn the_real_store_on_simulated_disks_finds_nothing_either_and_checks_as_much() {
     assert!(summary.violations.is_empty(), "{summary}");
 }
 
-/// `quoin volume recover`: what any of those that are left held is there after it, in all the
-/// disorder that there is, and nobody who was given up serves again.
+/// `quoin volume recover`: all that any remaining replica held is there after it, under all faults,
+/// and no replica that was given up serves again.
 #[test]
-fn what_is_left_of_a_volume_goes_on_with_all_that_it_holds_when_the_others_are_destroyed() {
+fn a_volume_goes_on_with_all_that_its_remaining_replicas_hold_when_the_others_are_destroyed() {
     let options = RunOptions { swarm: quoin_sim::Swarm::Recoveries, ..RunOptions::default() };
     let summary = run_many(1, 60, options, |_, _| {});
     assert!(summary.violations.is_empty(), "{summary}");
@@ -57,7 +57,7 @@ fn what_is_left_of_a_volume_goes_on_with_all_that_it_holds_when_the_others_are_d
 /// Rounds that stand still, dials of hundreds of volumes to a dead host, read errors weeks apart,
 /// orders for another volume.
 #[test]
-fn what_processes_do_for_many_volumes_at_once_harms_none_of_them() {
+fn decisions_of_a_process_for_many_volumes_at_once_harm_none_of_them() {
     let options = RunOptions { swarm: quoin_sim::Swarm::Hosts, ..RunOptions::default() };
     let summary = run_many(1, 40, options, |_, _| {});
     assert!(summary.violations.is_empty(), "{summary}");

@@ -1,7 +1,7 @@
 //! gRPC: who may call what, and messages in and out. No logic of its own.
 //!
-//! Callers are who their connection says they are: the admin unix socket (whoever the file's
-//! permissions let in), a certificate's role and name, or nobody.
+//! A caller's identity is that of its connection: the admin unix socket (all users that the file's
+//! permissions admit), a certificate's role and name, or none.
 //!
 //! | | unix socket | admin | node | pool | newcomer |
 //! |---|---|---|---|---|---|
@@ -44,11 +44,11 @@ use crate::controller::Controller;
 
 pub(crate) use gate::Gate;
 
-/// What all services share.
+/// State that all services share.
 #[derive(Clone)]
 pub(crate) struct Services {
     pub controller: Arc<Controller>,
-    /// Ends the streams, so that a shutdown waits for nobody.
+    /// Ends the streams, so that a shutdown waits for no member.
     pub shutdown: watch::Receiver<bool>,
     /// Streams of members at a time. Each costs memory on both sides.
     pub streams: Shares<Peer>,

@@ -1,4 +1,4 @@
-//! What agents report, taken in: hostile until checked, bounded, and never a command.
+//! Reports of agents: hostile until checked, bounded, and never a command.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -60,7 +60,7 @@ fn counts(pool: &PoolRecord) -> PoolCounts {
     PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
 }
 
-/// What is remembered of reports, and who acts on them.
+/// Memory of reports, and the parts that act on them.
 pub struct Reports {
     state: Arc<State>,
     lifecycle: Arc<Lifecycle>,
@@ -395,7 +395,7 @@ impl Reports {
             self.fences.stale(volume, &report.node).await?;
         }
         // A fenced target's last words must not pass for the present state, nor those of one that
-        // never asked for an epoch: what a fence used up is nobody's.
+        // never asked for an epoch: an epoch that a fence used up belongs to no target.
         let is_over = report.epoch != record.epoch || (report.epoch != 0 && !record.is_granted());
         if record.owner.as_deref() != Some(report.node.as_str()) || is_over {
             return Ok(Vec::new());
@@ -495,7 +495,7 @@ impl Reports {
                 }
                 _ => event.message.clone(),
             };
-            // A target lent to a volume that nobody uses lets go of its pools one after the other.
+            // A target lent to a volume without users leaves its pools one after the other.
             let is_unused = volume.as_ref().is_some_and(|volume| volume.attachments.is_empty());
             let severity = match Severity::of(&event.severity) {
                 Severity::Warning if is_unused && LETS_GO.contains(&reason.as_str()) => {
@@ -508,7 +508,7 @@ impl Reports {
     }
 
     /// Replicas that no record names are kept, and told of: a restored backup of the records
-    /// must not cost anybody's data.
+    /// must not cost data.
     fn unexpected(&self, pool: &str, named: &[ReplicaGuid]) {
         let mut news = Vec::new();
         {
@@ -587,7 +587,7 @@ fn connected<'a>(
     })
 }
 
-/// What a target tells of pools that it does not reach any more.
+/// Reasons of a target's events about pools that it does not reach any more.
 const LETS_GO: [&str; 2] = ["Waiting", "ReplicaDropped"];
 
 /// A message about a replica, which says in which pool that is.
@@ -612,7 +612,7 @@ fn with_pool(
     format!("pool {}: {message}", pools.join(" or "))
 }
 
-/// As the core has it, so that nothing but lists and factors by its rules is kept.
+/// Checks memberships as the core does, so that only lists and factors by its rules are kept.
 fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
     let sound = |told: &Option<api::Membership>| {
         let told = told.as_ref().ok_or_else(|| "a membership is missing".to_owned());
@@ -640,7 +640,7 @@ fn is_nbd_uri(text: &str) -> bool {
     scheme && text.len() <= 1024 && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-/// As of [`is_nbd_uri`]: file systems are made on what it names.
+/// See [`is_nbd_uri`]: file systems are made on the named device.
 fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }

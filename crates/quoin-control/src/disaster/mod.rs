@@ -14,12 +14,12 @@ use crate::state::State;
 
 /// Backups and recoveries.
 pub struct Parts {
-    /// Of the records, from what the pools hold.
+    /// Recovery of the records from what the pools hold.
     pub records: salvage::Recoveries,
-    /// Of a volume, by hand.
+    /// Recovery of a volume by a person.
     pub volumes: recovery::ForcedRecovery,
     pub backups: backup::Backups,
-    /// What pools answer, while they are asked for all that they keep.
+    /// Answers of pools while they are asked for all that they keep.
     pub salvage: Arc<salvage::Salvage>,
 }
 

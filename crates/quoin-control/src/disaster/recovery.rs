@@ -8,7 +8,7 @@
 //! open has heard all that are left: what any of them holds is not lost. DRF stays as it was: the
 //! target raises RF again with new replicas.
 //!
-//! What must not be is that the others serve on somewhere: each must be proven gone, by its pool
+//! The others must not serve on anywhere: each must be proven gone, by its pool
 //! that is there without it, or declared destroyed. A lease that one of them granted before is
 //! waited out before the swap.
 //!
@@ -38,12 +38,12 @@ use crate::volume::scale::{self, Scale};
 /// its own clock.
 pub const LEASES_OVER_AFTER: Duration = Duration::from_secs(3);
 
-/// What a person decides.
+/// Decision of a person.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Recovery {
-    /// Those that are left, all of them.
+    /// All replicas that are left.
     pub keep: Vec<ReplicaId>,
-    /// Those that will never be started again with what they hold.
+    /// Replicas that will never be started again with what they hold.
     pub destroyed: Vec<ReplicaId>,
     /// The volume's name, typed.
     pub accept_loss_of: String,
@@ -218,7 +218,7 @@ pub(crate) fn silent(state: &State, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
     of_its_target(state, volume, |seen| seen.silent.clone()).unwrap_or_default()
 }
 
-/// Of what the target that has it under the record's epoch says now.
+/// Returns a part of the latest report of the target that has the volume under the record's epoch.
 fn of_its_target<T>(
     state: &State,
     volume: &VolumeRecord,

@@ -28,7 +28,7 @@ pub struct BackupSchedule {
     pub keep: usize,
 }
 
-/// What became of the backups, for `/metrics`.
+/// Outcomes of the backups, for `/metrics`.
 #[derive(Default)]
 pub(crate) struct BackupRecord {
     is_scheduled: AtomicBool,

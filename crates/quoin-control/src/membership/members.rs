@@ -1,9 +1,9 @@
-//! Who belongs to the cluster: join tokens, first certificates, renewals, rotation.
+//! Members of the cluster: join tokens, first certificates, renewals, rotation.
 //!
 //! A token is good for one certificate of its role, for a short time, and only a hash of its
 //! secret is kept. The key that used it first may use it again until it expires, because the
-//! answer can get lost; any other key is refused. A name that somebody joined under is not
-//! given to a second key unless the token names it.
+//! answer can get lost; any other key is refused. A name under which a member joined is
+//! not given to a second key unless the token names it.
 //!
 //! Records that are an old copy do not know which tokens were used or revoked since. So no token that
 //! was made before they were doubted is taken, and a recovery removes those.
@@ -118,7 +118,7 @@ impl Members {
     }
 
     /// Ends the tokens that a recovery found: those made before the records were doubted, and all where
-    /// nobody doubted them, since they may be an old copy all the same.
+    /// they were not known as old, since they may be an old copy all the same.
     pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
         let since_ms =
             self.state.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
@@ -170,7 +170,7 @@ impl Members {
         let token: JoinToken = token.parse()?;
         let role: Role = role.parse()?;
         check_name(role.as_str(), holder)?;
-        // One answer for every bad token: which ones exist is nobody's business.
+        // One answer for every bad token, so that callers do not learn which exist.
         let refused = || {
             Error::Unauthenticated(
                 "the join token is unknown, used or expired; make a new one with \

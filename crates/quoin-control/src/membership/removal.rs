@@ -1,7 +1,7 @@
 //! Taking pools and nodes that are away for good out of the cluster.
 //!
-//! Whoever is removed is no member any more: his certificate lets him do nothing, and a new one
-//! under his name needs a new token. A pool that a volume needs is not removed, since the
+//! A removed pool or node is no member any more: its certificate permits nothing, and a new one under
+//! its name needs a new token. A pool that a volume needs is not removed, since the
 //! volume's membership would name a replica that is nowhere; what only waits for the pool in
 //! order to be deleted is taken to have gone with it.
 

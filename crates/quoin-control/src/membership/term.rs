@@ -35,9 +35,9 @@ pub(crate) struct OwnTerm {
     ended: Table<SupersededRecord>,
     /// The highest one that a member proved.
     heard: Mutex<Term>,
-    /// Of the certificate that began at that time.
+    /// Proof by the certificate that began at that time.
     signed: Mutex<Option<(SystemTime, Proven)>>,
-    /// A recovery is under way: pools are asked whatever they think of this term.
+    /// A recovery is under way: pools are asked although they may know a higher term.
     recovering: AtomicBool,
     end: watch::Sender<Option<Term>>,
 }

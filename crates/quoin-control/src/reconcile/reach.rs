@@ -19,7 +19,7 @@ use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 
-/// One that is reached is looked at again after this, and one that is not after a shorter time.
+/// Time until a pool that was reached is dialled again; one that was not is dialled again sooner.
 const AGAIN: Duration = Duration::from_secs(60);
 const RETRY: Duration = Duration::from_secs(2);
 /// A connection and its handshake.

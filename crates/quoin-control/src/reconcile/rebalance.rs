@@ -1,17 +1,17 @@
-//! Replicas move from pools that fill up to emptier ones, without anybody asking.
+//! Replicas move from pools that fill up to emptier ones, without a request.
 //!
 //! Which one is [`crate::reconcile::balance`]'s; here is when, and how it goes on. It comes after everything
 //! else: nothing moves while a replica is made elsewhere because it is overdue or its pool is
 //! drained, or could be now. A volume moves a replica only while it is whole and nothing of it is
-//! being changed, and one replica moves at a time in the cluster: it is work that nobody waits for.
+//! being changed, and one replica moves at a time in the cluster: no user waits for this work.
 //! Between two moves pools have time to say what they use now. A volume whose `replaceAfter` is
-//! `off` stays where people put it, and so does a replica that was made in a pool that somebody
+//! `off` stays where people put it, and so does a replica that was made in a pool that a user
 //! named (by `--pool`, `--to` or a document).
 //!
 //! A move is that of `quoin replica move`: the old replica counts until the new one is known. Where
 //! the new one's pool is lost on the way, or nothing of it comes any further, or another replica of
 //! the volume needs to be made elsewhere, the move is given up; and that volume is not moved to that
-//! pool again for a while, so that one pool which nobody reaches does not keep all others uneven.
+//! pool again for a while, so that one unreachable pool does not keep all others uneven.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -39,7 +39,7 @@ const MOVES_MAX: usize = 1;
 const REST: Duration = Duration::from_secs(10);
 /// Between two looks that find nothing to do.
 const PAUSE: Duration = Duration::from_secs(2);
-/// A new replica that nobody reaches for so long is not waited for; the old one is there.
+/// Time after which an unreachable new replica is not waited for; the old one is there.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(30);
 
 /// The same for one that is there and has got no further.
@@ -49,7 +49,7 @@ const UNENDING_AFTER: Duration = Duration::from_secs(24 * 3600);
 /// A volume is not moved again to a pool that it did not get to.
 const BARRED_FOR: Duration = Duration::from_secs(3600);
 
-/// What evening out pools has done and sees; told by metrics.
+/// State of evening out pools, for metrics.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Balance {
     pub begun: u64,
@@ -207,8 +207,7 @@ impl Balancer {
         Ok(())
     }
 
-    /// Whether replicas are on their way without anybody having asked: as many as may be, or more
-    /// urgent ones.
+    /// Whether replicas move without a request: as many as allowed, or more urgent ones.
     fn is_making_elsewhere(&self) -> bool {
         self.state.volumes.index(|index| {
             let rebuilds = index.rebuilds();
@@ -397,7 +396,7 @@ impl Balancer {
         Ok(true)
     }
 
-    /// What evening out does about each pool, in words, by name.
+    /// Returns the reason for or against evening out each pool, in words, by name.
     pub(crate) fn words(&self) -> BTreeMap<String, String> {
         let mut words = BTreeMap::new();
         for volume in self.state.volumes.indexed(|index| Some(index.growing())) {

@@ -1,4 +1,4 @@
-//! Work on the replicas of volumes that nobody uses.
+//! Work on the replicas of volumes without users.
 //!
 //! Changes of the replicas need a target, and the document that asks for them has one for every
 //! volume at all times. Here a volume that is attached nowhere has none, so one is lent to it for
@@ -164,7 +164,7 @@ impl Tender {
         Ok(Next::Rest)
     }
 
-    /// What a target could do for the volume; `None`: nothing, or not now.
+    /// Returns the work of a target for the volume; `None`: there is none, or not now.
     fn work(&self, volume: &VolumeRecord, status: &VolumeStatus, now: Instant) -> Option<String> {
         let changing = volume.changing();
         let lags = status.replicas.iter().any(|replica| replica.lags);

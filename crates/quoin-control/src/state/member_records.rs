@@ -15,10 +15,10 @@ pub struct TokenRecord {
     /// Empty: any name that is not taken.
     pub holder: String,
     pub expires_ms: u64,
-    /// Who used it: role/name and the hash of the key. The same key may ask again, because
-    /// an answer can get lost.
+    /// User of the token: role/name and the hash of the key. The same key may ask again, because an
+    /// answer can get lost.
     pub used_by: Option<(String, String)>,
-    /// Who joins with it may manage volumes ([`MemberOfCluster::manages_volumes`]).
+    /// Its user may manage volumes ([`MemberOfCluster::manages_volumes`]).
     #[serde(default)]
     pub manages_volumes: bool,
     /// 0: before this was noted.
@@ -44,8 +44,8 @@ pub struct MemberOfCluster {
     pub holder: String,
     /// Empty: not known, as after a recovery of the records. The first call tells it.
     pub key_hash: String,
-    /// Of the key that a certificate was renewed for; it takes the place of the present one with its
-    /// first call, since the answer to the renewal can get lost.
+    /// Hash of the key that a certificate was renewed for. It replaces the present one with its first
+    /// call, since the answer to the renewal can get lost.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub next_key_hash: String,
     pub joined_ms: u64,

@@ -1,4 +1,4 @@
-//! What pools, nodes and targets say about themselves; kept in memory and told anew after a
+//! Reports of pools, nodes and targets about themselves; kept in memory and reported anew after a
 //! restart of either side.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::reconcile::reach::Reach;
 use crate::volume::devices::DeviceSeen;
 
-/// What a pool says of a replica.
+/// A pool's report of a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplicaState {
     /// Exists (created, open or closed).
@@ -38,7 +38,7 @@ pub struct PoolSeen {
     pub last: Instant,
     pub leaving: bool,
     pub error: String,
-    /// What keeps it from taking more while it serves on.
+    /// Reason why it takes no more while it serves on.
     pub warning: String,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
@@ -105,7 +105,7 @@ impl NodeSeen {
     }
 }
 
-/// What a target says about the replicas of a volume.
+/// A target's report of the replicas of a volume.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Progress {
     pub state: String,
@@ -130,7 +130,7 @@ pub struct VolumeSeen {
     pub silent: Vec<ReplicaGuid>,
     /// The membership that it went by when it said this.
     pub membership_version: u64,
-    /// What it was given and holds; `None`: it did not say.
+    /// Configuration that it was given and holds; `None`: it did not report it.
     pub goes_by: Option<Arc<GoesBy>>,
     pub device: DeviceMade,
 }

@@ -295,7 +295,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("verify", &verify);
 }
 
-/// What the first version of a record had, and nothing that was added since.
+/// Fields of the first version of a record alone.
 #[test]
 fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant() {
     let cut = |value: &mut Value, fields: &[&str]| {

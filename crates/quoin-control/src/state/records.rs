@@ -75,7 +75,7 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     }
 }
 
-/// What was asked for, complete: every default is filled in.
+/// The request for a volume, complete: every default is filled in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Spec {
     pub name: String,
@@ -97,7 +97,7 @@ pub enum VolumePhase {
     Deleting,
 }
 
-/// What the pool is told about a replica.
+/// Order to the pool about a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ReplicaPhase {
     /// First creation, quorum on; only while the volume is not formed.
@@ -124,7 +124,7 @@ impl ReplicaPhase {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(into = "WrittenCause", from = "WrittenCause")]
 pub enum Cause {
-    /// Somebody asked for it, or for the volume.
+    /// A user asked for it, or for the volume.
     #[default]
     Asked,
     /// The one whose place it takes was gone for too long.
@@ -195,7 +195,7 @@ pub struct ReplicaRecord {
     pub cause: Cause,
 }
 
-/// An incarnation that nobody needs any more, until its pool says that it is gone.
+/// A replica that is not needed any more, until its pool reports that it is gone.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Discarded {
     pub id: Text<ReplicaId>,
@@ -270,9 +270,9 @@ pub struct VolumeRecord {
     /// The node whose target may acquire epochs.
     pub owner: Option<String>,
     pub epoch: u64,
-    /// Who acquired `epoch`.
+    /// Incarnation that acquired `epoch`.
     pub incarnation: Text<Incarnation>,
-    /// As it was asked for; 0: by the formula whenever RF changes.
+    /// The requested factor; 0: by the formula whenever RF changes.
     #[serde(default)]
     pub consistency_factor: u8,
     /// When it was last recovered from too few replicas by hand, and so may have lost acknowledged
@@ -334,7 +334,7 @@ impl VolumeRecord {
         });
     }
 
-    /// What stands in the way of any further change where no retired GUID may be forgotten.
+    /// Returns the obstacle to any further change where no retired GUID may be forgotten.
     pub(crate) fn is_full_of_retired(&self) -> Option<String> {
         let retired = self.membership.retired.len();
         if retired <= RETIRED_KEPT_MAX || self.changing().is_empty() {
@@ -358,7 +358,7 @@ impl VolumeRecord {
             && newcomers.any(|newcomer| !is_here(newcomer.guid))
     }
 
-    /// A volume that nobody has opened yet, with no replicas listed.
+    /// Returns a volume that was never opened, without replicas.
     pub(crate) fn new(id: VolumeId, spec: Spec, size_bytes: u64) -> Self {
         let (rf, cf) = (spec.replicas, spec.consistency_factor);
         Self {
@@ -505,7 +505,7 @@ pub struct PoolRecord {
     pub topology: BTreeMap<String, String>,
     /// The highest seen; a lower one means that an older state of the disk came back.
     pub start_counter: u64,
-    /// Of the start with that counter; 0: it told none. Another one means the same.
+    /// Nonce of the start with that counter; 0: not reported. Another one means the same.
     #[serde(default)]
     pub start_nonce: u64,
     /// The highest mark that it told: a count that moves with what it promises and acknowledges.
@@ -539,7 +539,7 @@ pub struct CordonRecord {
     /// "pool" or "node".
     pub kind: String,
     pub holder: String,
-    /// What is there moves away.
+    /// Its replicas move away.
     pub drain: bool,
     /// That it was empty was told.
     pub told: bool,
@@ -588,7 +588,7 @@ impl Record for NodeRecord {
 }
 
 /// That the records were lost or come from an old copy: until they agree with what the pools hold,
-/// nobody is told to do anything by them.
+/// no member gets an order by them.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct RecoveryRecord {
     /// In words, as in "they were lost".

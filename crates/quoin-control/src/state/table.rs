@@ -34,7 +34,7 @@ impl<R> Index<R> for () {
 pub(crate) struct Table<R: Record> {
     store: Arc<dyn Store>,
     records: RwLock<Records<R>>,
-    /// Those whose last change was not answered, by name, with the revision that was to be changed.
+    /// Records whose last change was not answered, by name, with the revision before it.
     unanswered: Mutex<BTreeMap<String, u64>>,
     changes: Changes,
 }

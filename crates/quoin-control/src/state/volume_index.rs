@@ -30,7 +30,7 @@ pub struct Rebuilds {
     to: HashMap<String, u32>,
     /// By the pool of the replica that it follows.
     from: HashMap<String, u32>,
-    /// Those that even out pools, and the others.
+    /// Replicas that move to even out pools, and the others.
     balancing: u32,
     urgent: u32,
 }

@@ -1,5 +1,5 @@
 //! The controller's metrics, as text that a scraper reads. Values are read from the controller
-//! when somebody asks, so counting costs nothing in between.
+//! for each request, so counting costs nothing in between.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -58,7 +58,7 @@ impl Metrics {
     /// Whether the controller serves and can write its records.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// The problem, in words.
     pub fn health(&self) -> Result<(), String> {
         let controller = self.controller().ok_or("the controller does not serve yet")?;
         controller.state.writes.check().map_err(|why| format!("records cannot be written: {why}"))

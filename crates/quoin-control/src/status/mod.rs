@@ -29,20 +29,20 @@ use quoin_api::volume::Spread;
 /// A target that has not opened a volume after so long has met with something.
 const OPENING_MAX: Duration = Duration::from_secs(8);
 
-/// What can be said of one replica.
+/// Status of one replica.
 pub(crate) struct ReplicaStatus {
     pub phase: &'static str,
     pub message: String,
     pub known: bool,
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
-    /// Nobody reaches it, which may pass.
+    /// It is not reachable, which may pass.
     pub gone: bool,
     /// It could have everything again, had it a target.
     pub lags: bool,
 }
 
-/// What can be said of a volume.
+/// Status of a volume.
 pub(crate) struct VolumeStatus {
     pub health: &'static str,
     pub waiting_for: String,
@@ -59,8 +59,9 @@ pub(crate) fn of(state: &State, volume: &VolumeRecord) -> VolumeStatus {
     by(state, &observed, volume, serving, u64::MAX)
 }
 
-/// As people are shown it. A target that has just begun to open a volume has reached nobody yet,
-/// which says nothing about the replicas; their pools do. Nothing is decided by this.
+/// Returns the status that people are shown. A target that has just begun to open a volume has reached
+/// no replica yet, which proves nothing about the replicas; their pools report them. No decision uses
+/// this status.
 pub(crate) fn shown(state: &State, volume: &VolumeRecord) -> VolumeStatus {
     let observed = state.observed();
     let serving = serving(state, &observed, volume);
@@ -239,7 +240,7 @@ fn health(
     }
 }
 
-/// What the volume survives, in words: by where its replicas are, not by what was hoped.
+/// Failures that the volume survives, in words: by the places of its replicas, not by its options.
 pub(crate) fn contract(state: &State, volume: &VolumeRecord) -> String {
     let (rf, cf) = (volume.membership.rf, volume.membership.cf);
     let lost = cf.saturating_sub(1);
@@ -532,7 +533,7 @@ fn blocks(count: u64) -> String {
     if count == 1 { "1 block".to_owned() } else { format!("{count} blocks") }
 }
 
-/// What a volume waits for; empty where it waits for nothing.
+/// Returns the reason why a volume waits; empty where it does not wait.
 fn waits(
     volume: &VolumeRecord,
     replicas: &[ReplicaStatus],

@@ -1,4 +1,4 @@
-//! What a volume's target was given and goes by, in its own words, beside what is asked for.
+//! Configuration of a volume's target as the target reports it, beside the requested one.
 
 use std::sync::Arc;
 
@@ -70,7 +70,7 @@ impl Status {
     }
 }
 
-/// What the record asks for, where the target is not there yet.
+/// Returns the record's request, where the target has not reached it yet.
 fn asked(
     volume: &VolumeRecord,
     goes_by: &api::GoesBy,

@@ -1,4 +1,4 @@
-//! What users ask of volumes: creation and deletion, attachments, replicas and their places, and the
+//! Requests of users for volumes: creation and deletion, attachments, replicas and their places; and the
 //! compare-and-swaps of targets.
 
 pub(crate) mod attach;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use crate::membership::term::Terms;
 use crate::state::State;
 
-/// What users and targets ask of volumes.
+/// Parts that serve the requests of users and targets for volumes.
 pub struct Parts {
     pub catalog: Arc<volumes::Catalog>,
     pub replicas: scale::Replicas,

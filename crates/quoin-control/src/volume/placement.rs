@@ -17,10 +17,10 @@ use crate::volume::spec::accessible;
 use crate::{Error, text};
 use quoin_api::volume::Spread;
 
-/// What helps where no pool has the room.
+/// Way out where no pool has the space.
 const SMALLER: &str = "make the volume smaller, or add a pool with more room";
 
-/// What helps where pools are full.
+/// Way out where pools are full.
 const FREE: &str = "free space in the full ones (delete volumes, or give the disk below more room: \
                     `quoin pool list` says which it is), or add a pool";
 
@@ -148,7 +148,7 @@ pub struct Taken<'a> {
 /// Chooses pools for `count` more replicas of a volume, those that are `named` where any are.
 ///
 /// # Errors
-/// What is short and why; for a named pool, what is wrong with it.
+/// Names the shortage and its reason; for a named pool, why it is not suitable.
 pub fn place_beside(
     spec: &Spec,
     size_bytes: u64,
@@ -246,7 +246,8 @@ pub fn check_possible(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Resu
     )))
 }
 
-/// What the best pools for each replica have at least, by a measure that leaves pools out.
+/// Returns the least value of a measure among the best pools for each replica; the measure may leave
+/// pools out.
 fn smallest_needed(
     spec: &Spec,
     pools: &[Candidate],

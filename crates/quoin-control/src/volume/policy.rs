@@ -1,4 +1,4 @@
-//! When replicas are replaced, or moved to even out pools, without anybody asking.
+//! Times at which replicas are replaced, or moved to even out pools, without a request.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 pub use quoin_api::volume::ReplaceAfter;
 use quoin_api::volume::{parse_time, write_time};
 
-/// What is written for "never".
+/// Text for "never".
 const OFF: &str = "off";
 
 /// The time in which what a pool's disk does counts together.
@@ -46,7 +46,7 @@ impl FromStr for Within {
 /// between them.
 ///
 /// It is on unless told otherwise: a pool that fills up stops the writes of all volumes in it while
-/// others have room, nobody watches for that, and a paced move is not felt. It is far enough apart
+/// others have room, no person watches for that, and a paced move is not felt. It is far enough apart
 /// that pools which placement keeps even, or that differ by one volume's garbage, are let alone.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum RebalanceAt {

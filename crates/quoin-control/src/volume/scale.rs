@@ -1,4 +1,4 @@
-//! What people change about a volume's replicas: how many, where, which leave, and the factor.
+//! Changes of a volume's replicas by people: how many, where, which leave, and the factor.
 //!
 //! Here the wish is checked and written down, in one update of the record: newcomers in the pools
 //! that are to make them, those that leave marked, DRF and CF. Carrying it out is the target's:
@@ -358,8 +358,8 @@ pub(crate) fn move_to(
         if pool.is_empty() || newcomer.pool == pool {
             return Ok(None);
         }
-        // A move that nobody asked for, one that goes back, and one that cannot come on give way
-        // to a person's word.
+        // A move without a request, one that goes back, and one that cannot make progress give way
+        // to a person's request.
         let goes_back = old.pool == pool;
         let may_arrive =
             candidates.iter().any(|c| c.name == newcomer.pool && c.unusable.is_empty());

@@ -1,4 +1,4 @@
-//! What a volume may be: every field checked, every default filled in, each refusal naming the
+//! Specification of a volume: every field checked, every default filled in, each refusal naming the
 //! field and the rule.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ pub const SIZE_BYTES_MIN: u64 = 1 << 20;
 pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;
 /// Most replicas of one volume, unless the controller is told otherwise.
 pub const REPLICAS_MAX: u32 = 5;
-/// What it can be told: while a membership changes, the old replicas and the new ones stand in one
+/// Most replicas of a volume: while a membership changes, the old replicas and the new ones stand in one
 /// list, and a list of the protocol has twice as many.
 pub const REPLICAS_HARD_MAX: u32 = quoin_types::membership::REPLICAS_MAX as u32 / 2;
 /// Longest name of a volume, in bytes.
@@ -26,7 +26,7 @@ pub const NAME_BYTES_MAX: usize = 128;
 const MAP_BYTES_MAX: usize = 4096;
 const TOPOLOGIES_MAX: usize = 256;
 
-/// What a cluster takes where a volume does not say.
+/// The cluster's values for fields that a volume leaves open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Defaults {
     pub replicas: u8,

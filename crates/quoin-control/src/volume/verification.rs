@@ -25,11 +25,11 @@ use crate::time::{now_ms, timestamp};
 const LISTED_MAX: usize = 64;
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// What is to be done.
+/// Kind of a verification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verifying {
     Verify,
-    /// What is bad is replaced; where good copies differ, by this replica's.
+    /// Bad copies are replaced; where good copies differ, by this replica's.
     Repair {
         from: Option<ReplicaId>,
     },
@@ -248,7 +248,7 @@ impl VerifyRecord {
 /// Verifications that are wanted, and how far their targets are.
 pub struct Verifier {
     state: Arc<State>,
-    /// As the targets tell it.
+    /// Progress as the targets report it.
     running: Mutex<HashMap<VolumeId, api::Verification>>,
 }
 
@@ -327,7 +327,7 @@ impl Verifier {
         record.filter(|record| record.state == VerifyState::Open)
     }
 
-    /// What a target could do for the volume about it, in words.
+    /// Returns the work of a target for the volume's verification, in words.
     pub(crate) fn work(&self, volume: &VolumeRecord) -> Option<String> {
         let record = self.open(volume.id.0)?;
         let what = if record.repair { "repaired" } else { "verified" };

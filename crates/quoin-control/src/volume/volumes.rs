@@ -36,8 +36,8 @@ impl Catalog {
         self.create_within(asked, asked.size_bytes, limit_bytes).await
     }
 
-    /// As [`Self::create`], where one that exists needs `required_bytes` at least: less
-    /// than a new one gets if the caller named no size.
+    /// See [`Self::create`]. A volume that exists needs `required_bytes` at least: less than a new one
+    /// gets if the caller named no size.
     pub(crate) async fn create_within(
         &self,
         asked: &VolumeSpec,
@@ -47,7 +47,7 @@ impl Catalog {
         self.create_in(asked, required_bytes, limit_bytes, &[]).await
     }
 
-    /// As [`Self::create_within`], with replicas in the pools that are named.
+    /// See [`Self::create_within`]; the replicas are in the named pools.
     pub(crate) async fn create_in(
         &self,
         asked: &VolumeSpec,
@@ -259,7 +259,7 @@ impl Catalog {
         self.list_with(max_entries, starting_token, false)
     }
 
-    /// As [`Self::list`], with those too that are deleted and still being cleared away.
+    /// See [`Self::list`]; with the volumes that are deleted and still being cleared away.
     pub(crate) fn list_with(
         &self,
         max_entries: u32,

@@ -1,4 +1,4 @@
-//! What a pool does when its disk fails it, through its real driver.
+//! Failures of a pool's disk, through its real driver.
 
 mod assigning;
 mod connections;

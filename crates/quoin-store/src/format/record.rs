@@ -63,7 +63,7 @@ struct PromiseOnDisk {
 }
 const _: () = assert!(size_of::<PromiseOnDisk>() == 30);
 
-/// What follows the membership in a meta record; then min(stable, durable) (8).
+/// Fields behind the membership in a meta record; then min(stable, durable) (8).
 ///
 /// | offset | size | field |
 /// |---|---|---|

@@ -62,8 +62,8 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
     out
 }
 
-/// What the first block of a segment of this replica says, if it is one. How much was written and
-/// what is live of it is not in it.
+/// Decodes the first block of a segment of this replica, if it is one. The block does not have the
+/// counts of written and live blocks.
 pub fn decode_header(
     superblock: &Superblock,
     guid: ReplicaGuid,

@@ -11,9 +11,9 @@ use quoin_types::ReplicaGuid;
 /// Replicas that wait for a sync.
 #[derive(Clone, Debug, Default)]
 pub struct Waiting {
-    /// Those for the next one that begins.
+    /// Replicas for the next sync.
     next: BTreeSet<ReplicaGuid>,
-    /// Those for the one under way.
+    /// Replicas for the sync under way.
     now: BTreeSet<ReplicaGuid>,
 }
 
@@ -31,7 +31,7 @@ impl Waiting {
         self.now.append(&mut self.next);
     }
 
-    /// Those that the sync which has begun serves.
+    /// Returns the replicas that the sync under way serves.
     pub fn begun(&self) -> &BTreeSet<ReplicaGuid> {
         &self.now
     }

@@ -20,7 +20,7 @@ impl World {
         !ids.is_empty()
     }
 
-    /// What is copied takes its time on the way for a while, so that all else overtakes it.
+    /// Delays messages of rebuilds for a while, so that all others overtake them.
     pub(super) fn slow_bulk(&mut self) -> bool {
         self.network.bulk_storm = self.random.between(2, 2000);
         self.lasting(8000, Mend::BulkStorm);

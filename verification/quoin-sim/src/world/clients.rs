@@ -102,7 +102,7 @@ impl World {
         self.schedule.after(delay, Event::Client { queue, turn });
     }
 
-    /// What a client had open is never answered now; it asks anew.
+    /// Abandons the open request of a client, which is never answered now. The client asks anew.
     fn abandon(&mut self, queue: usize) {
         if let Some(tag) = self.clients.queues[queue].open.take() {
             self.stats.ios.open += 1;

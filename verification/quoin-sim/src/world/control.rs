@@ -49,7 +49,7 @@ impl Control {
         }
     }
 
-    /// What a target is to make of the membership.
+    /// Event that tells a target the desired membership.
     pub fn desired(&self) -> PrimaryEvent {
         let version = self.record.membership.version;
         PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
@@ -242,8 +242,8 @@ impl World {
     /// IO starts under what an old copy of the record said. No replica that answered knew of anything
     /// newer (`Assertions::check_record`), so what was swapped after the copy was made, and is only in the
     /// newest record, never ruled: the target that asked for it died before it could report it. The
-    /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
-    /// into it what has ruled, and desires again what was swapped.
+    /// two are a fork, and only one of them can go on: the person who puts the newest record back
+    /// adds the membership that has ruled, and desires again what was swapped.
     pub(crate) fn merge_fork(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
         let ruling = process.grant.membership.clone();

@@ -82,7 +82,7 @@ impl World {
         }
     }
 
-    /// What targets and replicas are in the middle of.
+    /// Returns the steps that targets and replicas are in the middle of.
     fn steps_now(&mut self) -> Vec<Step> {
         let mut steps = Vec::new();
         for target in &self.targets {

@@ -16,7 +16,7 @@ pub(crate) struct Fences {
     on: bool,
     /// The control plane is at times of a version that takes nothing back.
     may_be_old: bool,
-    /// What pools receive now.
+    /// The fence that pools receive now.
     current: Option<Fence>,
 }
 

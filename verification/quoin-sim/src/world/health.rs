@@ -1,5 +1,5 @@
-//! What a pool does between requests for what it holds, in the swarm `hosts`: steps of its scrub, and
-//! asking targets for good copies of what was found bad. When each is done is the product's code
+//! Work of a pool between requests, in the swarm `hosts`: steps of its scrub, and requests to targets
+//! for good copies of bad blocks. The product's code decides when each is done
 //! ([`quoin_replication::pool_host`]).
 
 use std::time::Duration;
@@ -113,7 +113,7 @@ impl World {
         }
     }
 
-    /// What a replica's note says of copies that are asked for.
+    /// Notes the outcome of requested copies.
     pub(super) fn note_repair(&mut self, pool: usize, note: &ReplicaNote) {
         let now = self.local(self.pools[pool].host);
         let Some(process) = &mut self.pools[pool].process else { return };

@@ -45,7 +45,7 @@ impl World {
         true
     }
 
-    /// What the defect needs to show: answers that are held back until another target serves.
+    /// Holds answers back until another target serves; only then the defect shows.
     pub(super) fn stale_answers_for(&mut self, host: usize) {
         let hosts: Vec<usize> = self.pools.iter().map(|p| p.host).filter(|h| *h != host).collect();
         let blocked: Vec<(usize, usize)> = hosts.into_iter().map(|h| (h, host)).collect();

@@ -6,7 +6,8 @@ use crate::storage::Outage;
 
 impl World {
     /// An old image of the disk is put back, of an older life of the pool or of the present one. Its
-    /// counts show it to the controller: it serves nobody, and its replica is made anew under another GUID on another disk.
+    /// counts show it to the controller: it serves no target, and its replica is made anew under another
+    /// GUID on another disk.
     pub(super) fn roll_back_disk(&mut self) -> bool {
         let pool = self.victim();
         let adopted = self.control.record.membership.known.contains(&self.pools[pool].member);

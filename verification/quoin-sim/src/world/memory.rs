@@ -17,7 +17,7 @@ const NEIGHBOURS: usize = 300;
 pub(crate) struct Memory {
     random: Random,
     on: bool,
-    /// What each of the volumes may keep, about; `None`: there is enough for all.
+    /// Approximate share of each volume; `None`: there is enough for all.
     share_bytes: Option<usize>,
 }
 
@@ -54,7 +54,7 @@ impl World {
         self.plan_memory();
     }
 
-    /// What this volume may keep on a shard that it shares with its neighbours.
+    /// Returns the bytes that this volume may keep on a shard that it shares with its neighbours.
     fn limit_of(&self, target: usize) -> usize {
         let Some(share) = self.operators.memory.share_bytes else { return usize::MAX };
         let process = self.targets[target].process.as_ref();
@@ -66,7 +66,7 @@ impl World {
         shared.limit_bytes()
     }
 
-    /// What a target that starts is told; nothing where it has all the memory that it likes.
+    /// Returns the limit for a target that starts; `None` where memory is not limited.
     pub(crate) fn memory_limit(&self, target: usize) -> Option<PrimaryEvent> {
         let bytes_max = self.limit_of(target);
         self.operators.memory.on.then_some(PrimaryEvent::Retain { bytes_max })

@@ -18,7 +18,7 @@ use super::{Event, World};
 use crate::network::ConnectionId;
 use crate::schedule::{Instant, MILLISECOND};
 
-/// What is read so long after a round stood still belongs to that round.
+/// Time after a stall in which what is read still belongs to the stalled round.
 const TAIL: Instant = MILLISECOND;
 /// Names the connections of other volumes' rebuilds.
 const OTHERS: u64 = 1 << 61;
@@ -39,7 +39,7 @@ enum Stalled {
     No,
     /// It stands still.
     Now,
-    /// What comes until this instant belongs to that round still.
+    /// Messages up to this instant still belong to that round.
     Until(Instant),
 }
 
@@ -96,7 +96,7 @@ impl World {
         takes_bulk(session, self.setup.claim_of(member), open)
     }
 
-    /// What belongs to a rebuild waits for what clients' sessions send; the rest is given back.
+    /// Queues messages of rebuilds behind those of clients' sessions; returns all others.
     pub(super) fn waits_for_its_turn(
         &mut self,
         pool: usize,
@@ -138,7 +138,8 @@ impl World {
         copies
     }
 
-    /// What waits, where serving it takes the pool no time and nothing of others waits beside it.
+    /// Returns the waiting messages where serving them takes the pool no time and no others wait beside
+    /// them.
     pub(super) fn served_at_once(&mut self, pool: usize) -> Vec<ReplicaEvent> {
         if self.processes.on {
             self.plan_copying(pool, Duration::ZERO);
@@ -157,7 +158,7 @@ impl World {
         Some(ReplicaEvent::Message { connection, session, message })
     }
 
-    /// Nobody waits any more for what this connection asked.
+    /// Forgets the requests of a connection that is gone.
     pub(super) fn forget_chunks(&mut self, pool: usize, id: ConnectionId) {
         if let Some(process) = self.pools.get_mut(pool).and_then(|p| p.process.as_mut()) {
             process.rounds.copying.forget(id);

@@ -33,7 +33,7 @@ pub(crate) struct Process {
     pub(super) health: Health,
 }
 
-/// A process that was told to end, and lets nobody in any more.
+/// A process that was told to end, and admits no connection any more.
 struct Stopping {
     /// It goes on when this is on media.
     all: SyncTicket,
@@ -49,7 +49,7 @@ impl Process {
         self.stopping.is_some()
     }
 
-    /// What its replica is in the middle of.
+    /// Returns the steps that its replica is in the middle of.
     pub fn steps(&self, store: &dyn ReplicaStore) -> Vec<quoin_replication::Step> {
         self.replica.as_ref().map(|r| r.steps(store)).unwrap_or_default()
     }
@@ -228,7 +228,7 @@ impl World {
         connections.filter(|(_, c)| c.pool == pool && c.pool_open).map(|(id, _)| *id).collect()
     }
 
-    /// The pool lives on and serves nobody any more.
+    /// The process goes on and serves no target any more.
     pub(super) fn end_sessions_of(&mut self, pool: usize) {
         for id in self.sessions_of(pool) {
             self.pool_closes(id);

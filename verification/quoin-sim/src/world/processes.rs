@@ -1,4 +1,4 @@
-//! What surrounds a volume in the processes that it shares with others, for the swarm `hosts`: dials
+//! Surroundings of a volume in the processes that it shares with others, for the swarm `hosts`: dials
 //! of hundreds of volumes to a host that drops packets, chunks of other volumes' rebuilds, threads
 //! that stand still in the middle of a round, weeks in which nothing happens, and orders that were
 //! meant for another volume. What the processes decide is the product's code
@@ -19,7 +19,7 @@ use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND};
 use crate::storage::Outage;
 use crate::swarm::Swarm;
 
-/// Of a hundred disk failures so many end the pool's process too.
+/// Percentage of disk failures that end the pool's process too.
 const ENDS_OF_HUNDRED: u64 = 60;
 /// Volumes beside this one with a replica on a host that drops packets: more than there may be dials.
 const NEIGHBOURS: u64 = 150;
@@ -170,7 +170,7 @@ impl World {
         }
     }
 
-    /// What was not taken in when a round of the target stood still is taken in now.
+    /// Takes in the messages that waited while a round of the target stood still.
     pub(super) fn stalled_round_ends(&mut self, target: usize) {
         let process = self.targets[target].process.as_ref().filter(|p| p.stalled.is_some());
         let Some(id) = process.and_then(|p| p.sessions.values().next().copied()) else { return };
@@ -220,7 +220,7 @@ impl World {
         true
     }
 
-    /// A host of replicas answers nobody, and hundreds of volumes dial it again and again.
+    /// A host of replicas answers no peer, and hundreds of volumes dial it again and again.
     fn black_hole(&mut self) -> bool {
         let pool = self.random.index(self.pools.len());
         let host = self.pools[pool].host;

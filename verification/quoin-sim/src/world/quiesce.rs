@@ -12,13 +12,13 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
-/// So long clients write as fast as ever; then, if something is still not in sync, they leave
-/// [`REST`] between requests. What fills the window in less time than a member needs for two syncs
-/// outruns it for ever where the others are enough for CF: allowed, and no configuration of a
+/// Time in which clients write without pauses. After it, while a replica is not in sync, they leave
+/// [`REST`] between requests. Writes that fill the window in less time than a member needs for two
+/// syncs outrun it for ever where the others are enough for CF: allowed, and no configuration of a
 /// product.
 const UNRESTED: u64 = RECOVERY_MAX / 2;
 const REST: u64 = 250 * MILLISECOND;
-/// And in which abandoned rebuilds have given up what they pinned.
+/// Simulated time after which abandoned rebuilds have given up what they pinned.
 const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
@@ -56,7 +56,7 @@ pub(crate) struct Quiesce {
 }
 
 impl Quiesce {
-    /// What a client leaves at least between an answer and its next request.
+    /// Shortest pause of a client between an answer and its next request.
     pub fn rest(&self, now: Instant) -> u64 {
         let rested = self.stage == Stage::Recovering && now - self.since > UNRESTED;
         if rested { REST } else { 0 }

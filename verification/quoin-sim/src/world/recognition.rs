@@ -1,8 +1,8 @@
 //! Starts of a pool: whether it may serve, and what its replicas claim of their caches. What a pool
 //! tells of a start, when it lets targets in, when it raises its mark and what its next process
 //! finds is decided by the product's own code ([`quoin_replication::pool_host`]); how the controller
-//! compares the counts, too. A pool that is found to be in an older state serves nobody until a person
-//! has given it an empty disk.
+//! compares the counts, too. A pool that is found to be in an older state serves no target until a
+//! person has given it an empty disk.
 //!
 //! A pool that cannot reach the controller for so long serves what it has. Where its disk is an
 //! older one that is no promise of the contract, so no run asks it: the word of such a pool, and the
@@ -24,7 +24,7 @@ const REPORT_EVERY: Instant = 2 * SECOND;
 /// Between the numbers of two processes of a pool.
 const NUMBERS_APART: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
 
-/// What stays of a pool from start to start, and how the controller and its starts stand.
+/// State of a pool that outlives its processes, with the counts of its starts at the controller.
 pub(crate) struct Starts {
     random: Random,
     /// The newest that the controller was told.
@@ -167,7 +167,7 @@ impl World {
         let here = &mut self.pools[pool];
         let changed = here.storage.has_changed_since_mark();
         if here.starts.start.raises_mark(now, here.storage.mark(), changed) {
-            // A disk that fails is found by whoever uses it next.
+            // The next use of a failed disk finds the failure.
             let _ = here.storage.raise_mark();
             self.plan_sync(pool);
         }

@@ -1,8 +1,8 @@
 //! More replicas are destroyed than an open can do without, and a person goes on with those that
 //! are left (`quoin volume recover`), while everything else goes on.
 //!
-//! What the person does is what the product lets them: those that are left are all there, the
-//! others never answer again, no target serves that is seen, and every lease that a destroyed one
+//! The person does only what the product allows: all replicas that are left are there, the others
+//! never answer again, no target serves that is seen, and every lease that a destroyed one
 //! granted has run out ([`Membership::reduced_to`](quoin_types::Membership::reduced_to) is the
 //! change itself). What is left then holds all that any of it held, and what was acknowledged and
 //! is lost with the others may never come back: some time later they turn up, with what they held.
@@ -91,7 +91,7 @@ impl Recovery {
         matches!(self.stage, Stage::Lost | Stage::Decided(_))
     }
 
-    /// What a pool held when a change was forced it may not hold any more.
+    /// Notes that a pool may have lost what it held when a change was forced.
     pub fn cache_is_lost(&mut self, pool: usize) {
         if let Some(forced) = &mut self.forced {
             forced.kept.retain(|(kept, _)| *kept != pool);
@@ -297,7 +297,7 @@ impl World {
         here.map(|status| status.silent).unwrap_or_default()
     }
 
-    /// What the controller asks for before it lets a person force the change.
+    /// Checks the controller's conditions for a forced change.
     fn may_force(&self) -> bool {
         let membership = &self.control.record.membership;
         let is_there = |member: &Member| {
@@ -378,8 +378,8 @@ impl World {
         self.check_later();
     }
 
-    /// What any of those that were kept held then is in the history that the first epoch after it
-    /// starts IO on.
+    /// Returns the histories that the kept replicas held then; the first epoch after the change starts
+    /// IO on a history with all of them.
     pub(crate) fn held_by_kept(&self, forced: &Forced) -> Vec<Path> {
         forced.kept.iter().filter_map(|(_, at)| self.checkers.lineage.path_at(*at)).collect()
     }

@@ -1,4 +1,4 @@
-//! What a run is made of, drawn from its seed.
+//! Setup of a run, drawn from its seed.
 
 use quoin_replication::pool_host::access::Claim;
 use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
@@ -39,7 +39,7 @@ pub const EVENTS_MAX: u64 = 5_000_000;
 /// Answered operations that every run reaches.
 pub const IOS_MIN: u64 = 1_000;
 
-/// What the replicas keep their data in.
+/// Store of the replicas.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum StoreKind {
     Model,
@@ -87,18 +87,18 @@ pub struct RunOptions {
     /// Clients at most; 0: as many as are drawn.
     pub clients_max: u8,
     pub mutant: Option<Mutant>,
-    /// What the seed draws from.
+    /// The distribution that the seed draws from.
     pub swarm: Swarm,
 }
 
-/// What stays the same all through a run.
+/// Settings that stay the same during a run.
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub seed: u64,
     pub mutant: Option<Mutant>,
     /// Bit i: the i-th planned fault is left out.
     dropped: u32,
-    /// What may fail together.
+    /// Failures that may occur together.
     pub profile: Profile,
     pub store: StoreKind,
     /// With the size that the records have.
@@ -134,7 +134,8 @@ fn factors(random: &mut Random) -> (u8, u8) {
     }
 }
 
-/// What may fail together: rot and lies only where the others can open without the victim.
+/// Draws the failures that may occur together: rot and lies only where the others can open without
+/// the victim.
 fn profile(
     rf: u8,
     cf: u8,
@@ -178,7 +179,7 @@ impl Setup {
         Claim { volume: self.config.volume, replica: member.id, guid: member.guid }
     }
 
-    /// What a pool writes when it creates a replica: counted at once (a first one), or only
+    /// Returns what a pool writes when it creates a replica: a first one counts at once, another only
     /// after it has been adopted.
     pub fn newborn(
         &self,

@@ -18,7 +18,7 @@ const SEND_AGAIN: u64 = 200 * MILLISECOND;
 /// At a time.
 const KEPT_MAX: usize = 4;
 
-/// What is wished for a snapshot, and since when that is so.
+/// The wish of users for a snapshot, and its time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
     Wished(SnapshotWish),

@@ -46,7 +46,7 @@ pub(crate) struct Process {
     pub(super) stalled: Option<(Round, Instant)>,
 }
 
-/// What the control plane has answered to a target.
+/// Answers of the control plane to a target.
 #[derive(Default)]
 pub(crate) struct Grant {
     /// Under which it last asked for an epoch.

@@ -133,7 +133,7 @@ impl World {
         self.control.record.desired.drf = full.clamp(drf + 1, RF_MAX);
     }
 
-    /// What was begun with a crowd at the last turn: one more comes, or fewer are desired again.
+    /// Continues what the last turn began with a crowd: one more comes, or fewer are desired again.
     fn continue_crowd(&mut self) {
         let fewer = self.operators.members.unexpected.drf_before.is_some()
             && self.operators.members.random.percent(50);
@@ -198,8 +198,8 @@ impl World {
         self.make_born(pool, member, (identity, meta))
     }
 
-    /// What there is no room for is taken off the record. An addition that had to turn back half
-    /// way may count itself by now, and is made anew: such a one fills no list.
+    /// Takes replicas without a place off the record. An addition that had to turn back half way may
+    /// count itself by now, and is made anew: it does not fill the list.
     pub(crate) fn remove_unexpected(&mut self) {
         if !self.operators.members.unexpected.on {
             return;

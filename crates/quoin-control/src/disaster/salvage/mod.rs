@@ -8,8 +8,8 @@
 //! time: a record is only changed where pools know of something newer, and only if it has not
 //! changed since it was judged.
 //!
-//! What the pools cannot know is lost with the records: events, cordons, and who was removed from the
-//! cluster; their certificates are good again until they run out. Join tokens end with a recovery also
+//! Facts that the pools cannot know are lost with the records: events, cordons, and the members that were
+//! removed from the cluster; their certificates are good again until they run out. Join tokens end with a recovery also
 //! where there are records of them: an old copy does not know which were used or revoked. That a
 //! pool's disk is an older state of itself is not seen either where its start counter is in no
 //! record.
@@ -44,7 +44,7 @@ pub use holdings::{Kept, Told};
 const POOLS_TELL_WITHIN: Duration = Duration::from_secs(15);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What a person asks for.
+/// Request of a person.
 #[derive(Clone, Debug, Default)]
 pub struct RecoverRecords {
     pub dry_run: bool,
@@ -53,7 +53,7 @@ pub struct RecoverRecords {
     pub discard_left_over: bool,
 }
 
-/// What was found, and whether the records rule now.
+/// The findings, and whether the records rule now.
 #[derive(Clone, Debug, Default)]
 pub struct Recovered {
     /// With each, the record that there was.
@@ -61,7 +61,7 @@ pub struct Recovered {
     pub pools: Vec<String>,
     pub missing_pools: Vec<String>,
     pub done: bool,
-    /// In which the records rule.
+    /// Term in which the records rule.
     pub term: Term,
 }
 
@@ -110,7 +110,7 @@ impl Salvage {
         *asked = Asked { request, streams, open: true, ..Asked::default() };
     }
 
-    /// What the pools have told. From now on nothing is taken in.
+    /// Returns the pools' answers. From now on no answer is accepted.
     fn end(&self) -> BTreeMap<String, Told> {
         let mut asked = self.asked();
         (asked.open, asked.coming) = (false, BTreeMap::new());
@@ -129,7 +129,7 @@ impl Salvage {
     /// before is dropped.
     ///
     /// # Errors
-    /// Where nobody waits for that answer.
+    /// Where no recovery waits for that answer.
     pub(crate) fn begin_answer(&self, pool: &str, request: u64) -> Result<Answer, Error> {
         let mut asked = self.asked();
         if !asked.open || asked.request != request {
@@ -144,7 +144,7 @@ impl Salvage {
     /// One more piece of it.
     ///
     /// # Errors
-    /// Where nobody waits for it any more, or it is more than a pool may tell.
+    /// Where no recovery waits for it any more, or it is more than a pool may tell.
     pub(crate) fn add_to_answer(
         &self,
         answer: &Answer,
@@ -163,7 +163,7 @@ impl Salvage {
     /// Its last piece was added.
     ///
     /// # Errors
-    /// Where nobody waits for it any more.
+    /// Where no recovery waits for it any more.
     pub(crate) fn end_answer(&self, answer: &Answer) -> Result<(), Error> {
         let told = {
             let mut asked = self.asked();
@@ -178,7 +178,7 @@ impl Salvage {
         Ok(())
     }
 
-    /// What came of an answer that failed is dropped.
+    /// Drops the received part of an answer that failed.
     pub(crate) fn drop_answer(&self, answer: &Answer) {
         let mut asked = self.asked();
         asked.coming.retain(|_, (stream, _)| *stream != answer.stream);
@@ -330,9 +330,9 @@ impl Recoveries {
             if open.is_empty() {
                 return Ok(());
             }
-            // Old records that nobody doubted ruled meanwhile, and changed themselves.
+            // Old records that were not known as old ruled meanwhile, and changed themselves.
             let again = self.judge(told, discard_left_over);
-            // What has no record any more and is held by nobody is gone.
+            // A volume without a record that no pool holds is gone.
             open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
             for judged in again.into_iter().filter(|(finding, _)| open.contains(&finding.volume)) {
                 let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
@@ -350,7 +350,7 @@ impl Recoveries {
         }
     }
 
-    /// What every pool that is there keeps. Soon after a start they are waited for to come.
+    /// Returns what each present pool keeps. Soon after a start, pools are waited for.
     async fn ask_pools(&self) -> BTreeMap<String, Told> {
         self.salvage.begin();
         self.state.announce(&Concerned::Everybody);
@@ -368,7 +368,7 @@ impl Recoveries {
                     true => known.iter().all(told),
                     false => known.iter().filter(here).all(told),
                 };
-                // Pools that nobody knows of yet come within that time.
+                // Pools that are not known yet come within that time.
                 (all, starting && (known.is_empty() || self.state.check_ruling().is_err()))
             };
             if (all && !starting) || Instant::now() >= deadline {
@@ -519,7 +519,7 @@ impl Recoveries {
         })
     }
 
-    /// Who is here keeps his name against newcomers.
+    /// Present members keep their names against newcomers.
     async fn remember_members(&self) -> Result<(), Error> {
         let pools = self.state.pools.list().into_iter().map(|pool| (Role::Pool, pool.name.clone()));
         let nodes = self.state.nodes.list().into_iter().map(|node| (Role::Node, node.name.clone()));

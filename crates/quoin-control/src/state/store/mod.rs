@@ -19,12 +19,12 @@ pub use embedded::Embedded;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Entry {
     pub key: String,
-    /// Of the change that wrote this value; never 0.
+    /// Revision of the change that wrote this value; never 0.
     pub revision: u64,
     pub value: Vec<u8>,
 }
 
-/// What came of a compare-and-swap.
+/// Outcome of a compare-and-swap.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Swap {
     /// Written and durable, as this revision.
@@ -61,7 +61,7 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Swap, StoreError>;
 
     /// Writes (`None`: deletes) all of these whatever they are, in one durable commit: for records
-    /// that nobody else writes, where a commit each would cost more than they are worth.
+    /// that no other writer has, where a commit each would cost more than they are worth.
     async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError>;
 
     /// Changes from now on, in order. A follower that falls behind is told so by the channel
@@ -83,7 +83,7 @@ pub struct Writes {
 
 impl Writes {
     /// # Errors
-    /// What the last write failed with.
+    /// Returns the error of the last write.
     pub fn check(&self) -> Result<(), String> {
         match &*self.failed.lock().expect("no holder of this lock panics") {
             Some(why) => Err(why.clone()),

@@ -18,7 +18,7 @@ fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
     }
 }
 
-/// What the pool tells of each of its replicas.
+/// Returns the pool's report of each of its replicas.
 fn told(process: &Process) -> Vec<(u128, &'static str)> {
     let (answer, state) = tokio::sync::oneshot::channel();
     process.send(Input::State(answer));

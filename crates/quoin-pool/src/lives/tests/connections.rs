@@ -55,7 +55,7 @@ fn a_bulk_connection_that_does_not_say_which_it_is_ends_and_one_that_did_stays()
     process.stop();
 }
 
-/// What it was told and does not take is megabytes, and there may be thousands of such peers.
+/// The answers that a peer does not take are megabytes, and there may be thousands of such peers.
 #[test]
 fn a_session_that_was_ended_is_gone_though_its_peer_takes_no_answers() {
     let (process, _dir) = started();

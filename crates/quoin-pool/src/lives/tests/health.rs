@@ -112,7 +112,7 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     process.stop();
 }
 
-/// What is overwritten is freed by background work alone.
+/// Overwritten blocks are freed by background work alone.
 #[test]
 fn a_volume_that_is_overwritten_more_often_than_the_pool_is_large_never_fills_it() {
     const WRITE_BYTES: usize = 1 << 20;

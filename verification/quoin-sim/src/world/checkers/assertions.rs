@@ -1,5 +1,5 @@
-//! What replicas and targets report at each step, held against what they reported before: each rule
-//! is checked where it would first be broken, not only where harm comes of it.
+//! Reports of replicas and targets at each step, compared with their former ones. Each rule is checked
+//! where it would first be broken, not only where harm comes of it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub(crate) struct Assertions {
     durable: BTreeMap<u128, Lsn>,
 }
 
-/// What the replica in a pool has reported to targets, and the leases that the pool honours.
+/// Reports of a pool's replica to targets, and the leases that the pool honours.
 #[derive(Default, Debug)]
 struct Reported {
     progress: Progress,
@@ -44,8 +44,8 @@ struct Progress {
     guid: ReplicaGuid,
     applied: Lsn,
     durable: Lsn,
-    /// What it once applied and may have lost with its cache since: it is not continuous before
-    /// it has been given that again.
+    /// Last LSN that it applied and may have lost with its cache. It is not continuous before it has
+    /// received the entries up to here again.
     owes: Lsn,
     /// The highest epoch whose open it has answered.
     promised: Epoch,
@@ -60,7 +60,7 @@ impl Progress {
     }
 }
 
-/// What one life of a target is held to.
+/// Commitments of a target since its start.
 #[derive(Default, Debug)]
 struct Commitments {
     /// The newest membership that a replica has answered its present open with.
@@ -192,7 +192,7 @@ impl Reported {
             }
             // A target that has sent Close has given up its lease (`Durability` holds it to that),
             // so the close may reach media, and the power go, before the replica has reported it: its
-            // start then finds no session open, and owes nobody a lease.
+            // start then finds no session open, and owes no lease.
             ToReplica::Close => {
                 let holder = self.honoured.map(|(holder, _)| holder);
                 self.is_close_received |= holder == Some(session.incarnation);
@@ -216,8 +216,8 @@ impl Reported {
 
 /// Of a replica.
 impl Assertions {
-    /// What a replica reports against what it has reported: one that is continuous holds all that
-    /// it ever applied, any holds all that it called durable, and Views are on media before they
+    /// Compares a replica's report with its former ones: a continuous replica holds all that it ever
+    /// applied, every replica holds all that it called durable, and Views are on media before they
     /// count as applied.
     fn check_report(
         &mut self,
@@ -331,9 +331,8 @@ impl Assertions {
         Ok(())
     }
 
-    /// What a replica's promise is after a start: not less than it has answered. What the start does
-    /// not find is owed no more, if it may be gone: a lease whose holder has closed. All others are
-    /// honoured through starts.
+    /// Checks a replica's promise after a start: it is not below the last answer. A lease whose holder
+    /// has closed may be gone after the start; all other leases are honoured through starts.
     fn check_start(
         &mut self,
         scene: &Scene<'_>,
@@ -416,7 +415,7 @@ impl Assertions {
         }
         let (_, stable) = process.target.reach();
         // Once begun it continues: should its receiver count no more, then because of a View behind
-        // the boundary, and whoever opens without the receiver has heard that View from a holder.
+        // the boundary, and a target that opens without the receiver has got that View from a holder.
         if lsn <= stable.max(commitments.settled_without_stable) {
             return Ok(());
         }

@@ -126,7 +126,7 @@ fn differences(
             }
             Content::Bad => Err(None),
         };
-        // Rot that nobody read since is found by the next read or scrub.
+        // Rot in blocks that were not read since is found by the next read or scrub.
         if found == Err(None) && scene.may_be_damaged(pool) {
             continue;
         }

@@ -18,7 +18,7 @@ use crate::world::PoolHost;
 
 #[derive(Default)]
 pub(crate) struct Durability {
-    /// What must be in every later history: acknowledged, read, flushed.
+    /// Entries that must be in every later history: acknowledged, read, flushed.
     owed: FixedMap<Seen, Owed>,
     /// Acknowledged and not flushed: tag and instant.
     unflushed: Vec<(Tag, u64)>,
@@ -34,7 +34,7 @@ pub(crate) struct Durability {
     lost_in_batch: Vec<(usize, Member, Lsn)>,
 }
 
-/// What an entry is owed for: it must be in every later history.
+/// Reasons for which an entry must be in every later history.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 struct Owed {
     acknowledged: bool,
@@ -389,7 +389,7 @@ impl Durability {
         self.check_reach(scene, highest.1, highest.0, media, epoch)
     }
 
-    /// What a reply promises is where the target must have it at that moment.
+    /// Checks that the data a reply promises is held where it must be at that moment.
     fn check_reach(
         &self,
         scene: &Scene<'_>,

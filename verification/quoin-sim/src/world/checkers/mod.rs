@@ -1,5 +1,5 @@
-//! What a run is held to. A checker sees what happens, as observations, and owns the state that it
-//! alone reads; all else it reads from the scene.
+//! Rules of a run. A checker receives events as observations and owns the state that it alone reads; it
+//! reads everything else from the scene.
 
 mod admissions;
 mod assertions;
@@ -290,7 +290,7 @@ pub(crate) struct Scene<'a> {
     pub lineage: &'a Lineage,
     pub history: &'a mut History,
     pub situations: &'a mut Situations,
-    /// What a checker has found to have happened, to be observed next.
+    /// Observations that a checker derived, to be shown next.
     pub follows: Vec<Observation<'static>>,
 }
 

@@ -12,9 +12,9 @@ use quoin_types::{Member, VolumeId};
 use super::{Broken, Checker, Observation, Scene, broken};
 use crate::schedule::{Instant, SECOND};
 
-/// So long a dial may wait while no other one is under way at its address.
+/// Longest wait of a dial while no other one is under way at its address.
 const HELD_UP_MAX: Instant = SECOND;
-/// So many chunks of others are served in a row while one of this volume waits.
+/// Most chunks of others served in a row while one of this volume waits.
 const OTHERS_SERVED_MAX: u32 = 400;
 
 #[derive(Default)]

@@ -8,7 +8,7 @@ use quoin_api::volume::{Durability, Spread};
 mod hostile;
 
 const VOLUME: VolumeId = VolumeId(7);
-/// Of the recovery; all that is told here was granted before it.
+/// Term of the recovery; all epochs of these tests were granted before it.
 const TERM: Term = Term { number: 1, id: TermId(1) };
 
 fn member(n: u128) -> Member {
@@ -77,7 +77,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
     }
 }
 
-/// What pool n keeps of replica n: opened in epoch 5 under this rule.
+/// Replica n in pool n, opened in epoch 5 under this rule.
 fn held(n: u128, rule: &Rule, note: Option<VolumeRecord>) -> Held {
     Held {
         pool: format!("pool-{n}"),
@@ -102,7 +102,7 @@ fn judged(record: Option<&VolumeRecord>, held: Vec<Held>, deleted: &[u128]) -> F
     judged_without(&[], record, held, deleted, false)
 }
 
-/// As [`judged`], with these pools away.
+/// See [`judged`]; these pools are away.
 fn judged_without(
     away: &[&str],
     record: Option<&VolumeRecord>,
@@ -235,14 +235,14 @@ fn a_joint_view_that_nobody_took_back_rules_and_one_that_was_taken_back_does_not
     let finding = judged(None, vec![joint(1), held(3, &before, Some(told.clone()))], &[]);
     assert_eq!((finding.outcome, finding.write), (Outcome::Undecided, None));
     assert!(finding.message.contains("pool-1 alone"), "{}", finding.message);
-    // Only then nobody can have written without the two others.
+    // Only then no target can have written without the two others.
     let finding = judged(None, vec![joint(1), joint(3)], &[]);
     assert_eq!((finding.outcome, finding.version), (Outcome::Undecided, 3));
     assert_eq!(listed(&finding), [1, 2, 4]);
     assert!(finding.message.contains("1 of 3") && finding.message.contains("2 are needed"));
     let finding = judged(None, vec![joint(1), joint(3), joint(4)], &[]);
     assert_eq!((finding.outcome, finding.version), (Outcome::Created, 3));
-    // Replicas 2 and 3 may have taken it back and acknowledged what nobody here has.
+    // Replicas 2 and 3 may have taken it back and acknowledged writes that no replica here has.
     let finding = judged(None, vec![joint(1), joint(4)], &[]);
     assert_eq!((finding.outcome, finding.version), (Outcome::Undecided, 2));
     assert_eq!(listed(&finding), [1, 2, 3]);
@@ -324,7 +324,7 @@ fn a_volume_that_was_deleted_does_not_come_back_with_an_old_record_or_a_pool_tha
     assert_eq!(finding.write.unwrap().discarded.len(), 1);
 }
 
-/// A replica that was moved is deleted by order as well, and the last copy may be where nobody answers.
+/// A replica that was moved is deleted by order as well, and the last copy may be in a pool that does not answer.
 #[test]
 fn no_deletion_is_concluded_while_a_pool_is_away_that_may_hold_a_copy() {
     let old = record(2, &[1, 2], 4);
@@ -350,7 +350,7 @@ fn no_deletion_is_concluded_while_a_pool_is_away_that_may_hold_a_copy() {
         let guids: Vec<u128> = written.replicas.iter().map(|replica| replica.guid.0.0).collect();
         assert_eq!((guids, written.discarded.len()), (ordered, 0));
     }
-    // One that a person had deleted goes on being deleted, whoever is away.
+    // A deletion that a person ordered goes on, whichever pools are away.
     let mut going = old;
     going.phase = VolumePhase::Deleting;
     let finding = judged_without(&["pool-2"], Some(&going), vec![], &[1], false);

@@ -1,4 +1,4 @@
-//! What was answered is there after the process was killed and after the power went.
+//! Answered changes survive a kill of the process and a power cut.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Error, ErrorKind};
@@ -13,13 +13,13 @@ use redb::StorageBackend;
 
 use super::*;
 
-/// What one write tears at, in bytes.
+/// Unit at which a write tears, in bytes.
 const SECTOR: usize = 512;
 
 /// A disk with a cache that a power cut loses, in part.
 #[derive(Debug, Default)]
 struct Cached {
-    /// As the process sees it.
+    /// Contents as the process sees them.
     seen: Vec<u8>,
     media: Vec<u8>,
     /// Since the last sync.
@@ -61,7 +61,7 @@ impl Cached {
         }
     }
 
-    /// What the media hold after the cut: any part of what was not synced, in any order of its own.
+    /// Returns the media after the cut: with any part of the unsynced writes, in any order.
     fn after_the_cut(&self, random: &mut StdRng) -> Vec<u8> {
         let all_of_it = random.random_bool(0.1);
         Self::written(&self.media, &self.unsynced, |_| all_of_it || random.random_bool(0.5))
@@ -177,7 +177,7 @@ fn open(disk: CachedDisk) -> Result<Embedded, StoreError> {
     Embedded::over(Path::new("memory"), Box::new(disk))
 }
 
-/// What was answered, by key, and the change whose answer never came.
+/// Answered changes by key, and the change whose answer never came.
 #[derive(Default)]
 struct Known {
     done: BTreeMap<String, (u64, Vec<u8>)>,
@@ -383,7 +383,7 @@ fn a_file_system_that_was_full_takes_records_again_without_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let name = "the_process_whose_file_system_is_full_writes_once_it_has_room";
     let name = format!("state::store::embedded::outages::{name}");
-    // A user namespace of its own: nobody must be root for this.
+    // A user namespace of its own: this needs no root.
     let script = "mount -t tmpfs -o size=6m none \"$QUOIN_TEST_FULL_STORE\" && exec \"$0\" \"$@\"";
     let told = Command::new("unshare")
         .args(["--user", "--map-root-user", "--mount", "sh", "-c", script])

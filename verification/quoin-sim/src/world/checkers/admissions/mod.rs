@@ -15,7 +15,7 @@ use self::seen::{Peer, Target};
 use super::{Broken, Checker, Observation, Scene, broken};
 use crate::scaleup::{Situation, needed_to_start};
 
-/// What each target has decided so far, in its present life.
+/// Decisions of each target since its start.
 #[derive(Default)]
 pub(crate) struct Admissions {
     targets: Vec<Target>,

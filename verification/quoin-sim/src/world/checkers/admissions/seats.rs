@@ -85,8 +85,8 @@ impl Target {
         Ok(())
     }
 
-    /// Replicas that are not known and want a seat, those that had one before first: nobody is
-    /// exchanged for his like.
+    /// Replicas that are not known and want a seat; those that had one come first, as no replica is
+    /// replaced by one of its kind.
     fn callers(&self, before: &[Member]) -> Vec<Caller> {
         let unknown = self.desired.newcomers.iter().filter(|n| !self.known(n.member));
         let caller = |newcomer: &quoin_types::Newcomer| {

@@ -1,4 +1,4 @@
-//! What was seen of one life of a target.
+//! Observations of a target between its start and its end.
 
 use std::collections::VecDeque;
 
@@ -11,7 +11,7 @@ const RULES_MAX: usize = 16;
 
 #[derive(Default, Debug)]
 pub(super) struct Target {
-    /// What is desired, as it was sent last.
+    /// The desired membership that was sent last.
     pub desired: Desired,
     /// The membership that answers of the control plane gave it.
     pub ruling: Membership,
@@ -33,7 +33,7 @@ pub(super) struct Target {
 #[derive(Default, Debug)]
 pub(super) struct Peers {
     pub all: Vec<Peer>,
-    /// What each replica has reported as applied.
+    /// Highest LSN that each replica has reported as applied.
     applied: Vec<(ReplicaGuid, Lsn)>,
     /// Known replicas that have answered the open, quorum on and whole.
     pub voters: Vec<Member>,
