@@ -6,15 +6,16 @@ use quoin_nbd::{Description, Limits, Session, TlsPolicy, VolumeExport};
 use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_reactor::{Interest, Reactor, now};
 use quoin_replication::primary::{PrimaryAction, PrimaryEvent};
-use quoin_telemetry::notices::Severity;
-use quoin_types::block::{Frontend, Reply, Request};
+use quoin_replication::target_host::throttle::Throttle;
+use quoin_types::block::{DeviceInfo, Frontend, Reply, Request, Token};
 use quoin_types::{Time, VolumeId};
 
-use super::{Shard, Slot, Volume};
+use super::sources::{Slot, Sources};
+use super::{Shard, Volume};
 use crate::client::{Client, Turn};
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
-use crate::tokens::Origin;
+use crate::tokens::{Origin, Tokens};
 
 /// Most clients of one volume.
 const CLIENTS_MAX: usize = 64;
@@ -45,7 +46,89 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     }
 }
 
+/// What a volume shows its clients, and these clients.
+pub(super) struct Export {
+    pub(super) info: DeviceInfo,
+    /// As in [`super::VolumeSetup`].
+    pub(super) since_epoch: u64,
+    /// Listener and its key; `None` while the volume accepts no clients.
+    listener: Option<(Socket, u64)>,
+    /// Limits, and the key of the timer that releases waiting requests.
+    throttle: Option<(Throttle, u64)>,
+    /// Keys of the clients.
+    clients: Vec<u64>,
+    tokens: Tokens,
+}
+
+impl Export {
+    pub(super) fn new(
+        info: DeviceInfo,
+        since_epoch: u64,
+        listener: Option<(Socket, u64)>,
+        throttle: Option<(Throttle, u64)>,
+    ) -> Self {
+        let (clients, tokens) = (Vec::new(), Tokens::default());
+        Self { info, since_epoch, listener, throttle, clients, tokens }
+    }
+
+    /// Tells the clients of a larger size; false: it is none.
+    pub(super) fn grow(&mut self, size_bytes: u64, sources: &mut Sources) -> bool {
+        if size_bytes <= self.info.size_bytes {
+            return false;
+        }
+        self.info.size_bytes = size_bytes;
+        for key in &self.clients {
+            if let Some(Slot::Client(client)) = sources.slots.get_mut(key) {
+                client.device_changed(&self.info);
+            }
+        }
+        true
+    }
+
+    /// Accepts no client from now on; returns the present ones, which are to be disconnected.
+    fn stop_listening(&mut self, sources: &mut Sources) -> Vec<u64> {
+        if let Some(listener) = self.listener.take() {
+            sources.remove_listener(&listener);
+        }
+        std::mem::take(&mut self.clients)
+    }
+
+    #[cfg(test)]
+    pub(super) fn clients(&self) -> &[u64] {
+        &self.clients
+    }
+
+    /// The same for good.
+    pub(super) fn close(&mut self, sources: &mut Sources) -> Vec<u64> {
+        if let Some((_, key)) = self.throttle.take() {
+            sources.remove_timer(key);
+        }
+        self.stop_listening(sources)
+    }
+
+    /// Sets the timer of the requests that wait for the limits.
+    fn set_timer(&self, sources: &mut Sources) {
+        if let Some((throttle, key)) = &self.throttle {
+            sources.timers.set(*key, throttle.due());
+        }
+    }
+
+    /// Forgets a client; returns its requests that were submitted.
+    fn forget(&mut self, client: u64, sources: &mut Sources) -> Vec<Token> {
+        self.clients.retain(|key| *key != client);
+        if let Some((throttle, _)) = &mut self.throttle {
+            throttle.forget(client);
+        }
+        self.set_timer(sources);
+        self.tokens.of(client)
+    }
+}
+
 impl Volume {
+    fn accepts_clients(&self) -> bool {
+        self.export.clients.len() < CLIENTS_MAX && !self.stage.stopped
+    }
+
     fn submit(
         &mut self,
         now: Time,
@@ -55,7 +138,7 @@ impl Volume {
         actions: &mut Vec<PrimaryAction>,
     ) {
         let origin = Origin { client, token: request.token, kind, came: now };
-        request.token = self.tokens.issue(origin);
+        request.token = self.export.tokens.issue(origin);
         self.target.on(now, PrimaryEvent::Submit(request), actions);
     }
 }
@@ -64,36 +147,26 @@ impl Shard {
     /// Listens for clients of a volume.
     pub(super) fn listen(&mut self, id: VolumeId, path: &Path) -> Result<(Socket, u64), String> {
         let socket = Socket::bind(path).map_err(|error| error.to_string())?;
-        let key = self.insert(Slot::Listener(id));
-        match self.reactor.register(&socket.listener, key, Interest::READ) {
-            Ok(()) => Ok((socket, key)),
-            Err(error) => {
-                self.slots.remove(&key);
-                Err(error.to_string())
-            }
-        }
+        let key = self.sources.add_listener(id, &socket).map_err(|error| error.to_string())?;
+        Ok((socket, key))
     }
 
     /// Accepts clients from now on, or disconnects the present ones.
     pub(super) fn serve(&mut self, id: VolumeId, path: Option<&Path>) {
-        let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.stopped) else {
+        let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.stage.stopped) else {
             return;
         };
-        match (path, volume.listener.is_some()) {
+        match (path, volume.export.listener.is_some()) {
             (Some(path), false) => match self.listen(id, path) {
                 Ok(listener) => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
-                        volume.listener = Some(listener);
+                        volume.export.listener = Some(listener);
                     }
                 }
-                Err(error) => self.notices.push(Severity::Error, id, "", "CannotServe", error),
+                Err(error) => self.reports.cannot_serve(id, error),
             },
             (None, true) => {
-                if let Some((socket, key)) = volume.listener.take() {
-                    self.reactor.deregister(&socket.listener);
-                    self.slots.remove(&key);
-                }
-                for key in std::mem::take(&mut volume.clients) {
+                for key in volume.export.stop_listening(&mut self.sources) {
                     self.client_lost(key);
                 }
             }
@@ -103,20 +176,20 @@ impl Shard {
 
     pub(super) fn accept(&mut self, id: VolumeId) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        let Some((socket, key)) = &volume.listener else { return };
+        let Some((socket, key)) = &volume.export.listener else { return };
         let accepted = match socket.listener.accept() {
             Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
             Err(error) => Err(error),
         };
         let socket = match accepted {
-            Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
+            Ok(socket) if volume.accepts_clients() => socket,
             Ok(_) => return,
             // The listener stays readable: the loop would do nothing but fail.
             Err(error) if self.shortage.is_behind(&error) => {
-                self.timers.set(*key, Some(now() + LISTENER_REST));
+                self.sources.timers.set(*key, Some(now() + LISTENER_REST));
                 let rest = Interest { read: false, write: false };
-                return watch(&self.reactor, socket, *key, rest);
+                return watch(&self.sources.reactor, socket, *key, rest);
             }
             Err(error) => {
                 tracing::warn!(volume = %id, %error, "cannot accept a client");
@@ -128,8 +201,8 @@ impl Shard {
         {
             tracing::debug!(volume = %id, %error, "a client keeps the kernel's send buffer");
         }
-        let description = Description { since_epoch: volume.since_epoch };
-        let export = VolumeExport { device: volume.info.clone(), description };
+        let description = Description { since_epoch: volume.export.since_epoch };
+        let export = VolumeExport { device: volume.export.info.clone(), description };
         let session = Session::over(Box::new(export), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
@@ -140,25 +213,26 @@ impl Shard {
 
     /// Listens again after a pause of the listener.
     pub(super) fn listen_again(&mut self, id: VolumeId) {
-        if let Some((socket, key)) = self.volumes.get(&id).and_then(|v| v.listener.as_ref()) {
-            watch(&self.reactor, socket, *key, Interest::READ);
+        if let Some((socket, key)) = self.volumes.get(&id).and_then(|v| v.export.listener.as_ref())
+        {
+            watch(&self.sources.reactor, socket, *key, Interest::READ);
         }
     }
 
     /// Adopts a client that opened this volume over TCP.
     pub(super) fn adopt(&mut self, now: Time, id: VolumeId, new: NewClient) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        if volume.clients.len() >= CLIENTS_MAX || volume.stopped {
+        if !volume.accepts_clients() {
             return;
         }
         let NewClient { socket, mut session, input, mut requests, life } = new;
         // The volume may have grown between the negotiation and now.
-        session.device_changed(&volume.info);
+        session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
-            self.timers.set(key, Some(now + life));
+            self.sources.timers.set(key, Some(now + life));
         }
         self.submit(now, id, key, &mut requests);
         self.take_client(now, key);
@@ -166,22 +240,22 @@ impl Shard {
 
     fn settle(&mut self, client: Client) -> Option<u64> {
         let id = client.volume;
-        let key = self.insert(Slot::Client(Box::new(client)));
-        let Some(Slot::Client(client)) = self.slots.get(&key) else { return None };
-        if let Err(error) = self.reactor.register(client.socket(), key, Interest::READ) {
+        let key = self.sources.insert(Slot::Client(Box::new(client)));
+        let Some(Slot::Client(client)) = self.sources.slots.get(&key) else { return None };
+        if let Err(error) = self.sources.reactor.register(client.socket(), key, Interest::READ) {
             tracing::warn!(volume = %id, %error, "cannot watch a client");
-            self.slots.remove(&key);
+            self.sources.slots.remove(&key);
             return None;
         }
         if let Some(volume) = self.volumes.get_mut(&id) {
-            volume.clients.push(key);
+            volume.export.clients.push(key);
         }
-        self.metrics.clients.inc();
+        self.reports.metrics.clients.inc();
         Some(key)
     }
 
     pub(super) fn read_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         let id = client.volume;
         client.set_crowded(self.crowd.is_dense());
         let mut requests = std::mem::take(&mut self.requests);
@@ -201,7 +275,7 @@ impl Shard {
 
     /// Takes requests that wait in a client's buffer.
     fn take_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         let id = client.volume;
         let mut requests = std::mem::take(&mut self.requests);
         client.take(&mut requests);
@@ -213,7 +287,7 @@ impl Shard {
 
     /// Counts a client's bytes; clients that wait for space are retried if there is some.
     fn count(&mut self, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         let held = client.held_bytes();
         self.crowd.held_bytes -= std::mem::replace(&mut client.counted_bytes, held);
         self.crowd.held_bytes += held;
@@ -225,7 +299,7 @@ impl Shard {
             return;
         }
         for key in std::mem::take(&mut self.crowd.waiting) {
-            if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+            if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) {
                 client.waits = false;
                 self.client_dirty(key);
             }
@@ -238,18 +312,16 @@ impl Shard {
         }
         if let Some(volume) = self.volumes.get_mut(&id) {
             for request in requests.drain(..) {
-                let request = match &mut volume.throttle {
+                let request = match &mut volume.export.throttle {
                     None => Some(request),
                     Some((throttle, _)) => throttle.admit(now, key, request),
                 };
                 if let Some(request) = request {
-                    let kind = self.metrics.requested(&request);
+                    let kind = self.reports.metrics.requested(&request);
                     volume.submit(now, key, kind, request, &mut self.actions);
                 }
             }
-            if let Some((throttle, key)) = &volume.throttle {
-                self.timers.set(*key, throttle.due());
-            }
+            volume.export.set_timer(&mut self.sources);
         }
         requests.clear();
         self.touch(id);
@@ -259,30 +331,28 @@ impl Shard {
     /// Releases the requests that a volume's limits held back until now.
     pub(super) fn release(&mut self, now: Time, id: VolumeId) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        while let Some((throttle, _)) = &mut volume.throttle
+        while let Some((throttle, _)) = &mut volume.export.throttle
             && let Some((client, request)) = throttle.next(now)
         {
-            let kind = self.metrics.requested(&request);
+            let kind = self.reports.metrics.requested(&request);
             volume.submit(now, client, kind, request, &mut self.actions);
         }
-        if let Some((throttle, key)) = &volume.throttle {
-            self.timers.set(*key, throttle.due());
-        }
+        volume.export.set_timer(&mut self.sources);
         self.touch(id);
         self.act(id);
     }
 
     fn client_dirty(&mut self, key: u64) {
-        if let Some(Slot::Client(client)) = self.slots.get_mut(&key)
+        if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key)
             && !client.dirty
         {
             client.dirty = true;
-            self.dirty_clients.push(key);
+            self.unfinished.clients.push(key);
         }
     }
 
     pub(super) fn write_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         if client.has_output()
             && let Err(error) = client.flush()
         {
@@ -294,12 +364,12 @@ impl Shard {
         }
         self.count(key);
         let crowded = self.crowd.is_dense();
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         client.set_crowded(crowded);
         if client.holds_input() {
             self.take_client(now, key);
         }
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         let interest = client.wanted();
         if crowded && !interest.read && !client.waits {
             client.waits = true;
@@ -307,7 +377,7 @@ impl Shard {
         }
         if interest != client.interest {
             client.interest = interest;
-            if let Err(error) = self.reactor.modify(client.socket(), key, interest) {
+            if let Err(error) = self.sources.reactor.modify(client.socket(), key, interest) {
                 tracing::warn!(%error, "cannot watch a client");
             }
         }
@@ -315,34 +385,29 @@ impl Shard {
 
     pub(super) fn reply(&mut self, id: VolumeId, mut reply: Reply) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let Some(origin) = volume.tokens.redeem(reply.token) else { return };
-        let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
-        self.metrics.replied(&reply, origin.kind, self.round.began().since(origin.came));
+        let Some(origin) = volume.export.tokens.redeem(reply.token) else { return };
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&origin.client) else { return };
+        self.reports.metrics.replied(&reply, origin.kind, self.round.began().since(origin.came));
         reply.token = origin.token;
         client.complete(reply);
         if !client.dirty {
             client.dirty = true;
-            self.dirty_clients.push(origin.client);
+            self.unfinished.clients.push(origin.client);
         }
     }
 
     pub(super) fn client_lost(&mut self, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
-        self.reactor.deregister(client.socket());
-        self.timers.set(key, None);
+        let Some(Slot::Client(client)) = self.sources.slots.remove(&key) else { return };
+        self.sources.reactor.deregister(client.socket());
+        self.sources.timers.set(key, None);
         self.crowd.held_bytes -= client.counted_bytes;
         self.wake_those_who_wait();
         if let Some(volume) = self.volumes.get_mut(&client.volume) {
-            volume.clients.retain(|k| *k != key);
-            if let Some((throttle, timer)) = &mut volume.throttle {
-                throttle.forget(key);
-                self.timers.set(*timer, throttle.due());
-            }
-            let left = volume.tokens.of(key);
+            let left = volume.export.forget(key, &mut self.sources);
             if !left.is_empty() {
                 self.event(self.now(), client.volume, PrimaryEvent::Abandon(left));
             }
         }
-        self.metrics.clients.dec();
+        self.reports.metrics.clients.dec();
     }
 }

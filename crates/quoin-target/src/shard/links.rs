@@ -11,7 +11,8 @@ use quoin_wire::frame::WireError;
 use quoin_wire::hello::{FEATURE_BULK, FEATURE_VERIFY};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
-use super::{Shard, Slot};
+use super::sources::{Slot, Sources};
+use super::{ReplicaPlace, Shard};
 use crate::dial::{Dial, Undialled};
 
 /// Names a connection to a replica: a session's own, or the bulk connection of that number.
@@ -65,12 +66,61 @@ pub(super) struct Link {
     pub(super) dirty: bool,
 }
 
+/// A volume's connections to its replicas, and where these are.
+pub(super) struct Links {
+    /// Open connections with their keys.
+    open: Vec<(LinkName, u64)>,
+    pub(super) places: Vec<ReplicaPlace>,
+    /// Pools that could not be reached, so that each is reported once and not at each attempt.
+    unreachable: Vec<String>,
+}
+
+impl Links {
+    pub(super) fn new(places: Vec<ReplicaPlace>) -> Self {
+        Self { open: Vec::new(), places, unreachable: Vec::new() }
+    }
+
+    fn key_of(&self, name: LinkName) -> Option<u64> {
+        self.open.iter().find(|(of, _)| *of == name).map(|(_, key)| *key)
+    }
+
+    fn place_of(&self, member: Member) -> Option<&ReplicaPlace> {
+        self.places.iter().find(|place| place.member == member)
+    }
+
+    /// Notes that a pool was reached; true if it had not been before.
+    fn reached(&mut self, pool: &str) -> bool {
+        let before = self.unreachable.len();
+        self.unreachable.retain(|of| of != pool);
+        self.unreachable.len() < before
+    }
+
+    /// Notes that a pool was not reached; true if this is new.
+    fn not_reached(&mut self, pool: &str) -> bool {
+        let is_new = !pool.is_empty() && !self.unreachable.iter().any(|of| of == pool);
+        if is_new {
+            self.unreachable.push(pool.to_owned());
+        }
+        is_new
+    }
+
+    /// Closes the connections that `which` selects.
+    pub(super) fn close(&mut self, which: impl Fn(LinkName) -> bool, sources: &mut Sources) {
+        for (_, key) in self.open.extract_if(.., |(name, _)| which(*name)) {
+            if let Some(Slot::Link(mut link)) = sources.slots.remove(&key) {
+                // Pending output (a Close) is sent as far as the socket accepts it.
+                let _ = link.connection.flush();
+                sources.reactor.deregister(link.connection.socket());
+            }
+        }
+    }
+}
+
 impl Shard {
     pub(super) fn send(&mut self, id: VolumeId, name: LinkName, message: &ToReplica) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        let Some((_, key)) = volume.links.iter().find(|(n, _)| *n == name) else { return };
-        let key = *key;
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        let Some(key) = volume.links.key_of(name) else { return };
+        let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) else { return };
         if let Err(error) = link.connection.send_to_replica(name.session, message) {
             // The state machine relies on what it sent, so the connection is over, as if it were
             // cut here. The end is reported in the next round, since the state machine is in the
@@ -82,14 +132,14 @@ impl Shard {
         }
         if !link.dirty {
             link.dirty = true;
-            self.dirty_links.push(key);
+            self.unfinished.links.push(key);
         }
     }
 
     pub(super) fn connect(&mut self, id: VolumeId, member: Member, name: LinkName) {
         let Some(volume) = self.volumes.get(&id) else { return };
         let session = name.session;
-        let Some(place) = volume.places.iter().find(|p| p.member == member) else {
+        let Some(place) = volume.links.place_of(member) else {
             // Reported on the next round, since the state machine is in the middle of this one.
             let why = "no address is known for this replica".into();
             self.dialler.fail(id, session, name.bulk, why);
@@ -99,7 +149,7 @@ impl Shard {
             None => ConnectionKind::Log,
             Some(_) => ConnectionKind::Bulk,
         };
-        let hello = Hello::new(id, member.id, member.guid, volume.grant.clone());
+        let hello = Hello::new(id, member.id, member.guid, volume.grant.bytes.clone());
         self.dialler.start(Dial {
             volume: id,
             session,
@@ -121,14 +171,13 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match outcome {
             Ok(connection) => {
-                if volume.unreachable.contains(&pool) {
-                    volume.unreachable.retain(|p| *p != pool);
+                if volume.links.reached(&pool) {
                     let message = format!("pool {pool} answers again");
-                    self.notices.push(Severity::Normal, id, "", "PoolReachable", message);
+                    self.reports.notices.push(Severity::Normal, id, "", "PoolReachable", message);
                 }
-                let key = self.key(name.bulk.is_some());
-                if let Err(error) = self.reactor.register(connection.socket(), key, Interest::READ)
-                {
+                let key = self.sources.key(name.bulk.is_some());
+                let reactor = &self.sources.reactor;
+                if let Err(error) = reactor.register(connection.socket(), key, Interest::READ) {
                     tracing::warn!(%error, "cannot watch a connection");
                     return self.event(now, id, name.disconnected());
                 }
@@ -139,9 +188,9 @@ impl Shard {
                 };
                 let link =
                     Link { connection: *connection, name, volume: id, interest, dirty: false };
-                self.slots.insert(key, Slot::Link(Box::new(link)));
+                self.sources.slots.insert(key, Slot::Link(Box::new(link)));
                 if let Some(volume) = self.volumes.get_mut(&id) {
-                    volume.links.push((name, key));
+                    volume.links.open.push((name, key));
                 }
                 self.event(now, id, name.connected(knows));
             }
@@ -149,11 +198,10 @@ impl Shard {
                 if name.bulk.is_some() {
                     // The session's own connection decides whether the pool is reachable.
                     tracing::info!(volume = %id, %pool, why, "no bulk connection");
-                } else if !pool.is_empty() && !volume.unreachable.contains(&pool) {
+                } else if volume.links.not_reached(&pool) {
                     let message = format!("pool {pool}: {why}");
-                    volume.unreachable.push(pool);
                     let reason = if is_former { "TermRefused" } else { "PoolUnreachable" };
-                    self.notices.push(Severity::Warning, id, "", reason, message);
+                    self.reports.notices.push(Severity::Warning, id, "", reason, message);
                 }
                 let session = name.session;
                 self.event(
@@ -172,23 +220,15 @@ impl Shard {
     pub(super) fn disconnect(&mut self, id: VolumeId, which: impl Fn(LinkName) -> bool) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         self.dialler.give_up(id, |session, bulk| which(LinkName { session, bulk }));
-        let closed: Vec<u64> =
-            volume.links.extract_if(.., |(n, _)| which(*n)).map(|l| l.1).collect();
-        for key in closed {
-            if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
-                // Pending output (a Close) is sent as far as the socket accepts it.
-                let _ = link.connection.flush();
-                self.reactor.deregister(link.connection.socket());
-            }
-        }
+        volume.links.close(which, &mut self.sources);
     }
 
     fn link_lost(&mut self, now: Time, key: u64, why: &WireError) {
-        let Some(Slot::Link(link)) = self.slots.remove(&key) else { return };
-        self.reactor.deregister(link.connection.socket());
+        let Some(Slot::Link(link)) = self.sources.slots.remove(&key) else { return };
+        self.sources.reactor.deregister(link.connection.socket());
         let (id, name) = (link.volume, link.name);
         if let Some(volume) = self.volumes.get_mut(&id) {
-            volume.links.retain(|(_, k)| *k != key);
+            volume.links.open.retain(|(_, k)| *k != key);
         }
         if !matches!(why, WireError::Closed) {
             tracing::warn!(volume = %id, error = %why, "the connection to a replica failed");
@@ -197,11 +237,11 @@ impl Shard {
     }
 
     pub(super) fn read_link(&mut self, now: Time, key: u64) {
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) else { return };
         let (id, name) = (link.volume, link.name);
         let outcome = link.connection.receive();
         loop {
-            let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+            let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) else { return };
             match link.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
                     Frame::FromReplica(message) if incoming.session == name.session => {
@@ -225,14 +265,15 @@ impl Shard {
     }
 
     pub(super) fn write_link(&mut self, now: Time, key: u64) {
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) else { return };
         if let Err(error) = link.connection.flush() {
             return self.link_lost(now, key, &error);
         }
         let interest = Interest { read: true, write: link.connection.queued_bytes() > 0 };
         if interest != link.interest {
             link.interest = interest;
-            if let Err(error) = self.reactor.modify(link.connection.socket(), key, interest) {
+            if let Err(error) = self.sources.reactor.modify(link.connection.socket(), key, interest)
+            {
                 tracing::warn!(%error, "cannot watch a connection");
             }
         }
@@ -243,79 +284,37 @@ impl Shard {
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use quoin_telemetry::notices::Notices;
     use quoin_types::Lsn;
-    use quoin_types::block::DeviceInfo;
     use quoin_types::message::{Content, Slot as BlockSlot};
     use quoin_wire::security::{Opener, Sealer};
 
     use super::*;
-    use crate::dial::{Dials, Reach};
-    use crate::metrics::Metrics;
-    use crate::shard::{Input, Limits, VolumeSetup};
-
-    const VOLUME: VolumeId = VolumeId(7);
-
-    fn setup() -> VolumeSetup {
-        use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
-        let config = PrimaryConfig {
-            volume: VOLUME,
-            volume_blocks: 64,
-            logical_block_size: 512,
-            durability: quoin_types::Durability::Cache,
-            on_quorum_loss: OnQuorumLoss::Wait,
-            on_full: OnFull::Wait,
-            reads: ReadMode::Leased,
-            read_only: false,
-            lease_ms: 1000,
-            open_grace_ms: 500,
-            drop_after_ms: 2000,
-            window_bytes: 1 << 20,
-            sync_bytes: 1 << 20,
-            sync_after_ms: 1000,
-            local: None,
-        };
-        let name = "db".into();
-        let info = DeviceInfo { name, size_bytes: 64 << 12, block_size: 512, read_only: false };
-        VolumeSetup {
-            config,
-            info,
-            since_epoch: 0,
-            limits: Limits::default(),
-            socket: None,
-            replicas: Vec::new(),
-            desired: Default::default(),
-            verify: None,
-            seed: 1,
-        }
-    }
+    use crate::shard::Input;
+    use crate::shard::tests::{VOLUME, setup, shard};
 
     #[test]
     fn a_message_that_cannot_be_framed_ends_its_connection_and_the_state_machine_is_told() {
         for bulk in [None, Some(3)] {
-            let (asks, _asked) = tokio::sync::mpsc::unbounded_channel();
-            let (notices, metrics) = (Notices::default(), Metrics::new());
-            let dials = Dials::new(Reach::PlainLoopback, metrics.dials.clone());
-            let (mut shard, _handle) = Shard::new(&dials, 1 << 20, asks, notices, metrics).unwrap();
+            let (mut shard, _handle) = shard();
             shard.open(Time::default(), setup());
             let name = LinkName { session: SessionKey::default(), bulk };
             let (here, there) = UnixStream::pair().unwrap();
             here.set_nonblocking(true).unwrap();
             there.set_nonblocking(true).unwrap();
             let connection = Connection::new(here.into(), Sealer::plain(), Opener::plain());
-            let key = shard.key(bulk.is_some());
-            shard.reactor.register(connection.socket(), key, Interest::READ).unwrap();
+            let key = shard.sources.key(bulk.is_some());
+            shard.sources.reactor.register(connection.socket(), key, Interest::READ).unwrap();
             let interest = Interest::READ;
             let link = Link { connection, name, volume: VOLUME, interest, dirty: false };
-            shard.slots.insert(key, Slot::Link(Box::new(link)));
-            shard.volumes.get_mut(&VOLUME).unwrap().links.push((name, key));
+            shard.sources.slots.insert(key, Slot::Link(Box::new(link)));
+            shard.volumes.get_mut(&VOLUME).unwrap().links.open.push((name, key));
 
             let hole = |lba| BlockSlot { lba, blocks: 1, version: Lsn(1), content: Content::Hole };
             let slots: Vec<BlockSlot> = (0..200_000).map(hole).collect();
             let feed = ToReplica::IncrementFeed { rebuild: 1, slots, cursor: 200_000, after: None };
             shard.send(VOLUME, name, &feed);
             shard.send(VOLUME, name, &ToReplica::Close);
-            assert!(!shard.slots.contains_key(&key));
+            assert!(!shard.sources.slots.contains_key(&key));
             let told = shard.inputs.try_recv();
             assert!(
                 matches!(&told, Ok(Input::Dialled { bulk: of, outcome: Err(_), .. }) if *of == bulk)

@@ -19,7 +19,7 @@ impl Shard {
     pub(super) fn count_kept(&mut self, before: usize, now: usize) {
         if now != before {
             self.memory.count(before, now);
-            self.metrics.retained.inc_by(now as i64 - before as i64);
+            self.reports.metrics.retained.inc_by(now as i64 - before as i64);
         }
     }
 
@@ -41,7 +41,7 @@ impl Shard {
             // An idle volume would otherwise keep its entries.
             if volume.retained_bytes > bytes_max && !volume.touched {
                 volume.touched = true;
-                self.touched.push(*id);
+                self.unfinished.volumes.push(*id);
             }
         }
     }

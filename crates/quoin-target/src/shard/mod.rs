@@ -9,14 +9,16 @@
 mod clients;
 mod links;
 mod memory;
+mod sources;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_reactor::descriptors::Shortage;
-use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
+use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
 };
@@ -27,18 +29,16 @@ use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
 use quoin_types::ids::{Epoch, Incarnation, SessionKey};
-use quoin_types::key_map::KeyMap;
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
-use crate::client::Client;
 use crate::dial::{Dialler, Dials, Undialled};
-use crate::listen::Socket;
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
-use crate::tokens::Tokens;
-use links::{Link, LinkName};
+use clients::Export;
+use links::{LinkName, Links};
+use sources::{Slot, Sources};
 
 /// Inputs of other threads to a shard.
 pub enum Input {
@@ -137,49 +137,85 @@ pub enum Ask {
     },
 }
 
+/// A served volume: its state machine, and what the shard keeps around it.
 struct Volume {
     target: Primary,
-    info: DeviceInfo,
-    /// As in [`VolumeSetup`].
-    since_epoch: u64,
-    /// Listener and its reactor key; `None` while the volume accepts no clients.
-    listener: Option<(Socket, u64)>,
+    export: Export,
+    links: Links,
+    grant: Granted,
+    orders: Orders,
+    stage: Stage,
     timer_key: u64,
-    /// Limits, and the key of the timer that releases waiting requests.
-    throttle: Option<(Throttle, u64)>,
-    clients: Vec<u64>,
-    links: Vec<(LinkName, u64)>,
-    places: Vec<ReplicaPlace>,
-    desired: Desired,
-    verify: Option<VerifyOrder>,
-    tokens: Tokens,
-    grant: Bytes,
-    incarnation: Incarnation,
-    /// Epoch of `grant`.
-    epoch: Epoch,
-    fenced: bool,
-    /// True once this target has served IO.
-    served: bool,
-    stopped: bool,
     touched: bool,
     /// Bytes of entries that it kept at its shard's last count.
     retained_bytes: usize,
-    /// Pools that could not be reached, so that each is reported once and not at each attempt.
-    unreachable: Vec<String>,
 }
 
-enum Slot {
-    Listener(VolumeId),
-    Timer(VolumeId),
-    Throttle(VolumeId),
-    Client(Box<Client>),
-    Link(Box<Link>),
+/// The controller's last grant of an epoch.
+#[derive(Default)]
+struct Granted {
+    /// Incarnation that asked for an epoch last.
+    incarnation: Incarnation,
+    epoch: Epoch,
+    /// Signed grant, which pools ask for.
+    bytes: Bytes,
 }
 
-/// Mark in the keys of bulk connections: their messages wait for all other work of a round.
-const BULK: u64 = 1 << 62;
+impl Granted {
+    /// Keeps a grant if it answers the newest request.
+    fn given(&mut self, incarnation: Incarnation, epoch: Epoch, bytes: Bytes) {
+        if self.incarnation == incarnation {
+            (self.epoch, self.bytes) = (epoch, bytes);
+        }
+    }
 
-type Slots = KeyMap<Slot>;
+    /// Keeps the grant of the same epoch in its newly signed form.
+    fn renewed(&mut self, epoch: Epoch, bytes: Bytes) {
+        if self.epoch == epoch {
+            self.bytes = bytes;
+        }
+    }
+}
+
+/// The last orders of the controller, each of which is an event only when it changes.
+#[derive(Default)]
+struct Orders {
+    desired: Desired,
+    verify: Option<VerifyOrder>,
+}
+
+impl Orders {
+    fn desire(&mut self, desired: Desired) -> Option<PrimaryEvent> {
+        (self.desired != desired).then(|| {
+            self.desired = desired.clone();
+            PrimaryEvent::Desired(desired)
+        })
+    }
+
+    fn verify(&mut self, order: Option<VerifyOrder>) -> Option<PrimaryEvent> {
+        (self.verify != order).then(|| {
+            self.verify = order;
+            PrimaryEvent::Verify(order)
+        })
+    }
+}
+
+/// How far a volume has come between its opening and its removal.
+#[derive(Default)]
+struct Stage {
+    /// True once this target has served IO.
+    served: bool,
+    /// True if a newer epoch has ended it.
+    fenced: bool,
+    stopped: bool,
+}
+
+impl Stage {
+    fn note(&mut self, note: &PrimaryNote) {
+        self.fenced |= matches!(note, PrimaryNote::Fenced { .. });
+        self.served |= matches!(note, PrimaryNote::Serving { .. });
+    }
+}
 
 /// Handle to a running shard.
 #[derive(Clone)]
@@ -196,20 +232,41 @@ impl ShardHandle {
     }
 }
 
-pub struct Shard {
-    reactor: Reactor,
-    inputs: Receiver<Input>,
+/// Recipients of a shard's reports.
+struct Reports {
     asks: tokio::sync::mpsc::UnboundedSender<Ask>,
     notices: Notices,
     metrics: Metrics,
+}
+
+impl Reports {
+    /// Sends a request to the control thread, which outlives the shards.
+    fn ask(&self, ask: Ask) {
+        let _ = self.asks.send(ask);
+    }
+
+    fn cannot_serve(&self, id: VolumeId, error: String) {
+        self.notices.push(Severity::Error, id, "", "CannotServe", error);
+    }
+}
+
+/// Work that a round leaves to its end.
+#[derive(Default)]
+struct Unfinished {
+    /// Volumes whose state machine is to be flushed.
+    volumes: Vec<VolumeId>,
+    /// Sockets with output, by their keys.
+    links: Vec<u64>,
+    clients: Vec<u64>,
+}
+
+pub struct Shard {
+    inputs: Receiver<Input>,
+    reports: Reports,
     dialler: Dialler,
     volumes: BTreeMap<VolumeId, Volume>,
-    slots: Slots,
-    timers: Timers,
-    next_key: u64,
-    touched: Vec<VolumeId>,
-    dirty_links: Vec<u64>,
-    dirty_clients: Vec<u64>,
+    sources: Sources,
+    unfinished: Unfinished,
     crowd: clients::Crowd,
     shortage: Shortage,
     memory: Memory,
@@ -230,24 +287,17 @@ impl Shard {
         notices: Notices,
         metrics: Metrics,
     ) -> std::io::Result<(Self, ShardHandle)> {
-        let reactor = Reactor::new()?;
+        let sources = Sources::new()?;
         let (sender, inputs) = channel();
-        let dialler = dials.of_shard(sender.clone(), reactor.waker());
-        let handle = ShardHandle { inputs: sender, waker: reactor.waker() };
+        let dialler = dials.of_shard(sender.clone(), sources.reactor.waker());
+        let handle = ShardHandle { inputs: sender, waker: sources.reactor.waker() };
         let shard = Shard {
-            reactor,
             inputs,
-            asks,
-            notices,
-            metrics,
+            reports: Reports { asks, notices, metrics },
             dialler,
             volumes: BTreeMap::new(),
-            slots: Slots::default(),
-            timers: Timers::default(),
-            next_key: 0,
-            touched: Vec::new(),
-            dirty_links: Vec::new(),
-            dirty_clients: Vec::new(),
+            sources,
+            unfinished: Unfinished::default(),
             crowd: clients::Crowd::default(),
             shortage: Shortage::default(),
             memory: Memory::new(catch_up_bytes),
@@ -263,67 +313,70 @@ impl Shard {
     pub fn run(mut self) -> std::io::Result<()> {
         let mut ready = Vec::new();
         loop {
-            let timeout = self.timers.until_next(now());
-            let woken = self.reactor.wait(timeout, &mut ready)?;
-            let now = now();
-            self.round = Round::begin(now);
-            // A client that is gone goes first: its unread requests must not be taken after
-            // those of the connection that replaces it.
-            for ready in ready.iter().filter(|r| r.broken) {
-                self.broken(self.now(), ready.key);
-            }
-            if woken {
-                while let Ok(input) = self.inputs.try_recv() {
-                    self.input(self.now(), input);
-                }
-            }
-            let copying = |ready: &&Ready| ready.key & BULK != 0;
-            for ready in ready.iter().filter(|r| !copying(r)) {
-                self.ready(self.now(), *ready);
-            }
-            for ready in ready.iter().filter(copying) {
-                self.ready(self.now(), *ready);
-            }
-            while let Some(key) = self.timers.pop(now) {
-                match self.slots.get(&key) {
-                    Some(Slot::Timer(volume)) => {
-                        let volume = *volume;
-                        self.event(self.now(), volume, PrimaryEvent::Timer);
-                    }
-                    Some(Slot::Throttle(volume)) => {
-                        let volume = *volume;
-                        self.release(self.now(), volume);
-                    }
-                    // The client's certificate has expired.
-                    Some(Slot::Client(_)) => self.client_lost(key),
-                    Some(Slot::Listener(volume)) => {
-                        let volume = *volume;
-                        self.listen_again(volume);
-                    }
-                    _ => {}
-                }
-            }
-            self.finish_round();
+            let timeout = self.sources.timers.until_next(now());
+            self.serve_round(timeout, &mut ready)?;
             if self.stopping && self.volumes.is_empty() {
                 return Ok(());
             }
         }
     }
 
+    /// Waits for one round's events, at most for `timeout`, and does what they ask for.
+    fn serve_round(
+        &mut self,
+        timeout: Option<Duration>,
+        ready: &mut Vec<Ready>,
+    ) -> std::io::Result<()> {
+        let woken = self.sources.reactor.wait(timeout, ready)?;
+        let now = now();
+        self.round = Round::begin(now);
+        // A client that is gone goes first: its unread requests must not be taken after those of
+        // the connection that replaces it.
+        for ready in ready.iter().filter(|r| r.broken) {
+            self.broken(self.now(), ready.key);
+        }
+        if woken {
+            while let Ok(input) = self.inputs.try_recv() {
+                self.input(self.now(), input);
+            }
+        }
+        let copying = |ready: &&Ready| sources::is_bulk(ready.key);
+        for ready in ready.iter().filter(|r| !copying(r)) {
+            self.ready(self.now(), *ready);
+        }
+        for ready in ready.iter().filter(copying) {
+            self.ready(self.now(), *ready);
+        }
+        while let Some(key) = self.sources.timers.pop(now) {
+            self.timer(key);
+        }
+        self.finish_round();
+        Ok(())
+    }
+
+    fn timer(&mut self, key: u64) {
+        match self.sources.slots.get(&key) {
+            Some(Slot::Timer(volume)) => {
+                let volume = *volume;
+                self.event(self.now(), volume, PrimaryEvent::Timer);
+            }
+            Some(Slot::Throttle(volume)) => {
+                let volume = *volume;
+                self.release(self.now(), volume);
+            }
+            // The client's certificate has expired.
+            Some(Slot::Client(_)) => self.client_lost(key),
+            Some(Slot::Listener(volume)) => {
+                let volume = *volume;
+                self.listen_again(volume);
+            }
+            Some(Slot::Link(_)) | None => {}
+        }
+    }
+
     /// The time of what this round does now.
     fn now(&self) -> Time {
         self.round.at(now())
-    }
-
-    fn insert(&mut self, slot: Slot) -> u64 {
-        let key = self.key(false);
-        self.slots.insert(key, slot);
-        key
-    }
-
-    fn key(&mut self, bulk: bool) -> u64 {
-        self.next_key += 1;
-        if bulk { self.next_key | BULK } else { self.next_key }
     }
 
     fn input(&mut self, now: Time, input: Input) {
@@ -338,11 +391,8 @@ impl Shard {
             Input::Granted(volume, incarnation, grant) => {
                 let event = match grant {
                     Grant::Given { epoch, membership, bytes } => {
-                        if let Some(v) = self.volumes.get_mut(&volume)
-                            && v.incarnation == incarnation
-                        {
-                            v.grant = bytes;
-                            v.epoch = epoch;
+                        if let Some(volume) = self.volumes.get_mut(&volume) {
+                            volume.grant.given(incarnation, epoch, bytes);
                         }
                         PrimaryEvent::Granted { incarnation, epoch, membership }
                     }
@@ -352,10 +402,8 @@ impl Shard {
                 self.event(now, volume, event);
             }
             Input::Regranted(volume, epoch, bytes) => {
-                if let Some(volume) = self.volumes.get_mut(&volume)
-                    && volume.epoch == epoch
-                {
-                    volume.grant = bytes;
+                if let Some(volume) = self.volumes.get_mut(&volume) {
+                    volume.grant.renewed(epoch, bytes);
                 }
             }
             Input::Swapped { volume, version, membership } => {
@@ -385,91 +433,57 @@ impl Shard {
         let listener = match socket.map(|path| self.listen(id, &path)).transpose() {
             Ok(listener) => listener,
             Err(error) => {
-                self.notices.push(Severity::Error, id, "", "CannotServe", error);
-                let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
-                return;
+                self.reports.cannot_serve(id, error);
+                return self.reports.ask(Ask::Stopped { volume: id, fenced: false });
             }
         };
-        let timer_key = self.insert(Slot::Timer(id));
+        let timer_key = self.sources.insert(Slot::Timer(id));
         let throttle = Throttle::new(now, limits);
-        let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
+        let throttle = throttle.map(|it| (it, self.sources.insert(Slot::Throttle(id))));
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
         let volume = Volume {
             target,
-            info,
-            since_epoch,
-            listener,
+            export: Export::new(info, since_epoch, listener, throttle),
+            links: Links::new(replicas),
+            grant: Granted::default(),
+            orders: Orders::default(),
+            stage: Stage::default(),
             timer_key,
-            throttle,
-            clients: Vec::new(),
-            links: Vec::new(),
-            places: Vec::new(),
-            desired: Desired::default(),
-            verify: None,
-            tokens: Tokens::default(),
-            grant: Bytes::new(),
-            incarnation: Incarnation::default(),
-            epoch: Epoch::ZERO,
-            fenced: false,
-            served: false,
-            stopped: false,
             touched: false,
             retained_bytes: 0,
-            unreachable: Vec::new(),
         };
         self.volumes.insert(id, volume);
-        self.metrics.volumes.inc();
-        self.places(id, replicas);
-        self.desire(now, id, desired);
-        self.verify(now, id, verify);
+        self.reports.metrics.volumes.inc();
+        self.order(now, id, desired, verify);
         self.touch(id);
     }
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
         let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
-        self.places(id, update.replicas);
-        self.desire(now, id, update.desired);
-        self.verify(now, id, update.verify);
         if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.links.places = update.replicas;
             // The setting is for later clients: it changes only while there are none.
-            volume.info.read_only = read_only;
-            volume.since_epoch = update.since_epoch;
+            volume.export.info.read_only = read_only;
+            volume.export.since_epoch = update.since_epoch;
         }
+        self.order(now, id, update.desired, update.verify);
         self.serve(id, socket.as_deref());
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if size_bytes > volume.info.size_bytes {
-            volume.info.size_bytes = size_bytes;
-            for key in &volume.clients {
-                if let Some(Slot::Client(client)) = self.slots.get_mut(key) {
-                    client.device_changed(&volume.info);
-                }
-            }
+        if let Some(volume) = self.volumes.get_mut(&id)
+            && volume.export.grow(size_bytes, &mut self.sources)
+        {
             let blocks = size_bytes.div_ceil(BLOCK_SIZE as u64);
             self.event(now, id, PrimaryEvent::Resize { blocks });
         }
     }
 
-    fn places(&mut self, id: VolumeId, places: Vec<ReplicaPlace>) {
-        if let Some(volume) = self.volumes.get_mut(&id) {
-            volume.places = places;
-        }
-    }
-
-    fn desire(&mut self, now: Time, id: VolumeId, desired: Desired) {
+    /// Passes the controller's orders on, as far as they are new.
+    fn order(&mut self, now: Time, id: VolumeId, desired: Desired, verify: Option<VerifyOrder>) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if volume.desired != desired {
-            volume.desired = desired.clone();
-            self.event(now, id, PrimaryEvent::Desired(desired));
-        }
-    }
-
-    fn verify(&mut self, now: Time, id: VolumeId, order: Option<VerifyOrder>) {
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if volume.verify != order {
-            volume.verify = order;
-            self.event(now, id, PrimaryEvent::Verify(order));
+        let new = [volume.orders.desire(desired), volume.orders.verify(verify)];
+        for event in new.into_iter().flatten() {
+            self.event(now, id, event);
         }
     }
 
@@ -485,7 +499,7 @@ impl Shard {
             && !volume.touched
         {
             volume.touched = true;
-            self.touched.push(id);
+            self.unfinished.volumes.push(id);
         }
     }
 
@@ -505,7 +519,7 @@ impl Shard {
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
                 PrimaryAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {
-                        self.timers.set(volume.timer_key, at);
+                        self.sources.timers.set(volume.timer_key, at);
                     }
                 }
                 PrimaryAction::Connect { member, session } => {
@@ -522,21 +536,19 @@ impl Shard {
                 }
                 PrimaryAction::AcquireEpoch { incarnation, at_least } => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
-                        volume.incarnation = incarnation;
+                        volume.grant.incarnation = incarnation;
                     }
-                    // The control thread outlives the shards.
-                    let _ = self.asks.send(Ask::Epoch { volume: id, incarnation, at_least });
+                    self.reports.ask(Ask::Epoch { volume: id, incarnation, at_least });
                 }
                 PrimaryAction::SwapMembership { epoch, version, next } => {
                     let Some(volume) = self.volumes.get(&id) else { continue };
-                    let incarnation = volume.incarnation;
-                    let _ =
-                        self.asks.send(Ask::Swap { volume: id, incarnation, epoch, version, next });
+                    let incarnation = volume.grant.incarnation;
+                    self.reports.ask(Ask::Swap { volume: id, incarnation, epoch, version, next });
                 }
                 PrimaryAction::Note(note) => self.note(id, note),
                 PrimaryAction::Stopped => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
-                        volume.stopped = true;
+                        volume.stage.stopped = true;
                     }
                 }
             }
@@ -546,7 +558,7 @@ impl Shard {
     }
 
     fn broken(&mut self, now: Time, key: u64) {
-        match self.slots.get(&key) {
+        match self.sources.slots.get(&key) {
             Some(Slot::Client(_)) => self.client_lost(key),
             Some(Slot::Link(_)) => self.read_link(now, key),
             _ => {}
@@ -554,7 +566,7 @@ impl Shard {
     }
 
     fn ready(&mut self, now: Time, ready: Ready) {
-        match self.slots.get(&ready.key) {
+        match self.sources.slots.get(&ready.key) {
             Some(Slot::Client(_)) => {
                 if ready.writable {
                     self.write_client(now, ready.key);
@@ -581,9 +593,9 @@ impl Shard {
 
     fn finish_round(&mut self) {
         // Writing may take further requests, which touch their volume again.
-        while !self.touched.is_empty() || !self.dirty_clients.is_empty() {
+        while !self.unfinished.volumes.is_empty() || !self.unfinished.clients.is_empty() {
             let now = self.now();
-            while let Some(id) = self.touched.pop() {
+            while let Some(id) = self.unfinished.volumes.pop() {
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.touched = false;
                     volume.target.flush(now, &mut self.actions);
@@ -594,22 +606,22 @@ impl Shard {
             }
             self.share_memory(now);
             let mut copying = Vec::new();
-            while let Some(key) = self.dirty_links.pop() {
-                if key & BULK != 0 {
+            while let Some(key) = self.unfinished.links.pop() {
+                if sources::is_bulk(key) {
                     copying.push(key);
-                } else if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
+                } else if let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) {
                     link.dirty = false;
                     self.write_link(now, key);
                 }
             }
-            while let Some(key) = self.dirty_clients.pop() {
-                if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+            while let Some(key) = self.unfinished.clients.pop() {
+                if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) {
                     client.dirty = false;
                     self.write_client(now, key);
                 }
             }
             for key in copying {
-                if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
+                if let Some(Slot::Link(link)) = self.sources.slots.get_mut(&key) {
                     link.dirty = false;
                     self.write_link(now, key);
                 }
@@ -619,55 +631,36 @@ impl Shard {
 
     /// Removes a stopped volume, with its clients and its socket.
     fn remove_stopped(&mut self, id: VolumeId) {
-        if !self.volumes.get(&id).is_some_and(|v| v.stopped) {
+        if !self.volumes.get(&id).is_some_and(|v| v.stage.stopped) {
             return;
         }
-        let Some(volume) = self.volumes.remove(&id) else { return };
-        if let Some((socket, key)) = volume.listener {
-            self.reactor.deregister(&socket.listener);
-            self.slots.remove(&key);
-        }
-        self.timers.set(volume.timer_key, None);
-        self.slots.remove(&volume.timer_key);
-        if let Some((_, key)) = volume.throttle {
-            self.timers.set(key, None);
-            self.slots.remove(&key);
-        }
-        for key in volume.clients {
-            if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+        let Some(mut volume) = self.volumes.remove(&id) else { return };
+        self.sources.remove_timer(volume.timer_key);
+        for key in volume.export.close(&mut self.sources) {
+            if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) {
                 let _ = client.flush();
             }
             self.client_lost(key);
         }
-        for (_, key) in volume.links {
-            if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
-                let _ = link.connection.flush();
-                self.reactor.deregister(link.connection.socket());
-            }
-        }
+        volume.links.close(|_| true, &mut self.sources);
         self.dialler.give_up_all(id);
-        self.metrics.volumes.dec();
+        self.reports.metrics.volumes.dec();
         self.count_kept(volume.retained_bytes, 0);
-        let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });
+        self.reports.ask(Ask::Stopped { volume: id, fenced: volume.stage.fenced });
     }
 
     fn note(&mut self, id: VolumeId, note: PrimaryNote) {
-        if let PrimaryNote::Fenced { .. } = note
-            && let Some(volume) = self.volumes.get_mut(&id)
-        {
-            volume.fenced = true;
-        }
-        let served = match self.volumes.get_mut(&id) {
-            Some(volume) => {
-                volume.served |= matches!(note, PrimaryNote::Serving { .. });
-                volume.served
-            }
-            None => false,
-        };
+        let served = self.volumes.get_mut(&id).is_some_and(|volume| {
+            volume.stage.note(&note);
+            volume.stage.served
+        });
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
-            self.metrics.moved.inc_by(moved_bytes);
+            self.reports.metrics.moved.inc_by(moved_bytes);
         }
-        crate::notes::tell(&self.notices, id, note, served);
-        let _ = self.asks.send(Ask::Changed);
+        crate::notes::tell(&self.reports.notices, id, note, served);
+        self.reports.ask(Ask::Changed);
     }
 }
+
+#[cfg(test)]
+mod tests;

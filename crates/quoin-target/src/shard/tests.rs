@@ -1,0 +1,145 @@
+//! A real shard on real sockets, whose rounds the test runs one by one.
+
+use std::io::Write as _;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+
+use bytes::BytesMut;
+use quoin_nbd::{Description, Session, TlsPolicy, VolumeExport};
+use quoin_replication::primary::{OnFull, OnQuorumLoss, ReadMode};
+use quoin_types::block::Operation;
+
+use super::*;
+use crate::dial::Reach;
+
+pub(super) const VOLUME: VolumeId = VolumeId(7);
+
+pub(super) fn shard() -> (Shard, ShardHandle) {
+    let (asks, asked) = tokio::sync::mpsc::unbounded_channel();
+    // No test reads what the shard asks of the control thread.
+    drop(asked);
+    let (notices, metrics) = (Notices::default(), Metrics::new());
+    let dials = Dials::new(Reach::PlainLoopback, metrics.dials.clone());
+    Shard::new(&dials, 1 << 20, asks, notices, metrics).unwrap()
+}
+
+pub(super) fn setup() -> VolumeSetup {
+    let config = PrimaryConfig {
+        volume: VOLUME,
+        volume_blocks: 64,
+        logical_block_size: 512,
+        durability: quoin_types::Durability::Cache,
+        on_quorum_loss: OnQuorumLoss::Wait,
+        on_full: OnFull::Wait,
+        reads: ReadMode::Leased,
+        read_only: false,
+        lease_ms: 1000,
+        open_grace_ms: 500,
+        drop_after_ms: 2000,
+        window_bytes: 1 << 20,
+        sync_bytes: 1 << 20,
+        sync_after_ms: 1000,
+        local: None,
+    };
+    VolumeSetup {
+        config,
+        info: info(),
+        since_epoch: 0,
+        limits: Limits::default(),
+        socket: None,
+        replicas: Vec::new(),
+        desired: Default::default(),
+        verify: None,
+        seed: 1,
+    }
+}
+
+fn info() -> DeviceInfo {
+    DeviceInfo { name: "db".into(), size_bytes: 64 << 12, block_size: 512, read_only: false }
+}
+
+fn one_round(shard: &mut Shard) -> Vec<Ready> {
+    let mut ready = Vec::new();
+    shard.serve_round(Some(Duration::from_secs(10)), &mut ready).unwrap();
+    ready
+}
+
+/// A client on the volume's socket that has opened it.
+fn opened(shard: &mut Shard, path: &std::path::Path) -> UnixStream {
+    let mut client = UnixStream::connect(path).unwrap();
+    one_round(shard);
+    let mut opening = 3_u32.to_be_bytes().to_vec();
+    opening.extend(b"IHAVEOPT");
+    // Export by name, and the length of the name.
+    opening.extend([1_u32, 2].map(u32::to_be_bytes).concat());
+    opening.extend(b"db");
+    client.write_all(&opening).unwrap();
+    one_round(shard);
+    client
+}
+
+fn write_request() -> Vec<u8> {
+    let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
+    request.extend([0_u16, 1].map(u16::to_be_bytes).concat());
+    request.extend([9_u64, 0].map(u64::to_be_bytes).concat());
+    request.extend(512_u32.to_be_bytes());
+    request.extend([b'o'; 512]);
+    request
+}
+
+/// A client over TCP that has sent a read, and the other end of its connection.
+fn next_client() -> (NewClient, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let socket = listener.accept().unwrap().0;
+    socket.set_nonblocking(true).unwrap();
+    let export = VolumeExport { device: info(), description: Description { since_epoch: 0 } };
+    let limits = quoin_nbd::Limits::default();
+    let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
+    let read = Request { token: 1, operation: Operation::Read { offset: 0, length: 512 } };
+    let (input, requests, life) = (BytesMut::new(), vec![read], None);
+    (NewClient { socket, session, input, requests, life }, there)
+}
+
+fn requests(shard: &Shard, kind: &str) -> u64 {
+    let text = shard.reports.metrics.render();
+    let start = format!("quoin_target_requests_total{{operation=\"{kind}\"}} ");
+    text.lines().find_map(|line| line.strip_prefix(&start)).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_request_on_the_socket_of_a_volume_is_submitted() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v.sock");
+    let (mut shard, _handle) = shard();
+    shard.open(now(), VolumeSetup { socket: Some(path.clone()), ..setup() });
+    let mut client = opened(&mut shard, &path);
+    client.write_all(&write_request()).unwrap();
+    one_round(&mut shard);
+    assert_eq!(requests(&shard, "write"), 1);
+}
+
+/// The next client may have been acknowledged a write that a late one of the former client would
+/// undo.
+#[test]
+fn unread_requests_of_a_broken_connection_are_dropped_before_the_next_client_is_taken() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v.sock");
+    let (mut shard, handle) = shard();
+    shard.open(now(), VolumeSetup { socket: Some(path.clone()), ..setup() });
+    let mut former = opened(&mut shard, &path);
+    let volume = &shard.volumes[&VOLUME];
+    let former_key = volume.export.clients()[0];
+    former.write_all(&write_request()).unwrap();
+    drop(former);
+    let (next, _there) = next_client();
+    handle.send(Input::Client(VOLUME, Box::new(next)));
+
+    // Both are in one round: the end of the one, the arrival of the other.
+    let ready = one_round(&mut shard);
+    assert!(ready.iter().any(|ready| ready.key == former_key && ready.broken));
+    assert_eq!(requests(&shard, "read"), 1, "the next client was not taken in this round");
+    assert_eq!(requests(&shard, "write"), 0, "a late write of the former client was submitted");
+    let clients = shard.volumes[&VOLUME].export.clients();
+    assert!(clients.len() == 1 && clients[0] != former_key, "{clients:?}");
+}
