@@ -193,7 +193,7 @@ impl Primary {
             Link::Fed if self.commit.views.counts(member) => Standing::InSync,
             Link::Fed
                 if peer.progress.applied >= peer.progress.tip
-                    && now >= peer.return_at
+                    && now >= peer.lasting.return_at
                     && small_lag =>
             {
                 Standing::Ready

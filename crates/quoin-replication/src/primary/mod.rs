@@ -33,12 +33,14 @@
 //! | `status`, `steps` | state for reports; work under way, by name |
 
 pub mod admission;
+mod announced;
 mod bulk;
 mod change;
 mod commit;
 mod events;
 mod gather;
 mod history;
+mod incarnations;
 mod lanes;
 mod members;
 mod open;
@@ -68,12 +70,14 @@ mod verify;
 mod wait_reason;
 mod write;
 
+use announced::Announced;
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
+use incarnations::Incarnations;
 use peer::{Link, Peer};
 use quoin_types::VOLUME_BLOCKS_MAX;
 use quoin_types::block::{BlockError, Payload, Reply, Token};
-use quoin_types::ids::{Epoch, Incarnation, SessionKey, VolumeId};
+use quoin_types::ids::{Epoch, SessionKey, VolumeId};
 use quoin_types::membership::{Durability, Member};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::time::Time;
@@ -166,9 +170,8 @@ enum Phase {
 pub struct Primary {
     config: PrimaryConfig,
     phase: Phase,
-    random: u64,
+    incarnations: Incarnations,
     epoch: Epoch,
-    incarnation: Incarnation,
     members: members::Members,
     opening: opening::Opening,
     history: History,
@@ -179,9 +182,7 @@ pub struct Primary {
     verification: verify::Verification,
     rebuilds: rebuild::Rebuilds,
     drain_requested: bool,
-    /// The reason to wait that the last note reported.
-    waits_for: Option<WaitReason>,
-    timer: Option<Time>,
+    announced: Announced,
 }
 
 impl Primary {
@@ -189,9 +190,8 @@ impl Primary {
     pub fn new(now: Time, config: PrimaryConfig, seed: u64) -> Self {
         Self {
             phase: Phase::Resting { until: now },
-            random: seed,
+            incarnations: Incarnations::new(seed),
             epoch: Epoch::ZERO,
-            incarnation: Incarnation(0),
             members: members::Members::new(),
             opening: opening::Opening::new(now),
             history: History::empty(config.volume_blocks),
@@ -202,8 +202,7 @@ impl Primary {
             verification: verify::Verification::new(),
             rebuilds: rebuild::Rebuilds::new(),
             drain_requested: false,
-            waits_for: None,
-            timer: None,
+            announced: Announced::default(),
             config,
         }
     }
@@ -214,12 +213,12 @@ impl Primary {
         }
         match event {
             PrimaryEvent::Granted { incarnation, epoch, membership } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
                     self.granted(now, epoch, membership, actions);
                 }
             }
             PrimaryEvent::NotOwner { incarnation } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
                     actions.push(PrimaryAction::Note(PrimaryNote::Fenced {
                         by: self.opening.refusals.newest().max(self.epoch),
                     }));
@@ -227,7 +226,7 @@ impl Primary {
                 }
             }
             PrimaryEvent::GrantFailed { incarnation } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
                     self.wait_for(WaitReason::Grant, actions);
                     self.rest(now);
                 }
@@ -271,29 +270,20 @@ impl Primary {
             PrimaryEvent::Swapped { version, membership } => {
                 self.swapped(now, version, membership, actions);
             }
-            PrimaryEvent::Timer => self.timer = None,
+            PrimaryEvent::Timer => self.announced.timer_expired(),
             PrimaryEvent::Shutdown => self.drain_requested = true,
         }
     }
 
     fn key(&self, nonce: u64) -> SessionKey {
-        SessionKey { epoch: self.epoch, incarnation: self.incarnation, nonce }
+        SessionKey { epoch: self.epoch, incarnation: self.incarnations.current(), nonce }
     }
 
     fn peer_of(&self, session: SessionKey) -> Option<usize> {
-        if session.epoch != self.epoch || session.incarnation != self.incarnation {
+        if session.epoch != self.epoch || session.incarnation != self.incarnations.current() {
             return None;
         }
         self.members.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)
-    }
-
-    /// splitmix64.
-    fn random(&mut self) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.random;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
     }
 
     fn send(&self, index: usize, message: ToReplica, actions: &mut Vec<PrimaryAction>) {
@@ -312,15 +302,14 @@ impl Primary {
 
     /// Notes the reason to wait, once for each change.
     fn wait_for(&mut self, reason: WaitReason, actions: &mut Vec<PrimaryAction>) {
-        if self.waits_for != Some(reason) {
-            self.waits_for = Some(reason);
+        if self.announced.wait(reason) {
             actions.push(PrimaryAction::Note(PrimaryNote::Waiting(reason.to_string())));
         }
     }
 
     /// Notes that the wait is over.
     fn wait_no_longer(&mut self, actions: &mut Vec<PrimaryAction>) {
-        if self.waits_for.take().is_some() {
+        if self.announced.wait_no_longer() {
             actions.push(PrimaryAction::Note(PrimaryNote::Waiting(String::new())));
         }
     }

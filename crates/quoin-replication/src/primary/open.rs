@@ -11,7 +11,7 @@ use super::verdict::Verdict;
 use super::{History, Knows, Link, Peer, Phase, Primary, PrimaryAction, PrimaryNote, WaitReason};
 use quoin_types::EPOCH_MAX;
 use quoin_types::entry::{Chain, EntryKind, Rule, SharedEntry, View};
-use quoin_types::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
+use quoin_types::ids::{Epoch, Lsn, Position, SessionKey};
 use quoin_types::membership::{Member, Membership};
 use quoin_types::message::{Failure, OpenAck, ToReplica};
 use quoin_types::mutant;
@@ -24,20 +24,19 @@ const FETCH_BYTES: u32 = 4 << 20;
 impl Primary {
     /// Step 1. Every attempt takes a new incarnation and a new epoch.
     pub(super) fn acquire(&mut self, actions: &mut Vec<PrimaryAction>) {
-        let (high, low) = (self.random(), self.random());
-        self.incarnation = Incarnation(u128::from(high) << 64 | u128::from(low));
+        self.incarnations.next();
         if mutant::is("epoch-reused") {
-            self.incarnation = Incarnation(self.config.volume.0);
+            self.incarnations.repeat(self.config.volume.0);
         }
         self.phase = Phase::Acquiring;
         actions.push(PrimaryAction::AcquireEpoch {
-            incarnation: self.incarnation,
+            incarnation: self.incarnations.current(),
             at_least: self.opening.refusals.at_least(),
         });
     }
 
     pub(super) fn rest(&mut self, now: Time) {
-        let chance = self.random();
+        let chance = self.incarnations.random();
         self.phase = Phase::Resting { until: now + self.opening.pause(chance) };
     }
 
@@ -456,7 +455,7 @@ impl Primary {
             actions.push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
-        let common = match (self.history.common_prefix(ack), peer.parts_at) {
+        let common = match (self.history.common_prefix(ack), peer.lasting.parts_at) {
             (Ok(common), Some(parts_at)) => Ok(common.min(parts_at)),
             (Err("OneContent"), Some(parts_at)) => Ok(parts_at.min(ack.position.lsn)),
             (common, _) => common,
@@ -536,7 +535,7 @@ impl Primary {
         actions: &mut Vec<PrimaryAction>,
     ) {
         if self.phase == Phase::Serving {
-            self.members[index].parts_at = Some(self.history.before_epoch_of(lsn));
+            self.members[index].lasting.parts_at = Some(self.history.before_epoch_of(lsn));
         }
         self.shut_out(now, index, "OneContent", actions);
     }

@@ -113,6 +113,15 @@ pub(super) struct Retry {
     pause: Duration,
 }
 
+/// State of a replica that outlives its sessions.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Lasting {
+    /// Earliest return after a drop for slowness.
+    pub return_at: Time,
+    /// LSN above which the replica holds another history than the one that is served.
+    pub parts_at: Option<Lsn>,
+}
+
 pub(super) struct Peer {
     pub member: Member,
     pub link: Link,
@@ -127,10 +136,7 @@ pub(super) struct Peer {
     pub lease: Lease,
     pub reads: PeerReads,
     pub room: Room,
-    /// Earliest return after a drop for slowness.
-    pub return_at: Time,
-    /// LSN above which the replica holds another history than the one that is served.
-    pub parts_at: Option<Lsn>,
+    pub lasting: Lasting,
     pub rebuild: Option<Rebuild>,
     pub rounds: Rounds,
     pub bulk: Bulk,
@@ -150,8 +156,7 @@ impl Peer {
             lease: Lease::default(),
             reads: PeerReads::default(),
             room: Room::default(),
-            return_at: Time::ZERO,
-            parts_at: None,
+            lasting: Lasting::default(),
             rebuild: None,
             rounds: Rounds::default(),
             bulk: Bulk::new(false),
@@ -192,8 +197,7 @@ impl Peer {
         let fresh = Peer::new(self.member, now);
         let retry = Retry { at: now + pause, pause: (pause * 2).min(RETRY_LAST) };
         let rounds = std::mem::take(&mut self.rounds);
-        let (return_at, parts_at) = (self.return_at, self.parts_at);
-        *self = Peer { retry, return_at, parts_at, rounds, ..fresh };
+        *self = Peer { retry, lasting: self.lasting, rounds, ..fresh };
     }
 }
 

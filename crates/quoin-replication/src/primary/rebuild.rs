@@ -338,7 +338,7 @@ impl Primary {
             return false;
         }
         let base = base.flatten();
-        let id = self.random();
+        let id = self.incarnations.random();
         let mut views: VecDeque<_> = VecDeque::new();
         let mut boundary = None;
         let mut end = None;
@@ -351,7 +351,7 @@ impl Primary {
             if !self.commit.held && !needed {
                 return false;
             }
-            let high = self.random();
+            let high = self.incarnations.random();
             let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
             let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
             let entry = self.history.append_bare(self.epoch, kind);
@@ -410,7 +410,7 @@ impl Primary {
             }
             let Some((view, _)) = rebuild.views.front().copied() else { return };
             let sources = self.sources_of(rebuild, view);
-            let id = self.random();
+            let id = self.incarnations.random();
             let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
             let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
             let (from, bytes_max) = (rebuild.from, self.rebuilds.pace.chunk_bytes());

@@ -99,7 +99,7 @@ impl Primary {
                     peer.progress.behind_since = peer.progress.behind_since.map(|_| now);
                 }
             }
-            if self.waits_for == Some(WaitReason::Room) {
+            if self.announced.waits_for() == Some(WaitReason::Room) {
                 self.wait_no_longer(actions);
             }
             // Waiting requests come in their order, before anything newer.

@@ -104,7 +104,7 @@ impl Primary {
             } else {
                 peer.rounds.in_sync_since = None;
             }
-            if !peer.rounds.takes_precedence() || now < peer.return_at {
+            if !peer.rounds.takes_precedence() || now < peer.lasting.return_at {
                 continue;
             }
             let (too_far, moved) = match (&peer.rebuild, peer.link) {

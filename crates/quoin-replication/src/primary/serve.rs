@@ -186,7 +186,7 @@ impl Primary {
         self.commit.advance(now, &self.members.peers, self.history.last.lsn);
         if self.commit.held {
             self.commit.quorum_lost = None;
-            if self.waits_for.is_some_and(WaitReason::is_quorum) {
+            if self.announced.waits_for().is_some_and(WaitReason::is_quorum) {
                 self.wait_no_longer(actions);
             }
         } else {
@@ -413,7 +413,7 @@ impl Primary {
     fn may_return(&self, peer: &Peer, now: Time) -> bool {
         peer.link == Link::Fed
             && peer.progress.applied >= peer.progress.tip
-            && now >= peer.return_at
+            && now >= peer.lasting.return_at
             && self.history.weight_after(peer.progress.applied) <= self.config.window_bytes / 4
             && (self.members.membership.contains(peer.member)
                 || self.change.joint().is_some_and(|rule| rule.known.contains(&peer.member)))
@@ -484,7 +484,7 @@ impl Primary {
             if let Some(peer) = self.members.peers.iter_mut().find(|p| p.member == member)
                 && peer.link == Link::Fed
             {
-                peer.return_at = now + RETURN_AFTER;
+                peer.lasting.return_at = now + RETURN_AFTER;
             }
         }
         let joint = self.change.joint();

@@ -105,7 +105,11 @@ impl Primary {
             epoch: self.epoch,
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
-            waiting: self.waits_for.map(|reason| reason.to_string()).unwrap_or_default(),
+            waiting: self
+                .announced
+                .waits_for()
+                .map(|reason| reason.to_string())
+                .unwrap_or_default(),
             granted: self.opening.granted.clone(),
             membership: without_retired(&self.members.membership),
             desired: self.members.desired.clone(),

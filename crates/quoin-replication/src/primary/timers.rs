@@ -22,9 +22,7 @@ impl Primary {
             [self.phase_due(), self.sessions_due(now), self.io_due(now), self.hedge_reads(now)];
         // Never in the past: this very call has handled what is overdue.
         let Some(at) = soonest(due).map(|t| t.max(now + TIMER_DELAY_MIN)) else { return };
-        // An earlier timer remains set: it costs one wake-up, not one system call for each batch.
-        if self.timer.is_none_or(|t| t > at) {
-            self.timer = Some(at);
+        if self.announced.set_timer(at) {
             actions.push(PrimaryAction::Timer { at: Some(at) });
         }
     }
@@ -48,7 +46,7 @@ impl Primary {
                 let since = peer.progress.behind_since.filter(|_| behind);
                 since.map(|t| if t + age > now { t + age } else { now + PATIENCE })
             } else {
-                Some(peer.return_at).filter(|at| peer.link == Link::Fed && *at > now)
+                Some(peer.lasting.return_at).filter(|at| peer.link == Link::Fed && *at > now)
             };
             let bulk = peer.bulk.due().filter(|_| !self.is_closing());
             soonest([self.silent_at(index), bulk, view])
