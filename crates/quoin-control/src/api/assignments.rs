@@ -44,8 +44,8 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
         // Filled in where the pool has not received it.
         record: Vec::new(),
         generation: volume.generation,
-        fence_epoch: volume.fenced,
-        fence_at_once: volume.fenced_at_once,
+        fence_epoch: volume.grants.fenced,
+        fence_at_once: volume.grants.fenced_at_once,
     };
     let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
     let held = held.map(|r| assignment(r.id.0.to_string(), r.guid.0.to_string(), r.phase));

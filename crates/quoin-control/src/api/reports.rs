@@ -302,7 +302,7 @@ impl Reports {
         self.agent_events(&report.events, &about, |volume| {
             let used = volume.attachments.iter().any(|a| a.node == report.node);
             let holds = volume.owner.as_deref() == Some(report.node.as_str());
-            used || holds || volume.holder == report.node
+            used || holds || volume.grants.holder == report.node
         });
         let devices = report.knows_devices.then_some(&report.devices[..]);
         self.node_lives(about, report.leaving, devices)
@@ -563,13 +563,6 @@ impl Reports {
                            with what the pools hold";
             self.state.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
         }
-    }
-}
-
-impl State {
-    /// Whether an older state of its disk came back: it is used for nothing.
-    pub fn is_rolled_back(&self, pool: &str) -> bool {
-        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
     }
 }
 

@@ -118,7 +118,7 @@ impl Backups {
     pub async fn make(&self, with_authority: bool) -> Result<Vec<u8>, Error> {
         self.state.events.flush().await?;
         // A single listing shows the records of one moment.
-        let records = self.state.store.list("").await?;
+        let records = self.state.storage.store.list("").await?;
         let authority = match with_authority {
             true => Some(self.members.authority().export()?),
             false => None,

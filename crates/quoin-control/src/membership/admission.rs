@@ -87,8 +87,8 @@ impl Admission {
             removed: false,
             manages_volumes: false,
         };
-        if self.state.members.get(&name).is_none()
-            && self.state.members.create(first).await?.is_ok()
+        if self.state.joined.members.get(&name).is_none()
+            && self.state.joined.members.create(first).await?.is_ok()
         {
             return Ok(());
         }
@@ -99,7 +99,7 @@ impl Admission {
             }
             Ok(())
         };
-        self.state.members.update(&name, learn).await?;
+        self.state.joined.members.update(&name, learn).await?;
         self.check_member(member)
     }
 
@@ -116,7 +116,7 @@ impl Admission {
                  token"
             )));
         }
-        let record = self.state.members.get(&name_of(peer.role, &peer.name));
+        let record = self.state.joined.members.get(&name_of(peer.role, &peer.name));
         match worth(record.as_deref(), &member.key_hash) {
             Worth::Removed => Err(Error::Removed(format!(
                 "{peer} was removed from the cluster: to come back, it joins with a new token and an \
@@ -142,7 +142,11 @@ impl Admission {
             }
             Ok(())
         };
-        self.state.members.update(&name_of(member.peer.role, &member.peer.name), expect).await?;
+        self.state
+            .joined
+            .members
+            .update(&name_of(member.peer.role, &member.peer.name), expect)
+            .await?;
         self.check_member(member)
     }
 
@@ -164,25 +168,25 @@ impl Admission {
             removed: true,
             manages_volumes: false,
         };
-        if self.state.members.create(record).await?.is_ok() {
+        if self.state.joined.members.create(record).await?.is_ok() {
             return Ok(());
         }
         let remove = |record: &mut MemberOfCluster| {
             (record.removed, record.manages_volumes) = (true, false);
             Ok(())
         };
-        self.state.members.update(&name_of(role, name), remove).await.map(drop)
+        self.state.joined.members.update(&name_of(role, name), remove).await.map(drop)
     }
 
     /// Whether this node may manage volumes that are not attached to it.
     pub(crate) fn manages_volumes(&self, node: &str) -> bool {
-        let member = self.state.members.get(&name_of(Role::Node, node));
+        let member = self.state.joined.members.get(&name_of(Role::Node, node));
         member.is_some_and(|member| member.manages_volumes && !member.removed)
     }
 
     /// Admins that have joined and were not removed.
     pub fn admins(&self) -> Vec<Arc<MemberOfCluster>> {
-        let mut members = self.state.members.list();
+        let mut members = self.state.joined.members.list();
         members.retain(|member| member.role == Role::Admin.as_str() && !member.removed);
         members
     }
@@ -216,6 +220,7 @@ impl Admission {
         };
         let member = format!("{}/{name}", Role::Node);
         self.state
+            .joined
             .members
             .update(&member, set)
             .await?

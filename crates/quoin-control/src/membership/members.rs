@@ -76,7 +76,7 @@ impl Members {
             return Err(Error::invalid("ttl", rule));
         }
         self.drop_expired_tokens().await?;
-        if self.state.tokens.count() >= TOKENS_MAX {
+        if self.state.joined.tokens.count() >= TOKENS_MAX {
             return Err(Error::Exhausted(format!("{TOKENS_MAX} tokens are alive already")));
         }
         let token = {
@@ -93,7 +93,7 @@ impl Members {
             manages_volumes,
             created_ms: now_ms(),
         };
-        if self.state.tokens.create(record).await?.is_err() {
+        if self.state.joined.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
         }
         let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
@@ -105,7 +105,7 @@ impl Members {
     /// The tokens that are still good, or were used and would be.
     pub fn join_tokens(&self) -> Vec<Arc<TokenRecord>> {
         let now = now_ms();
-        let mut tokens = self.state.tokens.list();
+        let mut tokens = self.state.joined.tokens.list();
         tokens.retain(|token| token.expires_ms > now && !self.is_doubted(token));
         tokens
     }
@@ -113,7 +113,7 @@ impl Members {
     /// Whether the records are doubted since the token was made: another copy of them may say that it
     /// was used or revoked.
     fn is_doubted(&self, token: &TokenRecord) -> bool {
-        let doubt = self.state.recovery.get(RecoveryRecord::NAME);
+        let doubt = self.state.term.recovery.get(RecoveryRecord::NAME);
         doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)
     }
 
@@ -121,10 +121,12 @@ impl Members {
     /// they were not known as old, since they may be an old copy all the same.
     pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
         let since_ms =
-            self.state.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
+            self.state.term.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
         let mut ended = 0;
-        for token in self.state.tokens.list().iter().filter(|token| token.created_ms < since_ms) {
-            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+        for token in
+            self.state.joined.tokens.list().iter().filter(|token| token.created_ms < since_ms)
+        {
+            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
             ended += u32::from(token.used_by.is_none() && token.expires_ms > now_ms());
         }
         if ended > 0 {
@@ -145,7 +147,7 @@ impl Members {
             Err(_) => named.to_ascii_lowercase(),
         };
         let shown: String = named.chars().take(TOKEN_ID_DIGITS).collect();
-        let found = self.state.tokens.list();
+        let found = self.state.joined.tokens.list();
         let mut found = found.iter().filter(|token| token.secret_hash.starts_with(&wanted));
         let (Some(token), true) = (found.next(), wanted.len() >= PREFIX_MIN) else {
             return Err(Error::missing("join token", shown));
@@ -153,7 +155,7 @@ impl Members {
         if found.next().is_some() {
             return Err(Error::invalid("token", format!("{shown} begins several ids: give more")));
         }
-        self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+        self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
         let message = format!("{} is good for nothing any more", token_id(token));
         self.state.events.record(Severity::Normal, cluster(), "JoinTokenRevoked", message);
         Ok(token.clone())
@@ -208,7 +210,7 @@ impl Members {
             Ok(())
         };
         let name = token.secret_hash();
-        let record = self.state.tokens.get(&name).ok_or_else(refused)?;
+        let record = self.state.joined.tokens.get(&name).ok_or_else(refused)?;
         check(&record)?;
         let member = MemberOfCluster {
             role: role.to_string(),
@@ -224,7 +226,8 @@ impl Members {
             check(record)?;
             Ok(record.used_by.replace(user.clone()).is_none())
         };
-        let (_, first_use) = self.state.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        let (_, first_use) =
+            self.state.joined.tokens.update(&name, using).await?.ok_or_else(refused)?;
         if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
             let unused = |record: &mut TokenRecord| {
                 if first_use && record.used_by.as_ref() == Some(&user) {
@@ -232,7 +235,7 @@ impl Members {
                 }
                 Ok(())
             };
-            self.state.tokens.update(&name, unused).await?;
+            self.state.joined.tokens.update(&name, unused).await?;
             return Err(error);
         }
         let issued = self.authority().issue(csr_der, &peer)?;
@@ -264,8 +267,8 @@ impl Members {
         self.authority().rotate_at_once()?;
         self.renew_own()?;
         self.admission.authority_was_replaced();
-        for token in self.state.tokens.list() {
-            self.state.tokens.remove(&token.secret_hash, |_| true).await?;
+        for token in self.state.joined.tokens.list() {
+            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
         }
         let message = "no certificate and no join token of the former authority is taken any more; \
                        until they have joined again, pools and nodes go on with each other and hear \
@@ -300,7 +303,9 @@ impl Members {
     }
 
     async fn take_name(&self, member: &MemberOfCluster, named: bool) -> Result<(), Error> {
-        let Err(found) = self.state.members.create(member.clone()).await? else { return Ok(()) };
+        let Err(found) = self.state.joined.members.create(member.clone()).await? else {
+            return Ok(());
+        };
         if found.key_hash == member.key_hash && !found.removed {
             return Ok(());
         }
@@ -316,7 +321,7 @@ impl Members {
             Ok(())
         };
         let name = format!("{}/{}", member.role, member.holder);
-        self.state.members.update(&name, replace).await?;
+        self.state.joined.members.update(&name, replace).await?;
         if member.role == Role::Node.as_str() {
             self.fences.node(&member.holder, false).await?;
         }
@@ -325,8 +330,13 @@ impl Members {
 
     async fn drop_expired_tokens(&self) -> Result<(), Error> {
         let now = now_ms();
-        for token in self.state.tokens.list().iter().filter(|token| token.expires_ms <= now) {
-            self.state.tokens.remove(&token.secret_hash, |found| found.expires_ms <= now).await?;
+        for token in self.state.joined.tokens.list().iter().filter(|token| token.expires_ms <= now)
+        {
+            self.state
+                .joined
+                .tokens
+                .remove(&token.secret_hash, |found| found.expires_ms <= now)
+                .await?;
         }
         Ok(())
     }

@@ -29,10 +29,12 @@ use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 
-/// The controller's term by its records, and the terms that it heard of.
+/// The controller's term by its records, whether these rule, and the terms that it heard of.
 pub(crate) struct OwnTerm {
     records: Table<TermRecord>,
     ended: Table<SupersededRecord>,
+    /// There while the records do not rule.
+    pub(crate) recovery: Table<RecoveryRecord>,
     /// The highest one that a member proved.
     heard: Mutex<Term>,
     /// Proof by the certificate that began at that time.
@@ -47,7 +49,8 @@ impl OwnTerm {
         let ended = Table::<SupersededRecord>::load(store.clone(), changes.clone()).await?;
         let end = ended.get(SupersededRecord::NAME).map(|record| record.by());
         Ok(Self {
-            records: Table::load(store, changes).await?,
+            records: Table::load(store.clone(), changes.clone()).await?,
+            recovery: Table::load(store, changes).await?,
             ended,
             heard: Mutex::default(),
             signed: Mutex::default(),
@@ -56,13 +59,19 @@ impl OwnTerm {
         })
     }
 
-    fn now(&self) -> Term {
+    pub fn now(&self) -> Term {
         self.records.get(TermRecord::NAME).map(|record| record.term()).unwrap_or_default()
     }
 
     pub async fn read_unanswered(&self) -> Result<(), Error> {
         self.records.read_unanswered().await?;
+        self.recovery.read_unanswered().await?;
         self.ended.read_unanswered().await
+    }
+
+    /// Returns the term of the controller that took this one's place.
+    pub fn ended_by(&self) -> Option<Term> {
+        *self.end.borrow()
     }
 
     fn heard(&self) -> std::sync::MutexGuard<'_, Term> {
@@ -217,22 +226,6 @@ impl Terms {
         }
         self.state.announce(&Concerned::Everybody);
         Ok(term)
-    }
-}
-
-impl State {
-    /// In which this controller rules, or did.
-    pub fn term(&self) -> Term {
-        self.term.now()
-    }
-
-    /// # Errors
-    /// Where another controller took this one's place.
-    pub(crate) fn check_term(&self) -> Result<(), Error> {
-        match *self.term.end.borrow() {
-            None => Ok(()),
-            Some(by) => Err(Error::Superseded { term: self.term(), by }),
-        }
     }
 }
 

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_was_never_reached_is_unreachable_at_the_first_failure() {
+    fn a_pool_that_was_never_reached_is_unreachable_at_the_first_failure() {
         let mut reach = dialling();
         reach.told("a", "h1:7401");
         let turn = reach.dialled("a", "h1:7401", Err("refused".into()), Instant::now());

@@ -3,11 +3,14 @@
 
 pub mod changes;
 pub mod events;
+pub(crate) mod grants;
 pub(crate) mod member_records;
 pub(crate) mod observed;
 #[cfg(test)]
 pub(crate) mod recorded;
 pub mod records;
+pub(crate) mod replica_changes;
+mod ruling;
 pub mod store;
 pub(crate) mod table;
 pub(crate) mod term_records;
@@ -30,8 +33,7 @@ use crate::state::changes::{Changes, Concern, Concerned, Follower};
 use crate::state::events::{Events, Object, Severity};
 use crate::state::observed::Observed;
 use crate::state::records::{
-    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
-    VolumeRecord,
+    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
 };
 use crate::state::store::{Store, Watched, Writes};
 use crate::state::table::Table;
@@ -41,28 +43,64 @@ use crate::volume::verification::VerifyRecord;
 /// Records, what is observed, and what all parts share.
 pub struct State {
     pub(crate) settings: Settings,
-    /// Store of all records, for backups.
-    pub(crate) store: Arc<dyn Store>,
+    pub(crate) storage: Storage,
     pub(crate) identity: Identity,
     pub(crate) volumes: Table<VolumeRecord>,
     pub(crate) names: Table<NameRecord>,
     pub(crate) pools: Table<PoolRecord>,
     pub(crate) nodes: Table<NodeRecord>,
-    pub(crate) tokens: Table<TokenRecord>,
-    pub(crate) members: Table<MemberOfCluster>,
+    pub(crate) joined: Joined,
     pub(crate) cordons: Table<CordonRecord>,
     pub(crate) verifications: Table<VerifyRecord>,
-    pub(crate) recovery: Table<RecoveryRecord>,
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
     /// Makes the check of a free name and its use one step.
     pub(crate) creating: tokio::sync::Mutex<()>,
+    changes: Changes,
+}
+
+/// The store of all records.
+pub(crate) struct Storage {
+    pub(crate) store: Arc<dyn Store>,
     /// Results of the last writes of records.
     pub(crate) writes: Arc<Writes>,
     /// Number of times the store had been opened again at the last event about it.
     opened_again: AtomicU64,
-    changes: Changes,
+}
+
+impl Storage {
+    fn new(store: Arc<dyn Store>) -> Self {
+        let writes = Arc::new(Writes::default());
+        let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
+        Self { store, writes, opened_again: AtomicU64::new(0) }
+    }
+
+    /// Returns whether the store was opened again since the last call.
+    fn was_opened_again(&self) -> bool {
+        let times = self.store.opened_again();
+        self.opened_again.swap(times, Ordering::Relaxed) < times
+    }
+}
+
+/// The members of the cluster, and the tokens with which others may join it.
+pub(crate) struct Joined {
+    pub(crate) members: Table<MemberOfCluster>,
+    pub(crate) tokens: Table<TokenRecord>,
+}
+
+impl Joined {
+    async fn load(store: Arc<dyn Store>, changes: Changes) -> Result<Self, Error> {
+        Ok(Self {
+            members: Table::load(store.clone(), changes.clone()).await?,
+            tokens: Table::load(store, changes).await?,
+        })
+    }
+
+    async fn read_unanswered(&self) -> Result<(), Error> {
+        self.tokens.read_unanswered().await?;
+        self.members.read_unanswered().await
+    }
 }
 
 impl State {
@@ -72,26 +110,21 @@ impl State {
         identity: Identity,
         settings: Settings,
     ) -> Result<Self, Error> {
-        let writes = Arc::new(Writes::default());
-        let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
-        let changes = Changes::default();
+        let storage = Storage::new(store);
+        let (store, changes) = (&storage.store, Changes::default());
         let state = Self {
             volumes: Table::load(store.clone(), changes.clone()).await?,
             names: Table::load(store.clone(), changes.clone()).await?,
             pools: Table::load(store.clone(), changes.clone()).await?,
             nodes: Table::load(store.clone(), changes.clone()).await?,
-            tokens: Table::load(store.clone(), changes.clone()).await?,
-            members: Table::load(store.clone(), changes.clone()).await?,
+            joined: Joined::load(store.clone(), changes.clone()).await?,
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
-            recovery: Table::load(store.clone(), changes.clone()).await?,
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
-            store,
             observed: Mutex::new(Observed::new()),
             creating: tokio::sync::Mutex::new(()),
-            writes,
-            opened_again: AtomicU64::new(0),
+            storage,
             identity,
             settings,
             changes,
@@ -103,8 +136,7 @@ impl State {
     /// Reads the results of changes that the store did not answer. Records an event where the store
     /// was opened again.
     pub async fn read_unanswered(&self) -> Result<(), Error> {
-        let times = self.store.opened_again();
-        if self.opened_again.swap(times, Ordering::Relaxed) < times {
+        if self.storage.was_opened_again() {
             let message = "a write failed; the records were opened again, and what was answered before \
                            is there. Look at the disk of the controller's directory";
             let cluster = Object::new("cluster", "", "");
@@ -114,11 +146,9 @@ impl State {
         self.names.read_unanswered().await?;
         self.pools.read_unanswered().await?;
         self.nodes.read_unanswered().await?;
-        self.tokens.read_unanswered().await?;
-        self.members.read_unanswered().await?;
+        self.joined.read_unanswered().await?;
         self.cordons.read_unanswered().await?;
         self.verifications.read_unanswered().await?;
-        self.recovery.read_unanswered().await?;
         self.term.read_unanswered().await
     }
 
@@ -133,6 +163,11 @@ impl State {
     /// Counter that grows whenever an assignment or a status may have changed.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.any()
+    }
+
+    /// Returns whether an older state of the pool's disk came back. Such a pool is used for nothing.
+    pub fn is_rolled_back(&self, pool: &str) -> bool {
+        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
     }
 
     /// Policy of a volume: its own, or the cluster's.

@@ -102,10 +102,7 @@ pub(crate) fn volume() -> VolumeRecord {
         consistency_factor: 2,
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
-        epochs_skipped: 3,
-        holder: String::new(),
-        fenced: 0,
-        fenced_at_once: false,
+        grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
     }
 }
@@ -316,7 +313,7 @@ fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant(
         consistency_factor: 0,
         may_have_lost_ms: 0,
         generation: 0,
-        epochs_skipped: 0,
+        grants: Grants::default(),
         spec: Spec {
             options: VolumeOptions {
                 iops_limit: 0,

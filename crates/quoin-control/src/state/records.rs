@@ -17,12 +17,13 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::state::changes::{Concerned, Nodes};
+pub use crate::state::grants::Grants;
 pub use crate::state::member_records::{MemberOfCluster, TokenRecord};
 use crate::state::table::Index;
 use crate::state::volume_index::VolumeIndex;
 use crate::time::now_ms;
 pub use crate::volume::attach::AttachmentRecord;
-use crate::volume::devices::{Use, is_zero};
+use crate::volume::devices::Use;
 
 /// An identifier of the protocol, written as its 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -283,19 +284,8 @@ pub struct VolumeRecord {
     /// record is the later one.
     #[serde(default)]
     pub generation: u64,
-    /// Left out when the next epoch is given: a record that was made from pools cannot know of
-    /// epochs that were given and never shown to a pool.
-    #[serde(default)]
-    pub epochs_skipped: u64,
-    /// The node that acquired `epoch`; empty: not known.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub holder: String,
-    /// Sessions up to this epoch are opened by no pool any more: see [`VolumeRecord::fence`].
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub fenced: u64,
-    /// Those that are open do not get time to close either.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub fenced_at_once: bool,
+    #[serde(flatten)]
+    pub grants: Grants,
     #[serde(flatten)]
     pub used: Use,
 }
@@ -385,10 +375,7 @@ impl VolumeRecord {
             incarnation: Text(Incarnation(0)),
             may_have_lost_ms: 0,
             generation: 0,
-            epochs_skipped: 0,
-            holder: String::new(),
-            fenced: 0,
-            fenced_at_once: false,
+            grants: Grants::default(),
             used: Use::default(),
         }
     }
@@ -399,10 +386,7 @@ impl VolumeRecord {
             epoch: 0,
             incarnation: Text(Incarnation(0)),
             owner: None,
-            epochs_skipped: 0,
-            holder: String::new(),
-            fenced: 0,
-            fenced_at_once: false,
+            grants: Grants::default(),
             ..self.clone()
         }
     }
@@ -413,10 +397,7 @@ impl VolumeRecord {
             epoch: self.epoch,
             incarnation: self.incarnation,
             owner: self.owner.clone(),
-            epochs_skipped: self.epochs_skipped,
-            holder: self.holder.clone(),
-            fenced: self.fenced,
-            fenced_at_once: self.fenced_at_once,
+            grants: self.grants.clone(),
             ..other.clone()
         };
         *self != opened

@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_s_new_mark_wakes_nobody_and_all_else_that_is_new_of_it_does() {
+    fn a_new_mark_of_a_pool_wakes_no_stream_and_other_news_of_it_do() {
         let before = pool("p1");
         let marked = PoolRecord { mark: 9, ..before.clone() };
         assert!(!marked.is_news(&before) && !before.is_news(&before));

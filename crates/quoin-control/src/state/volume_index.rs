@@ -149,7 +149,7 @@ fn leave<'a>(
 }
 
 fn holder(volume: &VolumeRecord) -> Option<&String> {
-    Some(&volume.holder).filter(|holder| !holder.is_empty())
+    Some(&volume.grants.holder).filter(|holder| !holder.is_empty())
 }
 
 fn is_growing(volume: &VolumeRecord) -> bool {
@@ -249,7 +249,7 @@ mod tests {
         };
         volume.discarded = gone.iter().map(discarded).collect();
         volume.owner = (owner > 0).then(|| owner.to_string());
-        volume.holder = if owner == 2 { "2".to_owned() } else { String::new() };
+        volume.grants.holder = if owner == 2 { "2".to_owned() } else { String::new() };
         // The first replica is known; the others are on their way in, one in its place.
         let causes = [Cause::Asked, Cause::Healing, Cause::Balance, Cause::Drain];
         for (n, replica) in volume.replicas.iter_mut().enumerate() {
@@ -303,7 +303,7 @@ mod tests {
                     here.count() as u64 * volume.size_bytes
                 };
                 prop_assert_eq!(index.promised_bytes(&name), all.values().map(in_pool).sum::<u64>());
-                let of_holder = named(&|volume| volume.holder == name);
+                let of_holder = named(&|volume| volume.grants.holder == name);
                 prop_assert_eq!(index.of_holder(&name).cloned().unwrap_or_default(), of_holder);
                 let owned = all.values().filter(|volume| volume.owner.as_ref() == Some(&name));
                 prop_assert_eq!(index.owned(&name), owned.count());

@@ -61,7 +61,12 @@ impl Metrics {
     /// The problem, in words.
     pub fn health(&self) -> Result<(), String> {
         let controller = self.controller().ok_or("the controller does not serve yet")?;
-        controller.state.writes.check().map_err(|why| format!("records cannot be written: {why}"))
+        controller
+            .state
+            .storage
+            .writes
+            .check()
+            .map_err(|why| format!("records cannot be written: {why}"))
     }
 
     /// The metrics in the OpenMetrics text format.
@@ -75,7 +80,7 @@ impl Metrics {
             replicas(&controller, &mut registry);
             healing(&controller, &mut registry);
             let writes = Counter::<u64>::default();
-            writes.inc_by(controller.state.writes.count());
+            writes.inc_by(controller.state.storage.writes.count());
             registry.register(
                 "record_writes",
                 "Commits of records: of one each, or of several events",

@@ -203,7 +203,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
     if volume.used.by != publish.node {
         // A target that was lent to the volume keeps its epoch, and the use begins with that epoch.
         // A target of any other node must lose the epoch.
-        let is_lent = volume.is_granted() && volume.holder == publish.node;
+        let is_lent = volume.is_granted() && volume.grants.holder == publish.node;
         if !is_lent {
             volume.fence(false, term)?;
         }
@@ -220,8 +220,8 @@ mod tests {
     /// Volume that `holder` has opened under epoch 7; the last use is another node's.
     fn opened(holder: &str) -> VolumeRecord {
         let mut volume = crate::state::recorded::volume();
-        (volume.epoch, volume.epochs_skipped, volume.fenced) = (7, 0, 0);
-        (volume.owner, volume.holder) = (Some("h2".to_owned()), holder.to_owned());
+        (volume.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (7, 0, 0);
+        (volume.owner, volume.grants.holder) = (Some("h2".to_owned()), holder.to_owned());
         volume.attachments.clear();
         volume.used.begin("h1", 3);
         volume
@@ -233,7 +233,7 @@ mod tests {
         let attached = |holder: &str| {
             let mut volume = opened(holder);
             assert!(attach(&mut volume, &publish, Term::default()).unwrap());
-            (volume.epoch, volume.fenced, volume.used.since_of("h2"))
+            (volume.epoch, volume.grants.fenced, volume.used.since_of("h2"))
         };
         assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");
         assert_eq!(attached("h3"), (8, 8, 9));

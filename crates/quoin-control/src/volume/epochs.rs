@@ -73,7 +73,7 @@ impl Epochs {
             }
             volume.use_up_epoch(at_least, term)?;
             volume.incarnation = Text(incarnation);
-            node.clone_into(&mut volume.holder);
+            node.clone_into(&mut volume.grants.holder);
             volume.forget_retired();
             Ok(Ok(()))
         };

@@ -2,53 +2,11 @@
 
 use std::sync::Arc;
 
-use quoin_types::{Epoch, Term, VolumeId};
+use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::{Text, VolumePhase, VolumeRecord};
-
-impl VolumeRecord {
-    /// Takes back all earlier grants. This uses up an epoch that is granted to no target: pools
-    /// promise it, and refuse opens with earlier grants. An open session may still be closed in a
-    /// bounded time, unless `at_once` cuts it. `at_once` uses up an epoch also where none was
-    /// granted since the last fence: former versions signed grants for the epoch of a fence itself.
-    pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
-        if self.epoch == 0 || (self.fenced == self.epoch && !at_once) {
-            return Ok(());
-        }
-        self.use_up_epoch(Epoch::ZERO, term)?;
-        self.incarnation = Text::default();
-        (self.fenced, self.fenced_at_once) = (self.epoch, at_once);
-        Ok(())
-    }
-
-    /// Advances to the next epoch of the term in which the controller rules, above `at_least`.
-    pub(crate) fn use_up_epoch(&mut self, at_least: Epoch, term: Term) -> Result<(), Error> {
-        let after = self.epoch().max(at_least).0.saturating_add(self.epochs_skipped);
-        let Some(next) = term.next_epoch(Epoch(after)) else {
-            return Err(Error::Precondition(format!(
-                "volume {}: epoch {} is of a later term than this controller's, which is {term}, or \
-                 its last one: `quoin controller recover` begins another term",
-                self.spec.name,
-                Epoch(after)
-            )));
-        };
-        (self.epoch, self.epochs_skipped) = (next.0, 0);
-        Ok(())
-    }
-
-    /// Whether there is a grant that its holder may still use.
-    pub(crate) fn is_granted(&self) -> bool {
-        self.fenced < self.epoch
-    }
-
-    /// Whether this node may hold the current grant. Records of former versions and recovered
-    /// records do not say which node holds the epoch.
-    pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
-        self.is_granted() && (self.holder.is_empty() || self.holder == node)
-    }
-}
+use crate::state::records::{VolumePhase, VolumeRecord};
 
 /// Takes grants back.
 pub struct Fences {
@@ -66,7 +24,7 @@ impl Fences {
         let term = self.state.term();
         let concerned = |volume: &VolumeRecord| {
             let owns = volume.owner.as_deref() == Some(node);
-            owns || volume.holder == node
+            owns || volume.grants.holder == node
         };
         let owned = self.state.volumes_of_node(node);
         let held = self.state.volumes.indexed(|index| index.of_holder(node));
@@ -77,7 +35,7 @@ impl Fences {
                     volume.owner = None;
                 }
                 // Records of former versions do not say which node holds the epoch.
-                if volume.holder == node || (owns && volume.holder.is_empty()) {
+                if volume.grants.holder == node || (owns && volume.grants.holder.is_empty()) {
                     volume.fence(true, term)?;
                 }
                 Ok(())
@@ -111,9 +69,11 @@ impl Fences {
     pub(crate) async fn stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
         let term = self.state.term();
         let stale = |volume: &VolumeRecord| {
-            volume.owner.as_deref() == Some(node) && volume.holder == node && !volume.is_granted()
+            volume.owner.as_deref() == Some(node)
+                && volume.grants.holder == node
+                && !volume.is_granted()
         };
-        let is_open = |volume: &VolumeRecord| stale(volume) && !volume.fenced_at_once;
+        let is_open = |volume: &VolumeRecord| stale(volume) && !volume.grants.fenced_at_once;
         if self.state.volumes.get(&id.to_string()).is_none_or(|volume| !is_open(&volume)) {
             return Ok(());
         }
@@ -135,80 +95,5 @@ impl Fences {
             Err(Error::NotFound { .. }) => Ok(()),
             outcome => outcome.map(drop),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use quoin_types::{Epoch, Incarnation, Term, TermId};
-
-    use crate::state::records::{Text, VolumeRecord};
-
-    fn granted(epoch: u64) -> VolumeRecord {
-        let mut volume = crate::state::recorded::volume();
-        (volume.epoch, volume.epochs_skipped, volume.fenced) = (epoch, 0, 0);
-        volume.incarnation = Text(Incarnation(9));
-        volume
-    }
-
-    #[test]
-    fn a_fence_uses_up_an_epoch_that_is_nobodys_and_only_where_a_grant_is_out() {
-        let mut volume = granted(7);
-        volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.incarnation.0.0), (8, 8, 0));
-        volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, false));
-        // A former version may have signed a grant for the epoch of the fence itself.
-        volume.fence(true, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
-        volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
-        // After another grant and another fence, sessions have time to close again.
-        volume.epoch = 10;
-        volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (11, 11, false));
-
-        let mut never_opened = granted(0);
-        never_opened.fence(true, Term::default()).unwrap();
-        assert_eq!((never_opened.epoch, never_opened.fenced), (0, 0));
-
-        // Epochs that recovered records may not contain are fenced too.
-        let mut recovered = granted(7);
-        recovered.epochs_skipped = 1000;
-        recovered.fence(false, Term::default()).unwrap();
-        assert_eq!((recovered.epoch, recovered.fenced, recovered.epochs_skipped), (1008, 1008, 0));
-    }
-
-    #[test]
-    fn where_it_is_not_known_who_holds_the_epoch_it_may_be_any_node() {
-        let mut volume = granted(7);
-        volume.holder = "h1".to_owned();
-        assert!(volume.may_be_held_by("h1") && !volume.may_be_held_by("h2"));
-        volume.holder.clear();
-        assert!(volume.may_be_held_by("h1") && volume.may_be_held_by("h2"));
-        volume.fence(false, Term::default()).unwrap();
-        assert!(!volume.may_be_held_by("h1"));
-        assert!(!granted(0).may_be_held_by("h1"), "nobody ever opened it");
-    }
-
-    #[test]
-    fn a_new_term_fences_and_grants_above_all_that_a_former_controller_goes_on_to_grant() {
-        let term = Term { number: 2, id: TermId(5) };
-        let mut fenced = granted(7);
-        fenced.fence(false, term).unwrap();
-        assert_eq!(fenced.epoch().to_string(), "2/1");
-        assert_eq!(fenced.fenced, fenced.epoch);
-        fenced.use_up_epoch(Epoch(1 << 30), term).unwrap();
-        assert_eq!(
-            fenced.epoch().to_string(),
-            "2/2",
-            "what the former term granted counts for nothing"
-        );
-        // Records that were restored by hand cannot use up epochs of a later term.
-        let old = Term { number: 1, id: TermId(4) };
-        let before = fenced.clone();
-        let refused = fenced.fence(true, old).unwrap_err().to_string();
-        assert!(refused.contains("later term") && refused.contains("recover"), "{refused}");
-        assert_eq!(fenced, before);
     }
 }

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_to_promise_falls_with_replicas_and_with_promises() {
+    fn space_left_to_promise_falls_with_replicas_and_with_promises() {
         let mut pools = [pool("a", "h1", 0), pool("b", "h2", 0), pool("c", "h3", 0)];
         let left = |replicas, pools: &[Candidate]| unpromised(&spec(replicas, Spread::Host), pools);
         assert_eq!([1, 2, 3].map(|replicas| left(replicas, &pools)), [24 * GIB, 12 * GIB, 8 * GIB]);

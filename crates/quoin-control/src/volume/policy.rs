@@ -140,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(ms in 1000u64..31_536_000_000) {
+        fn a_policy_reads_back_as_it_was_written(ms in 1000u64..31_536_000_000) {
             let after = ReplaceAfter::After(Duration::from_millis(ms));
             prop_assert_eq!(after.to_string().parse::<ReplaceAfter>().unwrap(), after);
         }

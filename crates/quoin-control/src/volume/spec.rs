@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_filled_in() {
+    fn fields_that_are_left_open_get_their_defaults() {
         let spec = complete(&asked(), DEFAULTS).unwrap();
         assert_eq!((spec.replicas, spec.consistency_factor), (3, 2));
         assert_eq!(spec.options.spread, Spread::Host);

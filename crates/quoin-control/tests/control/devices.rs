@@ -191,7 +191,7 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
     let written = cluster.store.compare_and_swap(&key, entry.revision, Some(unsaid.into())).await;
     assert!(matches!(written, Ok(Swap::Done(_))));
     cluster.restart().await;
-    assert_eq!(cluster.volume("db").holder, "");
+    assert_eq!(cluster.volume("db").grants.holder, "");
     let said =
         cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err().to_string();
     assert!(said.contains("node n1 has not reported since the controller started"), "{said}");

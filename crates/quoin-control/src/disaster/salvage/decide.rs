@@ -486,7 +486,7 @@ fn decide_by(evidence: &Evidence<'_>) -> Finding {
     }
     let news = evidence.record.is_none_or(|old| {
         record.epoch > old.epoch
-            || record.fenced != old.fenced
+            || record.grants.fenced != old.grants.fenced
             || record.membership.version > old.membership.version
             || record.generation > old.generation + 1
             || !lists_the_same(&record, old)
@@ -645,12 +645,12 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let written = held.iter().map(|h| h.position.epoch).max().unwrap_or_default();
     record.epoch = epoch.max(written).0;
     record.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
-    if record.fenced == record.epoch && record.incarnation.0 != Incarnation(0) {
+    if record.grants.fenced == record.epoch && record.incarnation.0 != Incarnation(0) {
         // The record took back an epoch of this number that another controller of the term granted.
-        record.fenced = 0;
+        record.grants.fenced = 0;
     }
     let behind = evidence.record.is_none_or(|r| r.epoch < record.epoch);
-    record.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
+    record.grants.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
     record.owner = match evidence.record {
         Some(old) if old.attachments == record.attachments => old.owner.clone(),
         _ => record.attachments.first().map(|attachment| attachment.node.clone()),

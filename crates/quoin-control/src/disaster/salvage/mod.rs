@@ -256,7 +256,7 @@ impl Recoveries {
         self.remember_members().await?;
         self.members.end_recovered_tokens().await?;
         let ruled = self.state.check_ruling().is_ok();
-        self.state.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
+        self.state.term.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
         if !ruled {
             let count = recovered.findings.len();
             let message = format!("{count} volumes were compared with what the pools hold");
@@ -534,29 +534,9 @@ impl Recoveries {
                 // Who could is not known any more, and a person's to say.
                 manages_volumes: false,
             };
-            drop(self.state.members.create(member).await?);
+            drop(self.state.joined.members.create(member).await?);
         }
         Ok(())
-    }
-}
-
-impl State {
-    /// # Errors
-    /// Says what to do, where the records do not rule.
-    pub(crate) fn check_ruling(&self) -> Result<(), Error> {
-        match self.recovery.get(RecoveryRecord::NAME) {
-            None => Ok(()),
-            Some(recovery) => Err(Error::Busy(format!(
-                "the records do not rule, for {}: `quoin controller recover` makes them agree with \
-                 what the pools hold",
-                recovery.why
-            ))),
-        }
-    }
-
-    /// Why the records do not rule; empty where they do.
-    pub fn recovery_reason(&self) -> String {
-        self.recovery.get(RecoveryRecord::NAME).map(|r| r.why.clone()).unwrap_or_default()
     }
 }
 

@@ -159,7 +159,7 @@ fn pools_that_are_even_enough_are_let_alone_and_off_is_a_policy() {
 }
 
 #[test]
-fn what_is_used_counts_and_what_is_promised_only_says_where_it_may_go() {
+fn used_space_counts_and_promised_space_only_limits_the_destinations() {
     let mut world = World::new(&[("a", 0), ("b", 0), ("c", 0)]);
     // p0 has many promised bytes and almost no used ones.
     world.add(Spread::Pool, 70, &[(0, 1)]);

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use quoin_types::{Lsn, ReplicaId, TermId};
 
-use crate::state::records::{AttachmentRecord, Spec};
+use crate::state::records::{AttachmentRecord, Grants, Spec};
 use quoin_api::volume::{Durability, Spread};
 
 mod hostile;
@@ -69,10 +69,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         consistency_factor: 0,
         may_have_lost_ms: 0,
         generation,
-        epochs_skipped: 0,
-        holder: String::new(),
-        fenced: 0,
-        fenced_at_once: false,
+        grants: Grants::default(),
         used: Default::default(),
     }
 }
@@ -150,14 +147,14 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
     assert_eq!((finding.outcome, finding.answered, finding.needed), (Outcome::Created, 3, 2));
     let written = *finding.write.clone().unwrap();
     assert_eq!((written.epoch, written.incarnation.0), (6, Incarnation(4)));
-    assert_eq!((written.epochs_skipped, written.generation), (EPOCHS_SKIPPED, 10));
+    assert_eq!((written.grants.epochs_skipped, written.generation), (EPOCHS_SKIPPED, 10));
     // Whoever serves it serves on: the attachment is there, and the epoch is his.
     assert_eq!(written.owner.as_deref(), Some("n1"));
     let expected = VolumeRecord {
         epoch: 6,
         incarnation: Text(Incarnation(4)),
         owner: Some("n1".into()),
-        epochs_skipped: EPOCHS_SKIPPED,
+        grants: Grants { epochs_skipped: EPOCHS_SKIPPED, ..told.grants.clone() },
         generation: 10,
         ..told
     };
@@ -169,7 +166,7 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
 fn an_epoch_that_was_taken_back_is_not_the_one_that_a_rival_granted() {
     let current = rule(2, &[1, 2, 3]);
     let mut own = record(2, &[1, 2, 3], 9);
-    (own.epoch, own.incarnation, own.fenced) = (7, Text(Incarnation(0)), 7);
+    (own.epoch, own.incarnation, own.grants.fenced) = (7, Text(Incarnation(0)), 7);
     let mut all: Vec<Held> = (1..=3).map(|n| held(n, &current, None)).collect();
     for one in &mut all {
         (one.promised, one.incarnation) = (Epoch(7), Incarnation(0));
@@ -218,7 +215,7 @@ fn the_newest_membership_that_anybody_knows_rules_over_an_old_copy_of_the_record
 }
 
 #[test]
-fn what_counted_once_and_is_not_listed_any_more_is_retired_though_no_record_says_so() {
+fn a_replica_that_counted_once_and_is_not_listed_any_more_is_retired_without_a_record() {
     let (before, after) = (rule(2, &[1, 2, 3]), rule(3, &[1, 2, 4]));
     let all = vec![held(1, &after, None), held(4, &after, None), held(3, &before, None)];
     let finding = judged(None, all, &[]);
@@ -227,7 +224,7 @@ fn what_counted_once_and_is_not_listed_any_more_is_retired_though_no_record_says
 }
 
 #[test]
-fn a_joint_view_that_nobody_took_back_rules_and_one_that_was_taken_back_does_not() {
+fn a_joint_view_rules_unless_it_was_taken_back() {
     let (before, after) = (rule(2, &[1, 2, 3]), rule(3, &[1, 2, 4]));
     let told = record(2, &[1, 2, 3], 4);
     let joint = |n| Held { joint: Some(after.clone()), ..held(n, &before, Some(told.clone())) };
@@ -255,7 +252,7 @@ fn a_joint_view_that_nobody_took_back_rules_and_one_that_was_taken_back_does_not
 }
 
 #[test]
-fn too_few_replicas_are_named_and_their_volume_stays_closed_whoever_is_listed() {
+fn a_volume_with_too_few_replicas_names_them_and_stays_closed() {
     let current = rule(2, &[1, 2, 3]);
     let told = record(2, &[1, 2, 3], 4);
     let one = || held(1, &current, Some(told.clone()));
@@ -275,7 +272,7 @@ fn too_few_replicas_are_named_and_their_volume_stays_closed_whoever_is_listed() 
 }
 
 #[test]
-fn one_version_told_in_two_ways_and_one_replica_in_two_pools_are_nobodys_to_choose() {
+fn two_accounts_of_one_version_and_one_replica_in_two_pools_are_left_undecided() {
     let (one, other) = (rule(3, &[1, 2, 4]), rule(3, &[1, 2, 5]));
     let all = vec![held(1, &one, None), held(2, &other, None)];
     let finding = judged(None, all, &[]);
