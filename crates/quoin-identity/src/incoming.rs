@@ -9,12 +9,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
+use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots, Source};
+use quoin_wire::same_host::PeerAddress;
 use rustls::ServerConfig;
 use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -27,7 +29,7 @@ use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 use tonic::transport::server::Connected;
 
 use crate::identity::{CALENDAR_CHECK, validity_of};
-use crate::shares::{Shares, Slot, source_of};
+use crate::shares::{Shares, Slot};
 use crate::{Peer, key_hash_of, peer_of};
 
 /// The caller of a request; every request of a served connection carries it as an extension.
@@ -95,14 +97,13 @@ pub struct PeerStream {
     ends: Option<SystemTime>,
     next_check: Pin<Box<Sleep>>,
     /// Held for as long as the connection lasts.
-    _place: Slot<Holder>,
+    _place: Place,
 }
 
-/// The holder against which a connection is counted.
-#[derive(Clone, PartialEq, Eq, Hash)]
-enum Holder {
-    Member(Peer),
-    Newcomer(IpAddr),
+/// What a connection is counted against.
+enum Place {
+    Member { _slot: Slot<Peer> },
+    Newcomer { _slot: ConnectionSlot },
 }
 
 impl PeerStream {
@@ -180,11 +181,11 @@ pub fn serve_incoming(
 struct Admission {
     config: Arc<ServerConfig>,
     limits: IncomingLimits,
-    unauthenticated: Shares<IpAddr>,
+    unauthenticated: ConnectionSlots,
     handshakes: Arc<Semaphore>,
-    handshakes_by_source: Mutex<HashMap<IpAddr, Arc<Semaphore>>>,
-    members: Shares<Holder>,
-    newcomers: Shares<Holder>,
+    handshakes_by_source: Mutex<HashMap<Source, Arc<Semaphore>>>,
+    members: Shares<Peer>,
+    newcomers: ConnectionSlots,
 }
 
 /// The connections that have sent nothing yet, the oldest first.
@@ -214,11 +215,11 @@ async fn accept(
     let admission = Arc::new(Admission {
         config,
         limits,
-        unauthenticated: Shares::quarters(limits.unauthenticated_max),
+        unauthenticated: ConnectionSlots::new(limits.unauthenticated_max),
         handshakes: Arc::new(Semaphore::new(limits.handshakes_max)),
         handshakes_by_source: Mutex::default(),
         members: Shares::new(limits.connections_max, limits.connections_a_member_max),
-        newcomers: Shares::quarters(limits.newcomers_max),
+        newcomers: ConnectionSlots::new(limits.newcomers_max),
     });
     let mut silent = Silent::default();
     loop {
@@ -236,7 +237,7 @@ async fn accept(
         };
         // Half of the places is for those that have sent something and wait for their handshake.
         silent.make_room(limits.unauthenticated_max.div_ceil(2));
-        let Ok(slot) = admission.unauthenticated.take(source_of(address.ip())) else {
+        let Some(slot) = admission.unauthenticated.acquire(PeerAddress::Network(address)) else {
             tracing::debug!(%address, "too many connections wait for authentication");
             continue;
         };
@@ -267,14 +268,14 @@ impl Admission {
         &self,
         handshake: StartHandshake<TcpStream>,
         address: SocketAddr,
-        unauthenticated: Slot<IpAddr>,
+        unauthenticated: ConnectionSlot,
         ready: mpsc::Sender<io::Result<PeerStream>>,
     ) {
         let limit = Duration::from_millis(self.limits.handshake_ms);
         let connected = std::time::Instant::now();
         let performing_handshake = async {
             // The turn of the address comes first: its others do not wait for a place meanwhile.
-            let slots = self.handshake_slots_of(source_of(address.ip()));
+            let slots = self.handshake_slots_of(Source::of(PeerAddress::Network(address)));
             let _turn = slots.acquire_owned().await.ok()?;
             let _place = self.handshakes.acquire().await.ok()?;
             let shaken = handshake.into_stream(self.config.clone()).await;
@@ -289,27 +290,35 @@ impl Admission {
         let Some((caller, ends)) = caller_of(&stream, connected) else {
             return tracing::debug!(%address, "cannot read the certificate");
         };
-        let slot = match &caller {
-            Caller::Member(member) => self.members.take(Holder::Member(member.peer.clone())),
-            _ => self.newcomers.take(Holder::Newcomer(source_of(address.ip()))),
-        };
-        let slot = match slot {
-            Ok(slot) => slot,
-            Err(why) => {
-                return tracing::warn!(%address, ?caller, ?why, "connection refused: no free slot");
-            }
+        let Some(place) = self.place_of(&caller, address) else {
+            return tracing::warn!(%address, ?caller, "connection refused: no free slot");
         };
         let first_check = match ends {
             Some(ends) => until_next_check(ends).unwrap_or_default(),
             None => Duration::from_millis(self.limits.newcomer_ms),
         };
         let next_check = Box::pin(tokio::time::sleep(first_check));
-        let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_check, _place: slot })).await;
+        let _ =
+            ready.send(Ok(PeerStream { stream, caller, ends, next_check, _place: place })).await;
+    }
+
+    /// Returns a place among the members, or among the callers without a certificate.
+    fn place_of(&self, caller: &Caller, address: SocketAddr) -> Option<Place> {
+        match caller {
+            Caller::Member(member) => {
+                let slot = self.members.take(member.peer.clone()).ok()?;
+                Some(Place::Member { _slot: slot })
+            }
+            _ => {
+                let slot = self.newcomers.acquire(PeerAddress::Network(address))?;
+                Some(Place::Newcomer { _slot: slot })
+            }
+        }
     }
 
     /// Returns the handshakes of one address. Entries that no connection waits for are removed once
     /// there are many.
-    fn handshake_slots_of(&self, source: IpAddr) -> Arc<Semaphore> {
+    fn handshake_slots_of(&self, source: Source) -> Arc<Semaphore> {
         const KEPT_MAX: usize = 1024;
         let mut slots_by_source =
             self.handshakes_by_source.lock().expect("no holder of this lock panics");

@@ -55,7 +55,7 @@ pub use identity::{Identity, valid_until};
 pub use incoming::{Caller, IncomingLimits, Member, PeerStream, serve_incoming};
 pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
-pub use shares::{NoSlot, Shares, Slot, source_of};
+pub use shares::{NoSlot, Shares, Slot};
 pub use term_channel::{TermChannel, mark_as_not_ruling, show_term, shown_term};
 pub use terms::{Proven, Terms};
 pub use tls::Expected;

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Places, and the share of one holder. Cheap to clone; clones share the places.
@@ -46,11 +45,6 @@ impl<K: Hash + Eq + Clone> Shares<K> {
         Self { places_max, share_max, taken: Arc::new(Mutex::new(taken)) }
     }
 
-    /// Returns places of which one holder may have a quarter.
-    pub fn quarters(places_max: usize) -> Self {
-        Self::new(places_max, places_max.div_ceil(4))
-    }
-
     pub fn take(&self, holder: K) -> Result<Slot<K>, NoSlot> {
         let mut taken = locked(&self.taken);
         let has = taken.by_holder.get(&holder).copied().unwrap_or(0);
@@ -88,23 +82,13 @@ fn locked<K>(taken: &Mutex<Taken<K>>) -> MutexGuard<'_, Taken<K>> {
     taken.lock().expect("no holder of this lock panics")
 }
 
-/// Returns the address that counts as one source: a host has a whole /64 of IPv6 to choose from.
-pub fn source_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V4(address) => IpAddr::V4(address),
-        IpAddr::V6(address) => {
-            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn one_holder_gets_its_share_and_other_holders_get_the_rest() {
-        let shares = Shares::quarters(8);
+        let shares = Shares::new(8, 2);
         let of_one: Vec<_> = (0..2).map(|_| shares.take("one").ok().unwrap()).collect();
         assert_eq!(shares.take("one").err(), Some(NoSlot::ShareTaken));
         let others = ["two", "three", "four"];
@@ -117,14 +101,5 @@ mod tests {
         drop(of_others);
         assert_eq!(shares.taken(), 0);
         assert!(locked(&shares.taken).by_holder.is_empty(), "holders without a slot have no entry");
-    }
-
-    #[test]
-    fn an_ipv6_network_and_an_ipv4_address_in_any_notation_are_one_source() {
-        let source = |text: &str| source_of(text.parse().unwrap());
-        assert_eq!(source("2001:db8:1:2:3:4:5:6"), source("2001:db8:1:2:ffff::1"));
-        assert_ne!(source("2001:db8:1:2::1"), source("2001:db8:1:3::1"));
-        assert_eq!(source("::ffff:192.0.2.7"), source("192.0.2.7"));
-        assert_ne!(source("192.0.2.7"), source("192.0.2.8"));
     }
 }

@@ -16,7 +16,7 @@ const FREE_PER_HELD: usize = 3;
 
 /// Source of a connection, for the sharing of slots.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum Source {
+pub enum Source {
     SameHost,
     /// An IPv4 address, or the 64 bits of an IPv6 address that name a network: a host may take any
     /// address within its network.
@@ -24,7 +24,7 @@ enum Source {
 }
 
 impl Source {
-    fn of(from: PeerAddress) -> Self {
+    pub fn of(from: PeerAddress) -> Self {
         let PeerAddress::Network(address) = from else { return Source::SameHost };
         match address.ip().to_canonical() {
             IpAddr::V4(ip) => Source::Network(u64::from(ip.to_bits())),
