@@ -12,7 +12,7 @@ use std::time::Duration;
 use quoin_api::control::NodeReport;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_identity::{Identity, TermChannel, is_member_removed};
-use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
+use quoin_node::{AttachProcess, Attacher, DeviceReports, HostOptions, NodeHost};
 use tokio::sync::watch;
 use tonic::Request;
 
@@ -153,7 +153,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     let mut heartbeat = tokio::spawn(keep_reporting(
         channel,
         report,
-        Devices::of(&options.attach_socket),
+        DeviceReports::of(&options.attach_socket),
         plugin.clone(),
         options.metrics,
         shutdown.clone(),
@@ -173,7 +173,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
 async fn keep_reporting(
     channel: TermChannel,
     report: NodeReport,
-    devices: Devices,
+    devices: DeviceReports,
     plugin: Plugin,
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,

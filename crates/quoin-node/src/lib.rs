@@ -13,7 +13,7 @@
 mod attach;
 mod attach_process;
 mod device;
-mod devices;
+mod device_reports;
 mod error;
 mod format;
 mod host;
@@ -26,7 +26,7 @@ mod tools;
 
 pub use attach::{AttachRequest, Attacher, wait_for_socket};
 pub use attach_process::AttachProcess;
-pub use devices::{DeviceUse, Devices};
+pub use device_reports::{DeviceReports, DeviceUse};
 pub use error::{Error, Kind};
 pub use format::FileSystem;
 pub use host::{HostOptions, NodeHost, PublishRequest, StageRequest, VolumeStats};

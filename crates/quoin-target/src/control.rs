@@ -28,9 +28,9 @@ use tonic::Status;
 
 use crate::Options;
 use crate::assignment::{self, Assigned};
-use crate::devices::Devices;
 use crate::dial::{Dials, Reach};
 use crate::nbd_listener::{NbdListener, NewClient};
+use crate::requested_devices::RequestedDevices;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::verification::verification;
 
@@ -54,7 +54,7 @@ pub(crate) struct Control {
     pub channel: TermChannel,
     /// The address of this host by which the controller is reached.
     pub source: watch::Receiver<Option<IpAddr>>,
-    pub devices: Devices,
+    pub devices: RequestedDevices,
     pub contact: Contact,
     pub shards: Vec<ShardHandle>,
     pub dials: Dials,
@@ -207,7 +207,7 @@ impl Control {
 
     /// Reports that this target runs, until `shutdown`.
     pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
-        let devices = quoin_node::Devices::of(self.devices.socket());
+        let devices = quoin_node::DeviceReports::of(self.devices.socket());
         loop {
             let here = devices.report().await;
             let mut request = tonic::Request::new(TargetReport {

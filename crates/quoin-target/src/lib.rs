@@ -10,12 +10,12 @@
 pub mod assignment;
 pub mod client;
 mod control;
-mod devices;
 pub mod dial;
 pub mod listen;
 pub mod metrics;
 pub mod nbd_listener;
 mod notes;
+mod requested_devices;
 pub mod shard;
 pub mod tokens;
 mod verification;
@@ -30,10 +30,10 @@ use quoin_wire::Mode;
 use tokio::sync::{mpsc, watch};
 
 use control::Control;
-use devices::Devices;
 use dial::{Dials, Reach};
 use metrics::Metrics;
 use nbd_listener::NbdListener;
+use requested_devices::RequestedDevices;
 use shard::{Input, Shard};
 
 /// Options of a target.
@@ -123,7 +123,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let control = Arc::new(Control {
         channel,
         source,
-        devices: Devices::new(&options.run_dir, Arc::clone(&changed)),
+        devices: RequestedDevices::new(&options.run_dir, Arc::clone(&changed)),
         contact: Contact::new(&options.controller),
         options,
         identity,

@@ -3,7 +3,7 @@
 #![allow(dead_code)]
 
 pub mod control;
-pub mod devices;
+pub mod loop_attacher;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
 
 pub use control::ControlPlane;
-pub use devices::LoopAttacher;
+pub use loop_attacher::LoopAttacher;
 
 pub const NODE: &str = "node-a";
 /// Most volumes of the node.

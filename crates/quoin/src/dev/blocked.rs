@@ -13,7 +13,7 @@ use super::layout::Layout;
 use super::{last_line, print_line};
 use crate::client;
 use crate::host::attacher::Attacher;
-use crate::host::devices::Device;
+use crate::host::loop_devices::Device;
 
 /// A running attach process answers well within this, except while it attaches a volume.
 const ANSWER_BUDGET: Duration = Duration::from_secs(2);

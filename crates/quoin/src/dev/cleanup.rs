@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use super::layout::Layout;
 use super::{Ends, print_line};
 use crate::client;
-use crate::host::devices::{self, Device, Mount, MountElsewhere};
+use crate::host::loop_devices::{self, Device, Mount, MountElsewhere};
 use crate::host::lost;
 
 /// How often a mount in use is tried again.
@@ -387,8 +387,9 @@ pub fn release_leftovers(layout: &Layout, dead: Dead) -> Result<Vec<(Device, Mou
         }
         device.free()?;
     }
-    for mount in devices::mounts()?.iter().rev().filter(|mount| mount.target.starts_with(&run)) {
-        if devices::is_dead(&mount.target) {
+    for mount in loop_devices::mounts()?.iter().rev().filter(|mount| mount.target.starts_with(&run))
+    {
+        if loop_devices::is_dead(&mount.target) {
             let _ = unmount(&mount.target, UnmountFlags::DETACH);
         }
     }

@@ -294,7 +294,7 @@ fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
 
 /// Mounts what fstab has for this path, where nothing is mounted there.
 pub fn mount(path: &Path) -> Result<()> {
-    if super::devices::mounts()?.iter().any(|mount| mount.target == path) {
+    if super::loop_devices::mounts()?.iter().any(|mount| mount.target == path) {
         return Ok(());
     }
     fs::create_dir_all(path).with_context(|| format!("make {}", path.display()))?;

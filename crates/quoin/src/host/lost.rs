@@ -8,7 +8,7 @@
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
-use super::devices::{Device, Mount};
+use super::loop_devices::{Device, Mount};
 
 fn file(run: &Path) -> PathBuf {
     run.join("lost-devices.json")

@@ -2,7 +2,7 @@
 
 pub mod at_boot;
 pub mod attacher;
-pub mod devices;
+pub mod loop_devices;
 pub mod lost;
 pub mod ports;
 

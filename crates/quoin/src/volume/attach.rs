@@ -13,7 +13,7 @@ use super::LocalDeviceView;
 use super::at_boot::AtBootOptions;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::attacher::Attacher;
-use crate::host::{devices, lost};
+use crate::host::{loop_devices, lost};
 use crate::output::{self, Format};
 
 #[derive(Args)]
@@ -253,11 +253,12 @@ pub async fn local_device(volume: &Volume, client: &ClientOptions) -> Option<Loc
     if device.is_none() && stuck.is_some() {
         // The kernel knows what it holds.
         let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
-        let held = devices::Device::over(&run).unwrap_or_default();
+        let held = loop_devices::Device::over(&run).unwrap_or_default();
         device = held.into_iter().find(|held| held.volume == volume.id).map(|held| held.path);
     }
-    let mounts = device.as_deref().map(devices::mounts_of).and_then(Result::ok).unwrap_or_default();
-    let shown = |mount: &devices::Mount| mount.target.display().to_string();
+    let mounts =
+        device.as_deref().map(loop_devices::mounts_of).and_then(Result::ok).unwrap_or_default();
+    let shown = |mount: &loop_devices::Mount| mount.target.display().to_string();
     let dead = lost::mounts_of(&client.run_directory(), &volume.id);
     if device.is_none() && dead.is_empty() && stuck.is_none() {
         return None;
@@ -288,12 +289,12 @@ pub(super) fn warn_about_dead_mounts(volume: &Volume, client: &ClientOptions) {
 pub(super) fn other_daemons_device(
     volume: &Volume,
     client: &ClientOptions,
-) -> Result<Option<devices::Device>> {
+) -> Result<Option<loop_devices::Device>> {
     let run = std::path::absolute(client.run_directory()).context("find the run directory")?;
     let run = std::fs::canonicalize(&run).unwrap_or(run);
-    let all = devices::Device::over(Path::new("/"))?;
+    let all = loop_devices::Device::over(Path::new("/"))?;
     // Paths alone do not suffice: a device of another table of mounts is not this host's.
-    let alive = |device: &devices::Device| {
+    let alive = |device: &loop_devices::Device| {
         device.volume == volume.id && device.is_mounted_here() && !device.is_dead()
     };
     Ok(all.into_iter().find(|device| alive(device) && !device.is_below(&run)))
@@ -327,7 +328,7 @@ pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Ve
             Err(error) => return Err(error).context("grow the block device"),
         }
     }
-    let mut mounts = devices::mounts_of(&device)?;
+    let mut mounts = loop_devices::mounts_of(&device)?;
     mounts.dedup_by(|one, other| one.filesystem == other.filesystem);
     Ok(mounts
         .iter()

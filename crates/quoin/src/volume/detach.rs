@@ -15,7 +15,7 @@ use super::attach::{
     warn_about_dead_mounts,
 };
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
-use crate::host::devices;
+use crate::host::loop_devices;
 use crate::output::{self, Format};
 
 #[derive(Args)]
@@ -234,7 +234,7 @@ async fn detach_local_device(
 fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
     let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
     let mut did = Vec::new();
-    for device in devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
+    for device in loop_devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
         let path = device.path.display().to_string();
         // Its server is in another table of mounts: it is another host's, or a container's.
         if !device.cut_off()? {

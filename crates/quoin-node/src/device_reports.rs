@@ -33,12 +33,12 @@ pub struct DeviceUse {
 
 /// Client that asks the attach process of this host for its devices.
 #[derive(Debug, Clone)]
-pub struct Devices {
+pub struct DeviceReports {
     client: AttachClient,
     holder: PathBuf,
 }
 
-impl Devices {
+impl DeviceReports {
     /// Asks the attach process behind this socket, which may start later.
     #[must_use]
     pub fn of(attach_socket: &Path) -> Self {
@@ -143,7 +143,7 @@ mod tests {
     #[tokio::test]
     async fn without_attach_process_and_holder_there_are_no_devices() {
         let directory = tempfile::tempdir().unwrap();
-        let devices = Devices::of(&directory.path().join("attach.sock"));
+        let devices = DeviceReports::of(&directory.path().join("attach.sock"));
         assert_eq!(devices.query().await, Some(Vec::new()));
         assert_eq!(devices.report().await, Some(Vec::new()));
         // A process that hangs is not a process without devices.

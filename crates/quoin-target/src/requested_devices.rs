@@ -51,7 +51,7 @@ struct Wanted {
 }
 
 /// The devices of one host.
-pub(crate) struct Devices {
+pub(crate) struct RequestedDevices {
     daemon: AttachClient,
     socket: PathBuf,
     wanted: Mutex<BTreeMap<VolumeId, Wanted>>,
@@ -60,7 +60,7 @@ pub(crate) struct Devices {
     changed: Arc<Notify>,
 }
 
-impl Devices {
+impl RequestedDevices {
     /// Returns the socket of the attach process.
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -270,7 +270,7 @@ mod tests {
         })
     }
 
-    async fn until(devices: &Devices, is_so: impl Fn(&DeviceState) -> bool) {
+    async fn until(devices: &RequestedDevices, is_so: impl Fn(&DeviceState) -> bool) {
         let waited = async {
             while !is_so(&devices.state(VolumeId(7))) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -291,7 +291,7 @@ mod tests {
             }
             _ => Response::Detached {},
         });
-        let devices = Devices::new(run.path(), Arc::default());
+        let devices = RequestedDevices::new(run.path(), Arc::default());
         devices.want(VolumeId(7), "db", volume(run.path()));
         until(&devices, |state| state.message.contains("opens")).await;
         let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
@@ -308,7 +308,7 @@ mod tests {
     async fn a_host_that_can_make_none_says_so_and_one_without_an_attach_process_what_to_start() {
         let run = tempfile::tempdir().unwrap();
         let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
-        let devices = Devices::new(run.path(), Arc::default());
+        let devices = RequestedDevices::new(run.path(), Arc::default());
         devices.want(VolumeId(7), "db", volume(run.path()));
         until(&devices, |state| state.message.contains("quoin attach")).await;
         assert!(!devices.state(VolumeId(7)).refused);
@@ -323,7 +323,7 @@ mod tests {
     #[tokio::test]
     async fn a_volume_without_a_device_is_closed_at_once() {
         let run = tempfile::tempdir().unwrap();
-        let devices = Devices::new(run.path(), Arc::default());
+        let devices = RequestedDevices::new(run.path(), Arc::default());
         let (closed, is_closed) = std::sync::mpsc::channel();
         devices.release(VolumeId(7), move || closed.send(()).unwrap());
         is_closed.try_recv().expect("nothing was waited for");
