@@ -13,8 +13,8 @@ use crate::daemon::{Daemon, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{Kind, ServedElsewhere};
 use quoin_attach::{AttachClient, Error, Options, run};
-use quoin_testkit::have;
 use quoin_testkit::nbd_server::{Server, ServerOptions, volume};
+use quoin_testkit::{attempts_while_processes_start, have};
 use tokio::sync::watch;
 
 fn since(epoch: u64) -> ServerOptions {
@@ -144,10 +144,9 @@ async fn a_device_in_use_is_ended_by_force_and_the_actions_are_reported() {
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     assert_eq!(daemon.client.end("17").await.unwrap(), Vec::<String>::new());
     daemon.client.attach(asked("17", &socket)).await.unwrap();
-    // A process that another test of this program starts has copies of all its descriptors until it
-    // executes its own program: for that moment it is a user of the device.
+    // A process that starts is a user of the device for a moment.
     let mut did = String::new();
-    for _ in 0..100 {
+    for () in attempts_while_processes_start() {
         did = daemon.client.end("17").await.unwrap().join("; ");
         if !did.contains("last user") {
             break;

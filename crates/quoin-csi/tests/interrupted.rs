@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::common::*;
 use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
 use quoin_api::csi::*;
+use quoin_testkit::attempts_while_processes_start;
 use tonic::{Code, Request, Response, Status};
 
 fn publish(volume: &Volume, node_id: &str) -> ControllerPublishVolumeRequest {
@@ -229,21 +230,15 @@ async fn only_a_dead_node_loses_its_volume_to_another() {
     assert_eq!(world.cluster.volumes().await[0].attachments[0].node, NODE);
 }
 
-/// Repeats the request as a caller does: a process that another test of this program starts holds
-/// copies of all its descriptors until it runs its own program, so a file that was closed may be
-/// open for a moment.
+/// Repeats the request as a caller does, while a file that was closed is in use.
 async fn until_it_is_free<T>(mut ask: impl AsyncFnMut() -> Result<T, tonic::Status>) -> T {
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
-    loop {
+    for () in attempts_while_processes_start() {
         match ask().await {
-            Err(status)
-                if status.code() == Code::Unavailable && std::time::Instant::now() < until =>
-            {
-                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-            }
+            Err(status) if status.code() == Code::Unavailable => {}
             answer => return answer.unwrap(),
         }
     }
+    panic!("the file stays in use");
 }
 
 /// Proves CSI-NODEUNSTAGE-12, CSI-NODEUNPUBLISH-10, CSI-NODESTATS-18.

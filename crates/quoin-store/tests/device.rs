@@ -4,12 +4,11 @@
 use crate::common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use crate::common::{GUID, format_options, identity, model_of, options, read_all, sync};
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, ReplicaPool};
-use quoin_testkit::skipped;
+use quoin_testkit::{attempts_while_processes_start, skipped};
 use quoin_types::Lsn;
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::ReadView;
@@ -44,18 +43,13 @@ fn history() -> Vec<SharedEntry> {
     world.history
 }
 
-/// A process that another test of this program starts holds copies of all its descriptors until it
-/// runs its own program: a device that was just closed may be in use for a moment.
+/// Opens a device that was just closed.
 fn opened(path: &std::path::Path) -> FileDisk {
-    let until = Instant::now() + Duration::from_secs(30);
-    loop {
-        match FileDisk::open(path) {
-            Err(FileDiskError::DeviceInUse { .. }) if Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            disk => return disk.expect("the device"),
-        }
-    }
+    let attempts = attempts_while_processes_start();
+    let disk = attempts
+        .map(|()| FileDisk::open(path))
+        .find(|disk| !matches!(disk, Err(FileDiskError::DeviceInUse { .. })));
+    disk.expect("the device is not in use any more").expect("the device")
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn a_full_pool_still_takes_views_promises_and_deletes_and_trim_gives_space_back(
 
 /// A client that trims an idle volume writes nothing that would make a fold due.
 #[test]
-fn what_was_trimmed_of_a_resting_replica_is_free_again_though_nobody_writes_any_more() {
+fn trimmed_space_of_a_resting_replica_is_free_again_without_further_writes() {
     let mut writer = Writer::new(64 << 20, 4000);
     for lba in (0..4000).step_by(8) {
         writer.append(EntryKind::Write, lba, 8).expect("room");

@@ -1,12 +1,15 @@
 //! Helpers that tests of several crates share: never part of a product.
 //!
 //! * [`skipped`] says that this machine does not let a test prove what its name says.
+//! * [`attempts_while_processes_start`] outwaits copies of descriptors in processes that start.
 //! * [`nbd_server`] is a volume in memory behind the real NBD session, on a unix socket.
 
 pub mod nbd_server;
 mod skipped;
+mod starting;
 
 pub use skipped::skipped;
+pub use starting::attempts_while_processes_start;
 
 /// Whether a tool is there; says so where it is not, because the test then proves nothing.
 pub fn have(tool: &str) -> bool {
