@@ -133,7 +133,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
             _ => bail!(
                 "--code takes --of SUBJECT (core, drivers), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
                  about what was noticed before), --by TESTS (asks those alone whose name begins \
-                 so, as in `core` or `core edges`) and --only CHANGE (those whose name has that), \
+                 so, as in `replication` or `replication replication: edges`) and --only CHANGE (those whose name has that), \
                  and not {argument}"
             ),
         }
@@ -482,6 +482,43 @@ fn report(names: &[String], woven: &Woven, ledger: &Ledger) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns the function of a change's name, without its type.
+    fn function_of(what: &str) -> Option<&str> {
+        let what = what.rsplit_once(" #").map_or(what, |(what, _)| what);
+        let whole = match what.rsplit_once(" in ") {
+            Some((_, function)) => function,
+            None => {
+                let function = what.strip_prefix("replace ")?.split_once(" with ")?.0;
+                function.split_once(" -> ").map_or(function, |(function, _)| function)
+            }
+        };
+        whole.rsplit("::").next()
+    }
+
+    #[test]
+    fn the_ledger_names_files_and_functions_that_there_are() {
+        let root = run::workspace_root();
+        let ledger = Ledger::read(&root.join(LEDGER)).unwrap();
+        assert!(!ledger.known.is_empty());
+        let mut texts = BTreeMap::new();
+        let mut gone = Vec::new();
+        for name in ledger.known.keys() {
+            let (file, what) = name.split_once(": ").unwrap();
+            let text = texts
+                .entry(file.to_owned())
+                .or_insert_with(|| std::fs::read_to_string(root.join(file)).unwrap_or_default());
+            let function = function_of(what).unwrap();
+            let has = |open: &str| text.contains(&format!("fn {function}{open}"));
+            if !has("(") && !has("<") {
+                gone.push(name);
+            }
+        }
+        assert!(
+            gone.is_empty(),
+            "{LEDGER} names what is gone; rename or remove its lines: {gone:#?}"
+        );
+    }
 
     #[test]
     fn a_change_keeps_its_name_when_lines_above_it_move_and_no_two_share_one() {

@@ -1,8 +1,9 @@
-//! The rules of the tree that no compiler checks: the dependencies between crates, the length of a
-//! file, and that no unfinished work counts as finished.
+//! The rules of the tree that no compiler checks: the dependencies between crates, how much one type
+//! owns, that no unfinished work counts as finished, and that every test file is part of a program.
 
 use crate::invariants;
 use crate::run::{self, workspace_root};
+use crate::test_files;
 use crate::trace::collect_files;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
@@ -110,6 +111,7 @@ pub fn check() -> Result<()> {
     violations.extend(file_violations()?);
     violations.extend(refusal_violations()?);
     violations.extend(invariants::violations()?);
+    violations.extend(test_files::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
     }

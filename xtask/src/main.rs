@@ -18,6 +18,7 @@ mod packages;
 mod python;
 mod run;
 mod test;
+mod test_files;
 mod trace;
 mod upgrade;
 
