@@ -103,6 +103,8 @@ counters! {
         /// Times that a volume was grown.
         growths,
         snapshots,
+        /// Blocks that were trimmed while a replica was away.
+        holes,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,

@@ -61,6 +61,10 @@ pub enum Swarm {
     /// Decisions of a process for many volumes at once: rounds that stand still, hundreds of dials to
     /// a dead host, disks that fail and are put back under a process.
     Hosts,
+    /// Volumes with limits of IOs and bytes a second.
+    Limits,
+    /// Volumes that get very many small holes while a replica is away.
+    Holes,
 }
 
 impl Swarm {
@@ -88,6 +92,8 @@ impl Swarm {
         Swarm::Detaches,
         Swarm::Controllers,
         Swarm::Hosts,
+        Swarm::Limits,
+        Swarm::Holes,
     ];
 
     pub fn name(self) -> &'static str {
@@ -115,6 +121,8 @@ impl Swarm {
             Swarm::Detaches => "detaches",
             Swarm::Controllers => "controllers",
             Swarm::Hosts => "hosts",
+            Swarm::Limits => "limits",
+            Swarm::Holes => "holes",
         }
     }
 
@@ -430,6 +438,48 @@ impl Swarm {
                 ..small
             },
             Swarm::Memory => Swarm::Rebuilds.shape(random)?,
+            Swarm::Limits => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (2, 2), (3, 1)],
+                kinds: &[
+                    (TargetCrash, 14),
+                    (TargetPause, 14),
+                    (Failover, 10),
+                    (OwnerIsolated, 6),
+                    (ClockDrift, 6),
+                    (ReplicaCrash, 8),
+                    (ConnectionCut, 6),
+                    (Partition, 4),
+                    (PowerOne, 4),
+                    (SlowDisk, 4),
+                ],
+                faults: (6, 16),
+                think_ns: (MILLISECOND, 60 * MILLISECOND),
+                clients: (2, 8),
+                ..small
+            },
+            Swarm::Holes => Shape {
+                kinds: &[
+                    (ReplicaCrash, 10),
+                    (BulkCut, 10),
+                    (BulkSlow, 6),
+                    (ConnectionCut, 6),
+                    (ReplicaPause, 6),
+                    (SlowDisk, 4),
+                    (PowerOne, 6),
+                    (TargetCrash, 3),
+                    (Failover, 2),
+                ],
+                faults: (4, 12),
+                pool: Some(PoolShape {
+                    disk_bytes: 512 << 20,
+                    cache_bytes: 4 << 20,
+                    checkpoint_bytes: 1 << 20,
+                    log_keep_bytes: 256 << 10,
+                    ..PoolShape::TIGHT
+                }),
+                ..Swarm::Rebuilds.shape(random)?
+            },
             Swarm::Snapshots => Shape {
                 factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
                 ..Swarm::Rebuilds.shape(random)?

@@ -91,7 +91,7 @@ fn the_list_changes_by_one_rule_at_a_time_and_what_was_acknowledged_meets_the_ol
 
 /// Proves SCALE-KNOWN-10, SCALE-KNOWN-13, SCALE-KNOWN-14, SCALE-KNOWN-15.
 #[test]
-fn the_record_is_told_before_a_list_rules_and_what_it_refuses_or_nobody_waits_for_is_tried_again() {
+fn the_record_is_told_before_a_list_rules_and_refused_or_late_swaps_are_tried_again() {
     held_in(&[SwapSent, RuledOnceRecorded, GivenUp, GivenUpAndMade, Refused, RefusedAndMade]);
 }
 

@@ -637,7 +637,7 @@ impl Replica {
         ];
         for (connection, nonce) in ended.into_iter().flatten() {
             store.unpin(nonce);
-            if connection != keep {
+            if connection != keep && !mutant::is("former-connections-kept") {
                 actions.push(ReplicaAction::Disconnect { connection });
             }
         }

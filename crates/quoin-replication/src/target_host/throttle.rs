@@ -10,6 +10,7 @@
 use std::collections::VecDeque;
 
 use quoin_types::block::{Operation, Request};
+use quoin_types::mutant;
 use quoin_types::time::Time;
 
 const UNIT: i128 = 1_000_000_000;
@@ -35,7 +36,10 @@ impl Bucket {
 
     fn fill(&mut self, elapsed_ns: u128) {
         let more = self.per_s.saturating_mul(i128::try_from(elapsed_ns).unwrap_or(i128::MAX));
-        self.level = self.level.saturating_add(more).min(self.per_s * UNIT);
+        self.level = self.level.saturating_add(more);
+        if !mutant::is("burst-without-a-bound") {
+            self.level = self.level.min(self.per_s * UNIT);
+        }
     }
 
     fn is_open(&self) -> bool {
@@ -53,7 +57,8 @@ impl Bucket {
         if self.is_open() {
             return 0;
         }
-        u64::try_from((-self.level) / self.per_s + 1).unwrap_or(u64::MAX)
+        let least = i128::from(!mutant::is("limits-wake-for-nothing"));
+        u64::try_from((-self.level) / self.per_s + least).unwrap_or(u64::MAX)
     }
 }
 
@@ -118,7 +123,7 @@ impl Throttle {
 }
 
 /// Returns the bytes that are moved; trims and zeroes move none.
-fn bytes_of(operation: &Operation) -> u64 {
+pub fn bytes_of(operation: &Operation) -> u64 {
     match operation {
         Operation::Read { length, .. } => u64::from(*length),
         Operation::Write { data, .. } => data.len() as u64,

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use quoin_replication::primary::PrimaryEvent;
 use quoin_types::block::Request;
 
+use super::holes::HOLES_QUEUE;
+use super::quiesce::Quiesce;
 use super::{Event, World};
 use crate::content::{SECTORS, Tag};
 use crate::schedule::{MICROSECOND, MILLISECOND};
@@ -24,12 +26,15 @@ pub(crate) struct Clients {
     pub workload: Workload,
     /// By the token of an open request, its queue.
     pub tokens: BTreeMap<u64, usize>,
+    /// Their last requests, once faults are over.
+    pub quiesce: Quiesce,
 }
 
 impl Clients {
     pub fn new(count: u64, workload: Workload) -> Self {
         let queue = |_| Queue { home: 0, turn: 0, open: None, burst: 0 };
-        Self { queues: (0..count).map(queue).collect(), workload, tokens: BTreeMap::new() }
+        let (tokens, quiesce) = (BTreeMap::new(), Quiesce::default());
+        Self { queues: (0..count).map(queue).collect(), workload, tokens, quiesce }
     }
 }
 
@@ -50,7 +55,7 @@ impl World {
         let Some(draft) = self.next_draft(queue) else { return };
         let known = self.targets[home].process.as_ref().map_or(0, |p| p.known_blocks);
         if draft.range().is_some_and(|(first, count)| first + count > known * SECTORS as u64) {
-            self.quiesce.given_back(draft);
+            self.clients.quiesce.given_back(draft);
             self.next_turn(queue, 50 * MILLISECOND);
             return self.move_client(queue);
         }
@@ -58,7 +63,7 @@ impl World {
     }
 
     fn next_draft(&mut self, queue: usize) -> Option<Draft> {
-        match self.quiesce.next_draft(self.setup.volume_blocks) {
+        match self.clients.quiesce.next_draft(self.setup.volume_blocks) {
             last_round @ (Some(Some(_)) | None) => last_round.flatten(),
             Some(None) => Some(self.clients.workload.next(queue, &mut self.random)),
         }
@@ -75,23 +80,30 @@ impl World {
         });
         let operation = draft.operation(self.setup.seed, tag);
         let request = Request { token: u64::from(tag), operation };
-        self.feed_target(home, vec![PrimaryEvent::Submit(request)]);
+        if let Some(request) = self.admit(home, queue, request) {
+            self.feed_target(home, vec![PrimaryEvent::Submit(request)]);
+        }
     }
 
     pub(crate) fn client_answered(&mut self, queue: usize, tag: Tag) {
+        if queue == HOLES_QUEUE {
+            return self.operators.holes.answered();
+        }
         if self.clients.queues[queue].open != Some(tag) {
             return;
         }
         self.trace.line(self.schedule.now(), || format!("client {queue} has its answer to {tag}"));
         self.clients.queues[queue].open = None;
-        self.quiesce.answered(queue);
+        self.clients.quiesce.answered(queue);
         let asked = self.checkers.history.len() as u64;
-        let hurries = self.quiesce.in_a_hurry(asked, self.setup.ios_min);
+        let hurries = self.clients.quiesce.in_a_hurry(asked, self.setup.ios_min);
         let delay = if hurries || self.clients.queues[queue].burst > 0 {
             self.clients.queues[queue].burst = self.clients.queues[queue].burst.saturating_sub(1);
             self.random.below(200 * MICROSECOND)
         } else {
-            self.random.delay(self.setup.think_ns).max(self.quiesce.rest(self.schedule.now()))
+            self.random
+                .delay(self.setup.think_ns)
+                .max(self.clients.quiesce.rest(self.schedule.now()))
         };
         self.next_turn(queue, delay);
     }
@@ -106,7 +118,7 @@ impl World {
     fn abandon(&mut self, queue: usize) {
         if let Some(tag) = self.clients.queues[queue].open.take() {
             self.stats.ios.open += 1;
-            self.quiesce.given_back(self.checkers.history.op(tag).draft);
+            self.clients.quiesce.given_back(self.checkers.history.op(tag).draft);
             let delay = self.random.between(1, 300) * MILLISECOND;
             self.next_turn(queue, delay);
         }
@@ -134,6 +146,7 @@ impl World {
         if self.clients.queues[queue].home == owner {
             return;
         }
+        self.forget_waiting(self.clients.queues[queue].home, queue);
         self.clients.queues[queue].home = owner;
         if self.clients.queues[queue].open.is_some() {
             self.abandon(queue);

@@ -11,7 +11,9 @@ mod faults;
 mod fences;
 mod growth;
 mod health;
+mod holes;
 mod hosts;
+mod limits;
 mod lost_disks;
 mod members;
 mod memory;
@@ -40,7 +42,6 @@ use self::faults::Faults;
 use self::hosts::Hosts;
 use self::operators::Operators;
 use self::processes::Processes;
-use self::quiesce::Quiesce;
 use self::setup::Setup;
 use crate::control::{Answer, Question, Record};
 use crate::faults::Planned;
@@ -250,7 +251,6 @@ pub(crate) struct World {
     pub clients: Clients,
     pub operators: Operators,
     pub faults: Faults,
-    pub quiesce: Quiesce,
     pub checkers: Checkers,
 }
 
@@ -274,7 +274,7 @@ impl World {
 
     /// Runs to the end; the violation, if there was one, is in `self`.
     pub fn run(&mut self) {
-        while self.checkers.violation.is_none() && !self.quiesce.done() {
+        while self.checkers.violation.is_none() && !self.clients.quiesce.done() {
             let Some(event) = self.schedule.take() else {
                 self.violate("Liveness", "nothing is going to happen any more");
                 break;

@@ -2,6 +2,8 @@
 //! chance of its own, so that runs without it stay what they were.
 
 use super::growth::Growth;
+use super::holes::Holes;
+use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
 use super::recovery::Recovery;
@@ -13,4 +15,6 @@ pub(crate) struct Operators {
     pub growth: Growth,
     pub memory: Memory,
     pub snapshots: Snapshots,
+    pub limits: VolumeLimits,
+    pub holes: Holes,
 }

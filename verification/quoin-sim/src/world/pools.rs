@@ -337,7 +337,7 @@ impl World {
                 taken => break taken,
             }
         };
-        let mut events = Vec::new();
+        let (mut events, mut opened) = (Vec::new(), false);
         let mut appends = Appends::default();
         let of_connection =
             |session, message| ReplicaEvent::Message { connection: id, session, message };
@@ -352,6 +352,7 @@ impl World {
                     continue;
                 }
                 self.observe(&Observation::OpenTaken { pool, session });
+                opened = true;
             }
             if self.setup.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
@@ -387,6 +388,9 @@ impl World {
             let at = self.receipt(pool);
             self.feed_pool_at(pool, at, events);
         }
+        if opened {
+            self.observe_connected(pool);
+        }
         match taken {
             Taken::End => self.pool_end_lost(id),
             Taken::Refused => {
@@ -401,6 +405,14 @@ impl World {
             }
             Taken::Nothing | Taken::Some => {}
         }
+    }
+
+    /// Shows the sessions whose own connections the pool has open.
+    fn observe_connected(&mut self, pool: usize) {
+        let connections = self.network.connections.values();
+        let here = connections.filter(|c| c.pool == pool && c.pool_open && c.bulk.is_none());
+        let open: Vec<SessionKey> = here.map(|connection| connection.session).collect();
+        self.observe(&Observation::Connected { pool, open: &open });
     }
 
     /// A pool answers for replicas that it does not have.

@@ -45,6 +45,10 @@ pub(crate) enum ProcessEvent {
     ReadsFail { pool: usize },
     /// Weeks have passed.
     Weeks,
+    /// A volume's limits let requests pass that waited.
+    Release { target: usize, life: u32, arm: u32 },
+    /// Users trim blocks.
+    MakeHoles,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +124,8 @@ impl World {
             }
             ProcessEvent::ReadsFail { pool } => self.reads_fail(pool),
             ProcessEvent::Weeks => self.weeks_pass(),
+            ProcessEvent::Release { target, life, arm } => self.release(target, life, arm),
+            ProcessEvent::MakeHoles => self.make_holes(),
         }
     }
 

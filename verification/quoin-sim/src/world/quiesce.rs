@@ -131,28 +131,29 @@ impl World {
         self.faults.end();
         self.mend_all();
         self.remove_unexpected();
-        self.quiesce.stage = Stage::Recovering;
-        self.quiesce.since = self.now();
-        self.quiesce.resumed = vec![false; self.clients.queues.len()];
+        self.clients.quiesce.stage = Stage::Recovering;
+        self.clients.quiesce.since = self.now();
+        self.clients.quiesce.resumed = vec![false; self.clients.queues.len()];
         self.trace.line(self.schedule.now(), || "no more faults".into());
         self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
     pub(crate) fn check_quiesce(&mut self) {
         let now = self.now();
-        let waited = now - self.quiesce.since;
-        let stage = self.quiesce.stage;
+        let waited = now - self.clients.quiesce.since;
+        let stage = self.clients.quiesce.stage;
         match stage {
             Stage::Recovering if self.recovered().is_ok() => self.begin_round(Stage::Reading),
             Stage::Reading | Stage::Emptying
-                if self.quiesce.flushed && self.clients.queues.iter().all(|q| q.open.is_none()) =>
+                if self.clients.quiesce.flushed
+                    && self.clients.queues.iter().all(|q| q.open.is_none()) =>
             {
                 let quiet = if stage == Stage::Reading { Stage::Quiet } else { Stage::Empty };
-                (self.quiesce.stage, self.quiesce.since) = (quiet, now);
+                (self.clients.quiesce.stage, self.clients.quiesce.since) = (quiet, now);
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
                 self.observe(&Observation::AtRest);
-                (self.quiesce.stage, self.quiesce.since) = (Stage::Verifying, now);
+                (self.clients.quiesce.stage, self.clients.quiesce.since) = (Stage::Verifying, now);
             }
             Stage::Verifying if self.verified() => {
                 self.delete_snapshots();
@@ -160,7 +161,7 @@ impl World {
             }
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
                 self.observe(&Observation::Emptied);
-                self.quiesce.stage = Stage::Done;
+                self.clients.quiesce.stage = Stage::Done;
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
@@ -187,7 +188,7 @@ impl World {
     }
 
     fn begin_round(&mut self, stage: Stage) {
-        self.quiesce.begin_round(stage, self.schedule.now());
+        self.clients.quiesce.begin_round(stage, self.schedule.now());
         for queue in 0..self.clients.queues.len() {
             let turn = self.clients.queues[queue].turn;
             self.schedule.after(0, Event::Client { queue, turn });
@@ -221,7 +222,7 @@ impl World {
         if process.serving.is_none() {
             return Err("the owner's target does not serve".into());
         }
-        if let Some(queue) = self.quiesce.resumed.iter().position(|r| !r) {
+        if let Some(queue) = self.clients.quiesce.resumed.iter().position(|r| !r) {
             return Err(format!("client {queue} was not answered since the faults stopped"));
         }
         if let Some(member) =

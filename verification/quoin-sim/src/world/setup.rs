@@ -12,7 +12,9 @@ use super::clients::Clients;
 use super::control::Control;
 use super::fences::Fences;
 use super::growth::Growth;
+use super::holes::Holes;
 use super::hosts::Hosts;
+use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
 use super::operators::Operators;
@@ -305,6 +307,10 @@ impl World {
             typical_delay = *random.pick(shape.delay_ns);
             clients = shape.clients;
         }
+        let holes = Holes::draw(options.seed, options.swarm);
+        if let Some(volume_blocks) = holes.volume_blocks() {
+            (setup.volume_blocks, setup.config.volume_blocks) = (volume_blocks, volume_blocks);
+        }
         let volume_blocks = setup.volume_blocks;
         let snapshots = Snapshots::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
@@ -351,9 +357,10 @@ impl World {
                 growth,
                 memory: Memory::draw(seed, swarm),
                 snapshots,
+                limits: VolumeLimits::draw(seed, swarm),
+                holes,
             },
             faults: Default::default(),
-            quiesce: Default::default(),
             checkers: Default::default(),
             random,
         };
@@ -447,6 +454,7 @@ impl World {
         self.plan_recovery();
         self.plan_growth();
         self.plan_memory();
+        self.plan_holes();
         self.plan_snapshots();
         let setup = &self.setup;
         let words = format!(

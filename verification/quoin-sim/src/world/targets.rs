@@ -15,6 +15,7 @@ use quoin_types::{
 
 use super::checkers::Observation;
 use super::connections::{Name, name};
+use super::limits::Limited;
 use super::{Event, World, brief};
 use crate::control::Question;
 use crate::network::{ConnectionId, Taken, Way};
@@ -44,6 +45,8 @@ pub(crate) struct Process {
     /// The round in the middle of which its thread stands still. What it receives had arrived by
     /// then.
     pub(super) stalled: Option<(Round, Instant)>,
+    /// `None`: the volume has no limit.
+    pub(super) limited: Option<Limited>,
 }
 
 /// Answers of the control plane to a target.
@@ -98,6 +101,7 @@ impl World {
             sent: Lsn::ZERO,
             sessions: BTreeMap::new(),
             stalled: None,
+            limited: self.limited(now),
         });
         self.observe(&Observation::TargetStarted { target });
         self.dials_begin(target);

@@ -6,7 +6,9 @@ mod assertions;
 mod at_rest;
 mod durability;
 mod fences;
+mod limits;
 mod processes;
+mod rebuilds;
 mod retired;
 mod terms;
 
@@ -266,6 +268,39 @@ pub(crate) enum Observation<'a> {
         pool: usize,
         is_own: bool,
     },
+    /// A client's request came to the limits of a volume.
+    LimitAsked {
+        target: usize,
+        queue: usize,
+        token: u64,
+    },
+    /// It waits for them.
+    LimitHeld {
+        target: usize,
+        at: Time,
+    },
+    /// A request has passed the limits.
+    LimitPassed {
+        target: usize,
+        at: Time,
+        token: u64,
+        bytes: u64,
+    },
+    /// The timer of the limits was due.
+    LimitTurn {
+        target: usize,
+        passed: usize,
+    },
+    /// A client is gone, and what it waited for.
+    LimitForgotten {
+        target: usize,
+        queue: usize,
+    },
+    /// A pool has done what an Open asks for; the sessions whose own connections it has open.
+    Connected {
+        pool: usize,
+        open: &'a [SessionKey],
+    },
     /// Every block was read and flushed, and nothing is under way.
     AtRest,
     Verified {
@@ -359,7 +394,9 @@ pub(crate) struct Checkers {
     pub admissions: admissions::Admissions,
     at_rest: at_rest::AtRest,
     fences: fences::FenceRules,
+    limits: limits::LimitRules,
     processes: processes::ProcessRules,
+    rebuilds: rebuilds::RebuildRules,
     retired: retired::Retired,
     terms: terms::TermRules,
 }
@@ -392,7 +429,9 @@ impl World {
             admissions,
             at_rest,
             fences,
+            limits,
             processes,
+            rebuilds,
             retired,
             terms,
         } = &mut self.checkers;
@@ -410,8 +449,10 @@ impl World {
             situations,
             follows: Vec::new(),
         };
-        let all: [&mut dyn Checker; 8] =
-            [durability, assertions, fences, terms, admissions, retired, at_rest, processes];
+        let all: [&mut dyn Checker; 10] = [
+            durability, assertions, fences, terms, admissions, retired, at_rest, processes, limits,
+            rebuilds,
+        ];
         let failed = all.into_iter().find_map(|checker| each(checker, &mut scene).err());
         let follows = scene.follows;
         match failed {

@@ -1,5 +1,6 @@
-//! Processes that a volume shares with others: these hold up neither its dials nor its chunks, and
-//! what is ordered for another volume changes nothing of its replicas.
+//! Processes that a volume shares with others: these hold up neither its dials nor its chunks,
+//! orders for another volume change nothing of its replicas, and no connection of a former
+//! session is kept.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use quoin_replication::pool_host::access::Claim;
 use quoin_replication::pool_host::holdings::{Phase, Step, step};
 use quoin_replication::replica::store::ReplicaIdentity;
 use quoin_types::message::ToReplica;
-use quoin_types::{Member, VolumeId};
+use quoin_types::{Member, SessionKey, VolumeId};
 
 use super::{Broken, Checker, Observation, Scene, broken};
 use crate::schedule::{Instant, SECOND};
@@ -23,6 +24,8 @@ pub(crate) struct ProcessRules {
     dials: BTreeMap<(usize, usize), Dials>,
     /// By pool, chunks of other volumes that its process served in a row.
     others_served: BTreeMap<usize, u32>,
+    /// By pool, sessions that were opened and not closed by their targets.
+    opened: BTreeMap<usize, Vec<SessionKey>>,
 }
 
 #[derive(Default)]
@@ -53,6 +56,26 @@ impl Checker for ProcessRules {
             }
             Observation::PoolStarts { pool, .. } => {
                 self.others_served.remove(&pool);
+                self.opened.remove(&pool);
+                Ok(())
+            }
+            Observation::OpenTaken { pool, session } => {
+                self.opened.entry(pool).or_default().push(session);
+                Ok(())
+            }
+            // Its target closes the connection.
+            Observation::PoolReceives { pool, session, message: ToReplica::Close, .. } => {
+                self.opened.entry(pool).or_default().retain(|opened| *opened != session);
+                Ok(())
+            }
+            Observation::Connected { pool, open } => {
+                let opened = self.opened.entry(pool).or_default();
+                opened.retain(|session| open.contains(session));
+                if opened.len() > 1 {
+                    let detail =
+                        format!("pool {pool} keeps connections of former sessions: {opened:?}");
+                    return broken("FormerClosed", detail);
+                }
                 Ok(())
             }
             Observation::ChunkServed { pool, is_own } => self.check_turn(pool, is_own),
