@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_on_every_address_tells_the_one_that_the_controller_is_reached_from() {
+    fn a_pool_on_every_address_reports_the_one_that_reaches_the_controller() {
         let (told, source) = watch::channel(None);
         let bound = "0.0.0.0:7401".parse().unwrap();
         let address = Advertised::new(None, bound, source.clone());

@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_counted_is_in_the_text_under_its_name_and_unit() {
+    fn counters_are_in_the_text_under_their_name_and_unit() {
         let metrics = Metrics::new("p1");
         metrics.log.written.inc_by(4096);
         metrics.scrub.read.inc_by(512);

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_to_be_formatted_and_holds_something_is_refused_by_its_name_and_left_as_it_is() {
+    fn a_device_that_holds_data_is_not_formatted_and_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data");
         let last = SIZE - 512;

@@ -582,7 +582,7 @@ fn opening(process: &Process, epoch: u64) -> JoinHandle<Option<(Session, OpenAck
 }
 
 #[test]
-fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_nobody() {
+fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_never_does() {
     let dir = tempfile::tempdir().unwrap();
     let witness = dir.path().join(WITNESS_FILE);
     let disk = MemoryDisk::new(128 << 20);

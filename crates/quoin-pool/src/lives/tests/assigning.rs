@@ -34,7 +34,7 @@ fn change(process: &Process, wanted: Vec<Wanted>, removed: &[u128]) {
 }
 
 #[test]
-fn a_change_is_done_and_what_failed_of_the_others_is_tried_again() {
+fn a_change_is_done_and_failed_earlier_ones_are_tried_again() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
     // The second one has no size that a pool can make.
