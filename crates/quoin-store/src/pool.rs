@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
 use quoin_types::entry::SharedEntry;
@@ -17,7 +17,8 @@ use crate::background::due_work::DueWork;
 use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
-use crate::disk::{Disk, Syncer};
+use crate::disk::fetch::{Fetch, Fetches, Owner};
+use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
@@ -134,6 +135,7 @@ impl<D: Disk> Pool<D> {
             sequence: superblock.starts << 32,
             superblock,
             cache: Cache::new(options.cache_bytes),
+            fetches: Fetches::default(),
             options,
             ring,
             mark: Mark::found(durable.mark),
@@ -146,7 +148,6 @@ impl<D: Disk> Pool<D> {
             readying: None,
             header: Vec::new(),
             found: Vec::new(),
-            node: Vec::new(),
             parts: Vec::new(),
             memtable: Memtable::default(),
         };
@@ -397,6 +398,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;
         self.touch(guid);
+        self.core.fetches.drop_calls(Owner::Sessions(guid));
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
@@ -456,6 +458,27 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn take_served(&mut self) -> Vec<ReplicaGuid> {
         self.core.tickets.take_served()
+    }
+
+    fn reader(&self) -> Option<Reader> {
+        self.core.disk.reader()
+    }
+
+    fn next_fetch(&mut self) -> Option<Fetch> {
+        self.core.fetches.next()
+    }
+
+    fn fetched(&mut self, id: u64, result: Result<Bytes, IoFault>) {
+        self.core.fetches.arrived(id, result);
+    }
+
+    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+        while let Some((owner, ticket)) = self.core.fetches.take_ready() {
+            if let Owner::Sessions(guid) = owner {
+                return Some((guid, ticket));
+            }
+        }
+        None
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
@@ -538,6 +561,22 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.read(self.core, view, lba, blocks, want_data, out)
     }
 
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let before = out.len();
+        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid));
+        let read = self.replica.read(self.core, view, lba, blocks, want_data, out);
+        let Some(ticket) = self.core.fetches.end() else { return read };
+        out.truncate(before);
+        Err(StoreError::Pending(ticket))
+    }
+
     fn verify(
         &mut self,
         lba: u64,
@@ -585,6 +624,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     fn unpin(&mut self, session: u64) {
         self.replica.pins.remove(&session);
         self.replica.maintenance.fold_for_increment = None;
+        self.core.fetches.drop_calls(Owner::Sessions(self.replica.identity.guid));
     }
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {

@@ -134,6 +134,8 @@ struct State {
     /// What becomes of the next write, and the chance that says where it goes.
     lie: Option<(Lie, u64)>,
     image: Option<Pages>,
+    /// Chance that decides what the kernel has cached, and the percent of reads that it has not.
+    uncached: Option<(Random, u64)>,
     /// Pages that nobody sees any more, to be written again.
     spare: Vec<Page>,
     counts: DiskCounts,
@@ -192,6 +194,11 @@ impl SimDisk {
 
     pub fn failing(&self) -> Failing {
         self.state().failing
+    }
+
+    /// So many of a hundred reads have to wait for the medium from now on.
+    pub fn set_uncached(&self, chance: Random, percent: u64) {
+        self.state().uncached = Some((chance, percent));
     }
 
     /// The next write is not done where it should be.
@@ -481,6 +488,14 @@ impl Disk for SimDisk {
             }
         }
         Ok(())
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        let waits = |(chance, percent): &mut (Random, u64)| chance.percent(*percent);
+        if self.state().uncached.as_mut().is_some_and(waits) {
+            return Ok(false);
+        }
+        self.read_at(offset, buffer).map(|()| true)
     }
 
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {

@@ -1,10 +1,13 @@
 //! The real store on a simulated disk, driven as `quoin-pool` drives it.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+    BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
+use quoin_store::disk::fetch::Fetch;
 use quoin_store::{
     BadBlock, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
 };
@@ -30,6 +33,8 @@ const UNIT_BLOCKS: u32 = 512;
 const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 const ROUNDS_OF_CLEAN_UP: u32 = 4;
+/// Reads of a hundred that wait for the medium, in the pools where some do.
+const UNCACHED_PERCENT: u64 = 40;
 
 pub struct RealStorage {
     disk: SimDisk,
@@ -38,6 +43,8 @@ pub struct RealStorage {
     pool: Option<Pool<SimDisk>>,
     /// Where the sync under way began.
     sync_from: u64,
+    /// Reads under way that the medium has answered already; the others are answered at their end.
+    read_early: BTreeMap<u64, Result<Bytes, IoFault>>,
     faults: Faults,
     /// Other volumes' replicas take all the room there is.
     full: bool,
@@ -69,6 +76,10 @@ impl RealStorage {
             options.log_keep_bytes = shape.log_keep_bytes;
         }
         Pool::format(&disk, &format).map_err(store_error)?;
+        // Of half of the pools the kernel has all in its cache.
+        if format.pool.0 / 2 % 2 == 1 {
+            disk.set_uncached(Random::new(format.pool.0 as u64), UNCACHED_PERCENT);
+        }
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
         Ok(Self {
             disk,
@@ -76,6 +87,7 @@ impl RealStorage {
             options,
             pool: Some(pool),
             sync_from: 0,
+            read_early: BTreeMap::new(),
             faults: Faults::default(),
             full: false,
             filled: false,
@@ -132,6 +144,12 @@ impl RealStorage {
         }
         pool.request_sync();
         Ok(())
+    }
+
+    fn read(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
+        let mut bytes = vec![0; fetch.length];
+        quoin_store::Disk::read_at(&self.disk, fetch.offset, &mut bytes)?;
+        Ok(bytes.into())
     }
 
     fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
@@ -233,6 +251,7 @@ impl Storage for RealStorage {
         random: &mut Random,
     ) -> Result<(), StoreError> {
         self.pool = None;
+        self.read_early.clear();
         if outage != Outage::Power {
             self.disk.drop_held(random);
         }
@@ -250,6 +269,26 @@ impl Storage for RealStorage {
         // Room that cannot be given back now is given back at the next start.
         let _ = self.fill_or_free();
         Ok(())
+    }
+
+    fn fetch_begin(&mut self) -> Option<Fetch> {
+        let fetch = self.pool.as_mut()?.next_fetch()?;
+        // An even number: the medium is read at once, and the result is told at the end.
+        if fetch.id.is_multiple_of(2) {
+            self.read_early.insert(fetch.id, self.read(fetch));
+        }
+        Some(fetch)
+    }
+
+    fn fetch_end(&mut self, fetch: Fetch) {
+        let result = self.read_early.remove(&fetch.id).unwrap_or_else(|| self.read(fetch));
+        if let Some(pool) = &mut self.pool {
+            pool.fetched(fetch.id, result);
+        }
+    }
+
+    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+        self.pool.as_mut()?.take_fetched()
     }
 
     fn background(&mut self) -> Result<(), StoreError> {

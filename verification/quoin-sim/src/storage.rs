@@ -6,9 +6,10 @@
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
+use quoin_store::disk::fetch::Fetch;
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
@@ -79,6 +80,16 @@ pub trait Storage {
         withdraw: bool,
         random: &mut Random,
     ) -> Result<(), StoreError>;
+    /// A read of the disk to begin now, which nobody waits for.
+    fn fetch_begin(&mut self) -> Option<Fetch> {
+        None
+    }
+    /// It ends.
+    fn fetch_end(&mut self, _fetch: Fetch) {}
+    /// The next replica of which a call can be made again.
+    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+        None
+    }
     /// Checkpoints, clean-up and the like, between events.
     fn background(&mut self) -> Result<(), StoreError>;
     fn wants_background(&self) -> bool;
@@ -248,6 +259,17 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     ) -> Result<(), StoreError> {
         self.reading()?;
         self.inner.read(view, lba, blocks, want_data, out)
+    }
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.reading()?;
+        self.inner.try_read(view, lba, blocks, want_data, out)
     }
     fn verify(
         &mut self,

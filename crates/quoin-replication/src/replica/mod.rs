@@ -24,7 +24,7 @@ use quoin_types::{Durability, Epoch, Incarnation, Lsn};
 use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
-use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 
 /// Number of a transport connection, chosen by the driver.
 pub type ConnectionId = u64;
@@ -43,6 +43,10 @@ pub enum ReplicaEvent {
     Synced {
         ticket: SyncTicket,
         result: Result<(), StoreError>,
+    },
+    /// All that a call which answered [`StoreError::Pending`] lacked was read: it is made again.
+    Fetched {
+        ticket: FetchTicket,
     },
     Timer,
     /// The store found this replica's own data damaged, in work outside of any session.
@@ -238,6 +242,7 @@ impl Replica {
             ReplicaEvent::Synced { ticket, result } => {
                 self.on_synced(now, ticket, result, store, actions);
             }
+            ReplicaEvent::Fetched { ticket } => self.on_fetched(now, ticket, store, actions),
             ReplicaEvent::Timer => {
                 self.timer = None;
                 self.end_fenced(now, store, actions);
@@ -506,6 +511,20 @@ impl Replica {
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
         self.go_on(now, Place::Elsewhere, outcome, store, actions);
+    }
+
+    /// Makes a call again whose reads have come. It renews no lease: its message did.
+    fn on_fetched(
+        &mut self,
+        now: Time,
+        ticket: FetchTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let Some(session) = &mut self.session else { return };
+        if let Err(failure) = session.on_fetched(ticket, store, actions) {
+            self.fail(now, Place::Elsewhere, failure, store, actions);
+        }
     }
 
     /// Records for the next start that everything it ever applied is on media, regardless of the

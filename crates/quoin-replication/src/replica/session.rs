@@ -1,9 +1,9 @@
 //! One target's open session with a replica: order, acknowledgements, increments.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::copying::{ANSWER_BYTES_MAX, Copying, Way};
-use super::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
@@ -17,8 +17,12 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
 
-/// Limit of reads that wait for an entry; a correct target stays far below it.
+/// Limit of reads that wait for an entry or for the disk; a correct target stays far below it.
 const WAITING_READS_MAX: usize = 4096;
+/// Times that a read may be told to wait for the disk: each time it looks up where its blocks are
+/// by then, and finds what it lacked the last time. One that lacks something still has met others
+/// that took the room in the caches; it has the pool wait instead.
+const FETCHES_MAX: u8 = 16;
 /// Limit of data that one verification reads: other requests wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -67,6 +71,8 @@ struct WaitingRead {
     blocks: u32,
     after: Lsn,
     ping: Ping,
+    /// Times that it had to wait for the disk.
+    fetches: u8,
 }
 
 impl WaitingRead {
@@ -78,6 +84,9 @@ impl WaitingRead {
         slots: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         match self.what {
+            Looked::Blocks { view, want_data } if self.fetches < FETCHES_MAX => {
+                store.try_read(view, self.lba, blocks, want_data, slots)
+            }
             Looked::Blocks { view, want_data } => {
                 store.read(view, self.lba, blocks, want_data, slots)
             }
@@ -151,7 +160,10 @@ pub(super) struct Session {
     /// Entries that must be durable before they are acknowledged as applied, oldest first.
     barriers: VecDeque<Lsn>,
     syncs: VecDeque<(SyncTicket, AfterSync)>,
+    /// Reads that wait for an entry.
     reads: VecDeque<WaitingRead>,
+    /// Reads that wait for the disk.
+    parked: BTreeMap<FetchTicket, WaitingRead>,
     ping: Ping,
     acknowledgement_due: bool,
     closing: bool,
@@ -173,6 +185,7 @@ impl Session {
             barriers: VecDeque::new(),
             syncs: VecDeque::new(),
             reads: VecDeque::new(),
+            parked: BTreeMap::new(),
             ping: Ping(0),
             acknowledgement_due: false,
             closing: false,
@@ -227,12 +240,12 @@ impl Session {
             ToReplica::Read { id, view, lba, blocks, after, want_data, ping } => {
                 let limit = if want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
                 let what = Looked::Blocks { view, want_data };
-                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, limit, store, actions)?;
             }
             ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
                 let what = Looked::Verified { bytes_max: bytes_max.min(VERIFY_BYTES_MAX), repair };
-                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
             ToReplica::Fetch { id, after, bytes_max } => {
@@ -334,7 +347,7 @@ impl Session {
             AfterSync::Flipped(_) => Step::Flipped,
             AfterSync::Close { .. } | AfterSync::Closed => Step::CloseUnsynced,
         }));
-        if !self.reads.is_empty() {
+        if !(self.reads.is_empty() && self.parked.is_empty()) {
             steps.push(Step::ReadsWaiting);
         }
     }
@@ -568,11 +581,11 @@ impl Session {
         if read.blocks == 0 || read.blocks > blocks_max || read.lba > VOLUME_BLOCKS_MAX {
             return Err(Fault::Protocol("read length"));
         }
-        if self.reads.len() == WAITING_READS_MAX {
+        if self.reads.len() + self.parked.len() >= WAITING_READS_MAX {
             return Err(Fault::Protocol("too many reads"));
         }
         if read.after <= self.applied && self.reads.is_empty() {
-            return self.read(&read, store, actions);
+            return self.read(read, store, actions);
         }
         self.reads.push_back(read);
         self.serve_reads(store, actions)
@@ -583,33 +596,54 @@ impl Session {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
-        let mut waiting = std::mem::take(&mut self.reads);
         let mut result = Ok(());
-        waiting.retain(|read| {
+        for read in std::mem::take(&mut self.reads) {
             if result.is_err() || read.after > self.applied {
-                return true;
+                self.reads.push_back(read);
+            } else {
+                result = self.read(read, store, actions);
             }
-            result = self.read(read, store, actions);
-            false
-        });
-        self.reads = waiting;
+        }
         result
     }
 
+    /// Makes the call again that this ticket is of. Each answer names its request and the LSN that
+    /// it was read at, so one that waited for the disk may come after answers to later requests.
+    pub fn on_fetched(
+        &mut self,
+        ticket: FetchTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        match self.parked.remove(&ticket) {
+            Some(read) if !self.closing => self.read(read, store, actions),
+            _ => Ok(()),
+        }
+    }
+
+    /// Answers a read, or parks it until the disk has given what it lacks.
     fn read(
         &mut self,
-        read: &WaitingRead,
+        mut read: WaitingRead,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
         let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
         let (id, at, ping) = (read.id, self.applied, read.ping);
-        match read.look(read.blocks, store, &mut slots) {
+        let looked = match read.look(read.blocks, store, &mut slots) {
             Err(StoreError::Rule(rule)) => {
                 slots.clear();
-                read.look_over_the_end(rule, store, &mut slots)?;
+                read.look_over_the_end(rule, store, &mut slots)
             }
-            other => other?,
+            looked => looked,
+        };
+        match looked {
+            Err(StoreError::Pending(ticket)) => {
+                read.fetches += 1;
+                self.parked.insert(ticket, read);
+                return Ok(());
+            }
+            looked => looked?,
         }
         let message = match read.what {
             Looked::Blocks { .. } => FromReplica::Data { id, at, slots, ping },

@@ -400,13 +400,22 @@ pub fn blocks(
     lba: u64,
     out: &mut [BlockAt],
 ) -> Result<(), StoreError> {
-    let mut done = 0;
+    let (mut done, mut lacking) = (0, Ok(()));
     while done < out.len() {
         let at = lba + done as u64;
         let leaf_start = at & !(LEAF_BLOCKS as u64 - 1);
         let count = ((leaf_start + LEAF_BLOCKS as u64 - at) as usize).min(out.len() - done);
         let out = &mut out[done..done + count];
-        match descend(nodes, root, at)? {
+        done += count;
+        let found = match descend(nodes, root, at) {
+            // What the other leaves lack is fetched at the same time.
+            Err(error @ StoreError::Pending(_)) => {
+                lacking = Err(error);
+                continue;
+            }
+            found => found?,
+        };
+        match found {
             Found::Hole(version) => out.fill(BlockAt { version, place: 0, crc: 0 }),
             Found::Damaged(version) => out.fill(BlockAt { version, place: BAD_PLACE, crc: 0 }),
             Found::Leaf(node) => {
@@ -415,9 +424,8 @@ pub fn blocks(
                 out.copy_from_slice(&leaf.blocks[first..first + count]);
             }
         }
-        done += count;
     }
-    Ok(())
+    lacking
 }
 
 /// The nodes from the root to the leaf over an LBA, each with its level and first LBA.

@@ -501,24 +501,30 @@ impl Replica {
             (looked, bytes) = (looked + end - start, bytes + cost);
             if from == Lsn::ZERO {
                 // Version 0 is "never written": not a change.
-                self.slots_written(core, start, &mut chunk.slots);
+                self.slots_written(core, start, &mut chunk.slots)?;
             } else {
-                self.slots(core, start, from, true, &mut chunk.slots);
+                self.slots(core, start, from, true, &mut chunk.slots)?;
             }
             at = end;
         }
         Ok(None)
     }
 
-    fn slots_written<D: Disk>(&mut self, core: &mut Core<D>, lba: u64, out: &mut Vec<Slot>) {
+    fn slots_written<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
         let first = out.len();
         let mut made = Vec::new();
-        self.slots(core, lba, Lsn::ZERO, true, &mut made);
+        self.slots(core, lba, Lsn::ZERO, true, &mut made)?;
         made.retain(|s| s.version > Lsn::ZERO);
         for slot in made {
             crate::testing::model::push_slot(out, slot);
         }
         debug_assert!(out.len() >= first.saturating_sub(1));
+        Ok(())
     }
 
     /// Where a view's blocks are found, and how many there are.

@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
+    FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
+    SyncTicket,
 };
 use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
@@ -396,6 +397,15 @@ pub(crate) fn without_bytes(slot: &mut Slot) {
 pub struct ModelHandle<'a> {
     replica: &'a mut ModelReplica,
     tickets: &'a mut Tickets,
+    slow_reads: &'a mut SlowReads,
+}
+
+/// A disk under the model that has nothing at hand, while this is on.
+#[derive(Default)]
+pub struct SlowReads {
+    pub on: bool,
+    /// Number of the last call that was told to wait.
+    pub last: FetchTicket,
 }
 
 impl std::ops::Deref for ModelHandle<'_> {
@@ -483,6 +493,21 @@ impl ReplicaStore for ModelHandle<'_> {
             push_slot(out, self.slot(map, lba, want_data));
         }
         Ok(())
+    }
+
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        if self.slow_reads.on {
+            self.slow_reads.last.0 += 1;
+            return Err(StoreError::Pending(self.slow_reads.last));
+        }
+        self.read(view, lba, blocks, want_data, out)
     }
 
     fn verify(

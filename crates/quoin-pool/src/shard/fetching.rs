@@ -1,0 +1,37 @@
+//! Reads of the disk that the shard does not wait for.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use quoin_replication::replica::ReplicaEvent;
+use quoin_replication::replica::store::IoFault;
+use quoin_store::ReplicaPool;
+use quoin_types::Time;
+
+use super::Shard;
+use crate::facts::PoolFacts;
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    /// Hands over as many reads as may be under way.
+    pub(super) fn begin_fetches(&mut self) {
+        while let Some(fetch) = self.pool.next_fetch() {
+            self.fetchers.begin(fetch);
+        }
+    }
+
+    /// Takes the result of a read. The calls that lacked it are made again.
+    pub(super) fn fetched(
+        &mut self,
+        now: Time,
+        id: u64,
+        result: Result<Bytes, IoFault>,
+        took: Duration,
+    ) {
+        self.parts.metrics.disk.fetch_duration.observe(took.as_secs_f64());
+        self.took(took);
+        self.pool.fetched(id, result);
+        while let Some((guid, ticket)) = self.pool.take_fetched() {
+            self.deliver(now, guid, ReplicaEvent::Fetched { ticket });
+        }
+    }
+}
