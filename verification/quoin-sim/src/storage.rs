@@ -85,7 +85,7 @@ pub trait Storage {
         None
     }
     /// It ends.
-    fn fetch_end(&mut self, _fetch: Fetch) {}
+    fn fetch_end(&mut self, _id: u64) {}
     /// The next replica of which a call can be made again.
     fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
         None

@@ -600,11 +600,12 @@ impl World {
         if here.life != life || here.process.is_none() {
             return;
         }
+        // A medium that does not answer syncs reads nothing either.
         if here.paused || here.stuck {
             let again = Event::Fetched { pool, life, fetch };
             return self.schedule.after(5 * MILLISECOND, again);
         }
-        here.storage.fetch_end(fetch);
+        here.storage.fetch_end(fetch.id);
         let guid = here.member.guid;
         let ready = std::iter::from_fn(|| here.storage.take_fetched());
         let of_it = ready.filter(|(of, _)| *of == guid);
