@@ -8,7 +8,7 @@ use quoin_replication::replica::store::{
 use quoin_types::ReplicaGuid;
 
 use crate::disk::Reader;
-use crate::disk::fetch::Fetch;
+use crate::disk::fetch::{Fetch, Owner};
 
 /// A pool of replicas as its one driver thread sees it.
 ///
@@ -22,7 +22,8 @@ use crate::disk::fetch::Fetch;
 ///
 /// **Reads that nobody waits for.** After each round of events the driver has the reads of
 /// [`ReplicaPool::next_fetch`] made on other threads ([`ReplicaPool::reader`]) and reports each with
-/// [`ReplicaPool::fetched`]. Then the replicas of [`ReplicaPool::take_fetched`] get `Fetched`.
+/// [`ReplicaPool::fetched`]. Then the replicas whose sessions [`ReplicaPool::take_fetched`] names get
+/// `Fetched`, and background work that it names goes on.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
 /// [`ReplicaPool::background`], whenever the driver is idle and whenever
@@ -79,8 +80,8 @@ pub trait ReplicaPool {
     }
     /// Takes the result of such a read, by its number.
     fn fetched(&mut self, _id: u64, _result: Result<Bytes, IoFault>) {}
-    /// The next replica of which a call can be made again.
-    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+    /// The next call that can be made again, and whose it is.
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
         None
     }
 

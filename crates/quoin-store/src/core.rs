@@ -210,14 +210,29 @@ impl<D: Disk> Core<D> {
     }
 
     /// Reads blocks. In a call that may wait ([`Fetches::begin`]), [`LACKING`] where the disk does
-    /// not have them at hand: they are fetched beside, and the call is made again.
+    /// not have them at hand: they are fetched beside, and the call is made again. It finds them
+    /// until it lacks nothing.
     pub fn read_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, true)
+    }
+
+    /// Reads blocks like `read_beside`, for a caller who keeps them: they are found once.
+    pub fn take_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, false)
+    }
+
+    fn read_or_fetch(
+        &mut self,
+        block: u64,
+        buffer: &mut [u8],
+        keep: bool,
+    ) -> Result<(), StoreError> {
         if !self.fetches.is_open() {
             return self.read(block, buffer);
         }
         let blocks = buffer.len().div_ceil(BLOCK_SIZE) as u32;
         let stretch = Stretch { first: block, blocks };
-        match self.fetches.look(stretch) {
+        match self.fetches.look(stretch, keep) {
             Looked::Arrived(bytes) => {
                 buffer.copy_from_slice(&bytes.map_err(StoreError::Io)?);
                 Ok(())
@@ -616,7 +631,7 @@ fn read_node<'b, D: Disk>(
     }
     let first = node.place / block;
     buffer.resize(((end.div_ceil(block) - first) * block) as usize, 0);
-    match core.read_beside(first, buffer) {
+    match core.take_beside(first, buffer) {
         Ok(()) => {}
         Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
         Err(error) => return Err(error),

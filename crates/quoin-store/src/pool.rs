@@ -14,6 +14,7 @@ use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool};
 use crate::background::due_work::DueWork;
+use crate::background::look_ahead::LookAhead;
 use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
@@ -81,6 +82,8 @@ pub struct Pool<D> {
     pub(crate) counts_next: bool,
     /// What is due of each replica.
     pub(crate) due_work: RefCell<DueWork>,
+    /// What the next step of background work waits for.
+    pub(crate) look_ahead: LookAhead,
 }
 
 impl<D: Disk> Pool<D> {
@@ -182,6 +185,7 @@ impl<D: Disk> Pool<D> {
             victim: Victim::default(),
             counts_next: true,
             due_work: RefCell::default(),
+            look_ahead: LookAhead::default(),
         };
         pool.touch_all();
         Ok(pool)
@@ -399,6 +403,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         let ticket = self.core.tickets.request().0;
         self.touch(guid);
         self.core.fetches.drop_calls(Owner::Sessions(guid));
+        self.core.fetches.drop_calls(Owner::Background(guid));
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
@@ -472,13 +477,8 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.core.fetches.arrived(id, result);
     }
 
-    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
-        while let Some((owner, ticket)) = self.core.fetches.take_ready() {
-            if let Owner::Sessions(guid) = owner {
-                return Some((guid, ticket));
-            }
-        }
-        None
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
+        self.core.fetches.take_ready()
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {

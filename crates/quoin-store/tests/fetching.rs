@@ -10,10 +10,10 @@ use quoin_replication::replica::store::{
     BootCookie, FetchTicket, IoFault, ReplicaMeta, ReplicaStore, StoreError,
 };
 use quoin_store::disk::Syncer;
-use quoin_store::disk::fetch::Fetch;
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::message::{Content, ReadView, Slot};
-use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid};
+use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -95,13 +95,22 @@ impl Volume {
         }
     }
 
-    /// Does all background work that there is.
-    fn settle(&mut self) {
+    /// Does all background work that there is; the most reads that it had under way at once.
+    fn settle(&mut self) -> usize {
+        let mut most = 0;
         for _ in 0..10_000 {
             self.sync();
-            if self.pool.background_due() == Due::Idle {
-                return;
+            let begun = self.begun();
+            most = most.max(begun.len());
+            if begun.is_empty() && self.pool.background_due() == Due::Idle {
+                return most;
             }
+            for fetch in begun {
+                assert_eq!(self.pool.background_due(), Due::Idle, "it waits for the disk");
+                let bytes = self.bytes_of(fetch);
+                self.pool.fetched(fetch.id, bytes);
+            }
+            self.ready();
             self.pool.background(1).expect("background work");
         }
         panic!("it never ends");
@@ -131,7 +140,7 @@ impl Volume {
         std::iter::from_fn(|| self.pool.next_fetch()).collect()
     }
 
-    fn ready(&mut self) -> Vec<(ReplicaGuid, FetchTicket)> {
+    fn ready(&mut self) -> Vec<(Owner, FetchTicket)> {
         std::iter::from_fn(|| self.pool.take_fetched()).collect()
     }
 
@@ -181,8 +190,8 @@ fn cold_reads_are_under_way_together_and_none_is_waited_for() {
             let bytes = volume.bytes_of(fetch);
             volume.pool.fetched(fetch.id, bytes);
         }
-        for (guid, ticket) in volume.ready() {
-            assert_eq!(guid, GUID);
+        for (owner, ticket) in volume.ready() {
+            assert_eq!(owner, Owner::Sessions(GUID));
             let lba = waiting.remove(&ticket).expect("it is made again once");
             match volume.try_read(lba, 1) {
                 Ok(slots) => volume.check(lba, 1, &slots),
@@ -193,6 +202,45 @@ fn cold_reads_are_under_way_together_and_none_is_waited_for() {
     assert_eq!(most, lbas.len(), "as many at once as there are reads");
     assert!(rounds <= 4, "{rounds} rounds for a map of three levels");
     assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+}
+
+#[test]
+fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read_and_has_many_under_way() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    for turn in 0..3 {
+        for lba in (0..128).map(|leaf| leaf * 256 + turn) {
+            volume.write(lba, turn as u8 + 1).expect("room");
+        }
+        volume.settle();
+        volume.pool.settle().expect("folded");
+        volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    }
+    // More log than is kept, so that it is folded.
+    for lba in (0..128).map(|leaf| leaf * 256) {
+        volume.write(lba, 9).expect("room");
+    }
+    let keep = PoolOptions { checkpoint_bytes: 64 << 10, ..options() };
+    volume.pool = Pool::open(volume.disk.clone(), keep).expect("it opens");
+    volume.pool.replica(GUID).expect("it").set_stable(Lsn(volume.lsn));
+    let base = |volume: &mut Volume| volume.pool.replica(GUID).expect("it").state().base;
+    let before = base(&mut volume);
+    let waited = volume.disk.waited.load(Ordering::Relaxed);
+    let mut most = 0;
+    while base(&mut volume) == before {
+        for fetch in volume.begun() {
+            most += 1;
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        volume.ready();
+        assert!(volume.pool.background_due() != Due::Idle, "nothing folds it");
+        volume.pool.background(1).expect("background work");
+    }
+    assert!(most >= 100, "{most} nodes were fetched");
+    assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+    for lba in (0..128).map(|leaf| leaf * 256) {
+        assert_eq!(volume.written.get(&lba), Some(&9));
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
     BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
-use quoin_store::disk::fetch::Fetch;
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{
     BadBlock, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
 };
@@ -294,7 +294,7 @@ impl Storage for RealStorage {
         }
     }
 
-    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
         self.pool.as_mut()?.take_fetched()
     }
 

@@ -9,7 +9,7 @@ use quoin_replication::replica::store::{
     BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
-use quoin_store::disk::fetch::Fetch;
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
@@ -86,8 +86,8 @@ pub trait Storage {
     }
     /// It ends.
     fn fetch_end(&mut self, _id: u64) {}
-    /// The next replica of which a call can be made again.
-    fn take_fetched(&mut self) -> Option<(ReplicaGuid, FetchTicket)> {
+    /// The next call that can be made again, and whose it is.
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
         None
     }
     /// Checkpoints, clean-up and the like, between events.

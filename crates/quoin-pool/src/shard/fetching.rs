@@ -6,6 +6,7 @@ use bytes::Bytes;
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::store::IoFault;
 use quoin_store::ReplicaPool;
+use quoin_store::disk::fetch::Owner;
 use quoin_types::Time;
 
 use super::Shard;
@@ -30,8 +31,11 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.metrics.disk.fetch_duration.observe(took.as_secs_f64());
         self.took(took);
         self.pool.fetched(id, result);
-        while let Some((guid, ticket)) = self.pool.take_fetched() {
-            self.deliver(now, guid, ReplicaEvent::Fetched { ticket });
+        while let Some((owner, ticket)) = self.pool.take_fetched() {
+            match owner {
+                Owner::Sessions(guid) => self.deliver(now, guid, ReplicaEvent::Fetched { ticket }),
+                Owner::Background(_) => self.background.disk_answered(now),
+            }
         }
     }
 }

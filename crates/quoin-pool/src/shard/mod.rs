@@ -617,7 +617,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);
-            self.background.synced(now);
+            self.background.disk_answered(now);
         }
         let told = match result {
             Ok(()) => self.pool.take_served(),

@@ -160,15 +160,21 @@ impl Fetches {
         Some(ticket)
     }
 
-    /// What is known of a stretch that the present call needs.
-    pub fn look(&mut self, stretch: Stretch) -> Looked {
+    /// What is known of a stretch that the present call needs. `keep`: it is kept until the call
+    /// lacks nothing; otherwise the caller has it from here on.
+    pub fn look(&mut self, stretch: Stretch, keep: bool) -> Looked {
         let (Some(call), Some(entry)) = (&mut self.call, self.entries.get(&stretch)) else {
             return Looked::Unknown;
         };
         match &entry.state {
             State::Arrived(result) => {
-                call.took.push(stretch);
-                Looked::Arrived(result.clone())
+                let result = result.clone();
+                if keep {
+                    call.took.push(stretch);
+                } else {
+                    self.taken(stretch);
+                }
+                Looked::Arrived(result)
             }
             State::Listed | State::UnderWay => {
                 if !call.lacks.contains(&stretch) {
@@ -372,7 +378,7 @@ mod tests {
         fetches.begin(owner);
         let mut found = Vec::new();
         for stretch in needs {
-            match fetches.look(*stretch) {
+            match fetches.look(*stretch, true) {
                 Looked::Arrived(bytes) => found.push(bytes.map_or(0, |bytes| bytes[0])),
                 Looked::Awaited => {}
                 Looked::Unknown => fetches.want(*stretch),

@@ -4,7 +4,7 @@ use quoin_replication::pool_host::access::Lane;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_store::disk::fetch::Fetch;
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
@@ -608,7 +608,7 @@ impl World {
         here.storage.fetch_end(fetch.id);
         let guid = here.member.guid;
         let ready = std::iter::from_fn(|| here.storage.take_fetched());
-        let of_it = ready.filter(|(of, _)| *of == guid);
+        let of_it = ready.filter(|(owner, _)| *owner == Owner::Sessions(guid));
         let events = of_it.map(|(_, ticket)| ReplicaEvent::Fetched { ticket }).collect();
         self.feed_pool(pool, events);
     }
@@ -666,7 +666,9 @@ impl World {
         if here.paused {
             return;
         }
-        if let Err(error) = here.storage.background() {
+        let worked = here.storage.background();
+        self.plan_fetches(pool);
+        if let Err(error) = worked {
             self.trace.line(self.schedule.now(), || format!("pool {pool} background: {error}"));
             if matches!(error, quoin_replication::replica::store::StoreError::Io(_)) {
                 self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);
