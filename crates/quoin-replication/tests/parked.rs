@@ -114,6 +114,34 @@ fn a_read_that_waits_for_the_disk_is_not_answered_after_close() {
     assert_eq!(fetched(&mut one, 1), []);
 }
 
+#[test]
+fn entries_and_slots_that_wait_for_the_disk_are_sent_once_it_has_given_them() {
+    let (mut one, session) = cold();
+    let pull = ToReplica::Pull {
+        id: 21,
+        view: ReadView::Live,
+        from: Lsn(0),
+        cursor: 0,
+        bytes_max: 1 << 20,
+    };
+    assert_eq!(one.send(session, pull), []);
+    let fetch = ToReplica::Fetch { id: 22, after: Lsn(0), bytes_max: 1 << 20 };
+    assert_eq!(one.send(session, fetch), []);
+    one.pool.slow_reads.on = false;
+    let sent = fetched(&mut one, 2);
+    let entries = |m: &FromReplica| match m {
+        FromReplica::Fetched { id: 22, entries, gone: false } => Some(entries.len()),
+        _ => None,
+    };
+    assert_eq!(sent.iter().find_map(entries), Some(1), "{sent:?}");
+    let sent = fetched(&mut one, 1);
+    let slots = |m: &FromReplica| match m {
+        FromReplica::Pulled { id: 21, slots, gone: false, .. } => Some(slots.len()),
+        _ => None,
+    };
+    assert_eq!(sent.iter().find_map(slots), Some(1), "{sent:?}");
+}
+
 /// Proves that a hostile target cannot pile up reads.
 #[test]
 fn no_more_reads_wait_for_the_disk_than_a_session_may_have() {

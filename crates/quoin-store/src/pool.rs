@@ -402,8 +402,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;
         self.touch(guid);
-        self.core.fetches.drop_calls(Owner::Sessions(guid));
-        self.core.fetches.drop_calls(Owner::Background(guid));
+        for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
+            self.core.fetches.drop_calls(owner);
+        }
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
@@ -597,8 +598,18 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             return Ok(None);
         }
         let (mut entries, mut bytes, mut payloads) = (Vec::new(), 0, 0);
+        let mut lacking = Ok(());
         for lsn in after.0 + 1..self.replica.log.next_lsn() {
-            let entry = self.replica.entry(self.core, lsn)?;
+            let entry = match self.replica.entry(self.core, lsn) {
+                // What later entries lack is fetched at the same time.
+                Err(error @ StoreError::Pending(_)) if bytes <= bytes_max as usize => {
+                    let blocks = self.replica.log.get(lsn).map_or(0, |record| record.blocks);
+                    bytes += blocks as usize * BLOCK_SIZE;
+                    lacking = Err(error);
+                    continue;
+                }
+                entry => entry?,
+            };
             bytes += entry.weight();
             payloads += payload(&entry).len();
             let is_full = bytes > bytes_max as usize || payloads > FETCHED_PAYLOADS_MAX;
@@ -607,7 +618,17 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             }
             entries.push(entry);
         }
-        Ok(Some(entries))
+        lacking.map(|()| Some(entries))
+    }
+
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let fetched = self.fetch(after, bytes_max);
+        self.core.fetches.end().map_or(fetched, |ticket| Err(StoreError::Pending(ticket)))
     }
 
     fn pull(
@@ -621,10 +642,25 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.pull(self.core, session, view, from, cursor, bytes_max)
     }
 
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let pulled = self.replica.pull(self.core, session, view, from, cursor, bytes_max);
+        self.core.fetches.end().map_or(pulled, |ticket| Err(StoreError::Pending(ticket)))
+    }
+
     fn unpin(&mut self, session: u64) {
         self.replica.pins.remove(&session);
         self.replica.maintenance.fold_for_increment = None;
-        self.core.fetches.drop_calls(Owner::Sessions(self.replica.identity.guid));
+        let guid = self.replica.identity.guid;
+        self.core.fetches.drop_calls(Owner::Sessions(guid));
+        self.core.fetches.drop_calls(Owner::Copying(guid));
     }
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {

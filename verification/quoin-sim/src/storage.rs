@@ -290,6 +290,25 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.reading()?;
         self.inner.fetch(after, bytes_max)
     }
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.reading()?;
+        self.inner.try_fetch(after, bytes_max)
+    }
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.reading()?;
+        self.inner.try_pull(session, view, from, cursor, bytes_max)
+    }
     fn pull(
         &mut self,
         session: u64,

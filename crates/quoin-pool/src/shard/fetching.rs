@@ -33,7 +33,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.pool.fetched(id, result);
         while let Some((owner, ticket)) = self.pool.take_fetched() {
             match owner {
-                Owner::Sessions(guid) => self.deliver(now, guid, ReplicaEvent::Fetched { ticket }),
+                Owner::Sessions(guid) | Owner::Copying(guid) => {
+                    self.deliver(now, guid, ReplicaEvent::Fetched { ticket });
+                }
                 Owner::Background(_) => self.background.disk_answered(now),
             }
         }

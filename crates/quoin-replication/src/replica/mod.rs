@@ -299,9 +299,10 @@ impl Replica {
             Some(way) => return self.on_bulk(now, way, message, store, actions),
             None => return,
         }
-        let place = Place::of(&message);
+        let (place, parked) = (Place::of(&message), session.parked());
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
-        if outcome.is_ok() {
+        // Of what waits for the disk nothing was read yet.
+        if outcome.is_ok() && session.parked() <= parked {
             self.copied(now, place, actions);
         }
         self.go_on(now, place, outcome, store, actions);
@@ -511,20 +512,6 @@ impl Replica {
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
         self.go_on(now, Place::Elsewhere, outcome, store, actions);
-    }
-
-    /// Makes a call again whose reads have come. It renews no lease: its message did.
-    fn on_fetched(
-        &mut self,
-        now: Time,
-        ticket: FetchTicket,
-        store: &mut dyn ReplicaStore,
-        actions: &mut Vec<ReplicaAction>,
-    ) {
-        let Some(session) = &mut self.session else { return };
-        if let Err(failure) = session.on_fetched(ticket, store, actions) {
-            self.fail(now, Place::Elsewhere, failure, store, actions);
-        }
     }
 
     /// Records for the next start that everything it ever applied is on media, regardless of the

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::copying::{ANSWER_BYTES_MAX, Copying, Way};
+use super::copying::{CopyRequest, Copying, Way};
 use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
@@ -22,7 +22,7 @@ const WAITING_READS_MAX: usize = 4096;
 /// Times that a read may be told to wait for the disk: each time it looks up where its blocks are
 /// by then, and finds what it lacked the last time. One that lacks something still has met others
 /// that took the room in the caches; it has the pool wait instead.
-const FETCHES_MAX: u8 = 16;
+pub(super) const FETCHES_MAX: u8 = 16;
 /// Limit of data that one verification reads: other requests wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -64,7 +64,7 @@ impl From<StoreError> for Fault {
     }
 }
 
-struct WaitingRead {
+pub(super) struct WaitingRead {
     id: RequestId,
     what: Looked,
     lba: u64,
@@ -125,6 +125,12 @@ impl WaitingRead {
     }
 }
 
+/// A request that waits for the disk.
+pub(super) enum Parked {
+    Read(WaitingRead),
+    Copy(CopyRequest),
+}
+
 /// Result that a read returns.
 #[derive(Clone, Copy)]
 enum Looked {
@@ -162,8 +168,8 @@ pub(super) struct Session {
     syncs: VecDeque<(SyncTicket, AfterSync)>,
     /// Reads that wait for an entry.
     reads: VecDeque<WaitingRead>,
-    /// Reads that wait for the disk.
-    parked: BTreeMap<FetchTicket, WaitingRead>,
+    /// Requests that wait for the disk.
+    parked: BTreeMap<FetchTicket, Parked>,
     ping: Ping,
     acknowledgement_due: bool,
     closing: bool,
@@ -248,13 +254,8 @@ impl Session {
                 let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
-            ToReplica::Fetch { id, after, bytes_max } => {
-                let fetched = store.fetch(after, bytes_max.min(ANSWER_BYTES_MAX))?;
-                let gone = fetched.is_none();
-                let entries = fetched.unwrap_or_default();
-                self.send(FromReplica::Fetched { id, entries, gone }, actions);
-            }
-            message @ (ToReplica::Pull { .. }
+            message @ (ToReplica::Fetch { .. }
+            | ToReplica::Pull { .. }
             | ToReplica::IncrementBegin { .. }
             | ToReplica::IncrementFeed { .. }
             | ToReplica::IncrementCut { .. }
@@ -581,9 +582,7 @@ impl Session {
         if read.blocks == 0 || read.blocks > blocks_max || read.lba > VOLUME_BLOCKS_MAX {
             return Err(Fault::Protocol("read length"));
         }
-        if self.reads.len() + self.parked.len() >= WAITING_READS_MAX {
-            return Err(Fault::Protocol("too many reads"));
-        }
+        self.check_waiting()?;
         if read.after <= self.applied && self.reads.is_empty() {
             return self.read(read, store, actions);
         }
@@ -607,22 +606,32 @@ impl Session {
         result
     }
 
-    /// Makes the call again that this ticket is of. Each answer names its request and the LSN that
-    /// it was read at, so one that waited for the disk may come after answers to later requests.
-    pub fn on_fetched(
-        &mut self,
-        ticket: FetchTicket,
-        store: &mut dyn ReplicaStore,
-        actions: &mut Vec<ReplicaAction>,
-    ) -> Result<(), Fault> {
-        match self.parked.remove(&ticket) {
-            Some(read) if !self.closing => self.read(read, store, actions),
-            _ => Ok(()),
+    /// Refuses a request of a target that has too many waiting.
+    pub(super) fn check_waiting(&self) -> Result<(), Fault> {
+        if self.reads.len() + self.parked.len() >= WAITING_READS_MAX {
+            return Err(Fault::Protocol("too many reads"));
         }
+        Ok(())
+    }
+
+    /// Number of requests that wait for the disk.
+    pub fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    pub(super) fn park(&mut self, ticket: FetchTicket, request: Parked) {
+        self.parked.insert(ticket, request);
+    }
+
+    /// The request of this ticket, unless the session closes: it is made again. Each answer names
+    /// its request, and a read's the LSN that it was read at. So one that waited for the disk may
+    /// come after answers to later requests.
+    pub fn take_parked(&mut self, ticket: FetchTicket) -> Option<Parked> {
+        self.parked.remove(&ticket).filter(|_| !self.closing)
     }
 
     /// Answers a read, or parks it until the disk has given what it lacks.
-    fn read(
+    pub(super) fn read(
         &mut self,
         mut read: WaitingRead,
         store: &mut dyn ReplicaStore,
@@ -640,7 +649,7 @@ impl Session {
         match looked {
             Err(StoreError::Pending(ticket)) => {
                 read.fetches += 1;
-                self.parked.insert(ticket, read);
+                self.park(ticket, Parked::Read(read));
                 return Ok(());
             }
             looked => looked?,

@@ -192,6 +192,15 @@ pub trait ReplicaStore {
     fn fetch(&mut self, after: Lsn, bytes_max: u32)
     -> Result<Option<Vec<SharedEntry>>, StoreError>;
 
+    /// Reads like [`ReplicaStore::fetch`], but answers `Pending` instead of waiting for the disk.
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.fetch(after, bytes_max)
+    }
+
     /// Returns slots of `view` with `version > from`, holes included, in LBA order, starting at
     /// `cursor`. `Ok(None)`: the view does not exist. A pull of [`ReadView::Base`] at cursor 0 pins
     /// the base for `session` until its last chunk, the next pull of it, or
@@ -204,6 +213,17 @@ pub trait ReplicaStore {
         cursor: u64,
         bytes_max: u32,
     ) -> Result<Option<PullChunk>, StoreError>;
+    /// Reads like [`ReplicaStore::pull`], but answers `Pending` instead of waiting for the disk.
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.pull(session, view, from, cursor, bytes_max)
+    }
     /// Releases what a session that is over had pinned, the increment that it waited to begin, and
     /// the calls that waited for the disk.
     fn unpin(&mut self, session: u64);

@@ -11,8 +11,9 @@
 //! range is announced ([`Fetches::forget`]): what was read of it is dropped, and what is being read
 //! of it is dropped when it comes. So what is found here is what the place holds now.
 //!
-//! **Turns.** The sessions of each replica, and the background work on it, are an owner. Owners take
-//! turns, one read each, so one that wants thousands does not keep another waiting.
+//! **Turns.** Clients' reads of each replica, what is copied from it, and the background work on it
+//! are an owner each. Owners take turns, one read each, so one that wants thousands does not keep
+//! another waiting.
 //!
 //! **Limits.** At most [`UNDER_WAY_MAX`] reads are under way. Those listed or under way are of 32 MiB
 //! in all, and what was read and not taken yet is 16 MiB; what came first is dropped then, and is
@@ -40,6 +41,8 @@ const EIO: i32 = 5;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Owner {
     Sessions(ReplicaGuid),
+    /// Rebuilds and catching up, which its sessions ask for too.
+    Copying(ReplicaGuid),
     Background(ReplicaGuid),
 }
 

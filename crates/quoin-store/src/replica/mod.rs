@@ -641,13 +641,13 @@ impl Replica {
 
     /// The bytes of a log entry. An entry that fails its checksums is damage; one that the disk
     /// refuses to read may be there again later.
-    pub fn entry<D: Disk>(&self, core: &Core<D>, lsn: u64) -> Result<SharedEntry, StoreError> {
+    pub fn entry<D: Disk>(&self, core: &mut Core<D>, lsn: u64) -> Result<SharedEntry, StoreError> {
         const DAMAGED: StoreError = StoreError::Damaged("an entry of the log");
         let record = self.log.get(lsn).ok_or(DAMAGED)?;
         let mut data = BytesMut::new();
         if record.place != 0 {
             data.resize(record.blocks as usize * BLOCK_SIZE, 0);
-            core.read(record.place, &mut data)?;
+            core.read_beside(record.place, &mut data)?;
         }
         let entry = self.log.entry(lsn, data.freeze()).ok_or(DAMAGED)?;
         if entry.data_is_good() { Ok(entry) } else { Err(DAMAGED) }
@@ -655,7 +655,7 @@ impl Replica {
 }
 
 /// Sets apart what a call lacks, which it may go on without to find what else it lacks.
-fn may_lack(read: Result<(), StoreError>) -> Result<Result<(), StoreError>, StoreError> {
+pub fn may_lack(read: Result<(), StoreError>) -> Result<Result<(), StoreError>, StoreError> {
     match read {
         Err(StoreError::Pending(_)) => Ok(read),
         read => read.map(Ok),

@@ -608,7 +608,8 @@ impl World {
         here.storage.fetch_end(fetch.id);
         let guid = here.member.guid;
         let ready = std::iter::from_fn(|| here.storage.take_fetched());
-        let of_it = ready.filter(|(owner, _)| *owner == Owner::Sessions(guid));
+        let own = [Owner::Sessions(guid), Owner::Copying(guid)];
+        let of_it = ready.filter(|(owner, _)| own.contains(owner));
         let events = of_it.map(|(_, ticket)| ReplicaEvent::Fetched { ticket }).collect();
         self.feed_pool(pool, events);
     }

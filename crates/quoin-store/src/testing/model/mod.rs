@@ -408,6 +408,16 @@ pub struct SlowReads {
     pub last: FetchTicket,
 }
 
+impl SlowReads {
+    fn check(&mut self) -> Result<(), StoreError> {
+        if !self.on {
+            return Ok(());
+        }
+        self.last.0 += 1;
+        Err(StoreError::Pending(self.last))
+    }
+}
+
 impl std::ops::Deref for ModelHandle<'_> {
     type Target = ModelReplica;
     fn deref(&self) -> &ModelReplica {
@@ -503,11 +513,29 @@ impl ReplicaStore for ModelHandle<'_> {
         want_data: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        if self.slow_reads.on {
-            self.slow_reads.last.0 += 1;
-            return Err(StoreError::Pending(self.slow_reads.last));
-        }
+        self.slow_reads.check()?;
         self.read(view, lba, blocks, want_data, out)
+    }
+
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.slow_reads.check()?;
+        self.fetch(after, bytes_max)
+    }
+
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.slow_reads.check()?;
+        self.pull(session, view, from, cursor, bytes_max)
     }
 
     fn verify(
