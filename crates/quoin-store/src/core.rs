@@ -213,26 +213,26 @@ impl<D: Disk> Core<D> {
     /// not have them at hand: they are fetched beside, and the call is made again. It finds them
     /// until it lacks nothing.
     pub fn read_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.read_or_fetch(block, buffer, true)
+        self.read_or_fetch(block, buffer, false)
     }
 
-    /// Reads blocks like `read_beside`, for a caller who keeps them: they are found once.
+    /// Reads blocks like `read_beside`, for a caller who keeps them: they are found in one call.
     pub fn take_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.read_or_fetch(block, buffer, false)
+        self.read_or_fetch(block, buffer, true)
     }
 
     fn read_or_fetch(
         &mut self,
         block: u64,
         buffer: &mut [u8],
-        keep: bool,
+        is_kept: bool,
     ) -> Result<(), StoreError> {
         if !self.fetches.is_open() {
             return self.read(block, buffer);
         }
         let blocks = buffer.len().div_ceil(BLOCK_SIZE) as u32;
         let stretch = Stretch { first: block, blocks };
-        match self.fetches.look(stretch, keep) {
+        match self.fetches.look(stretch, is_kept) {
             Looked::Arrived(bytes) => {
                 buffer.copy_from_slice(&bytes.map_err(StoreError::Io)?);
                 Ok(())

@@ -225,10 +225,11 @@ fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read_and_has_many_under_wa
     let base = |volume: &mut Volume| volume.pool.replica(GUID).expect("it").state().base;
     let before = base(&mut volume);
     let waited = volume.disk.waited.load(Ordering::Relaxed);
-    let mut most = 0;
+    let (mut most, mut looks) = (0, 0);
     while base(&mut volume) == before {
-        for fetch in volume.begun() {
-            most += 1;
+        let begun = volume.begun();
+        (most, looks) = (most.max(begun.len()), looks + usize::from(!begun.is_empty()));
+        for fetch in begun {
             let bytes = volume.bytes_of(fetch);
             volume.pool.fetched(fetch.id, bytes);
         }
@@ -236,11 +237,13 @@ fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read_and_has_many_under_wa
         assert!(volume.pool.background_due() != Due::Idle, "nothing folds it");
         volume.pool.background(1).expect("background work");
     }
-    assert!(most >= 100, "{most} nodes were fetched");
+    // Several of the 113 nodes lie in one block. A step looks at 64.
+    assert!(most >= 10 && looks <= 6, "{most} reads at once, {looks} times");
     assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
-    for lba in (0..128).map(|leaf| leaf * 256) {
-        assert_eq!(volume.written.get(&lba), Some(&9));
-    }
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, 600, true, &mut slots).expect("a read");
+    volume.check(0, 600, &slots);
 }
 
 #[test]

@@ -93,7 +93,10 @@ struct Waiting {
 struct Call {
     owner: Owner,
     lacks: Vec<Stretch>,
-    took: Vec<Stretch>,
+    /// What it found and its caller keeps, whatever the call comes to.
+    kept: Vec<Stretch>,
+    /// What it found and needs again if it lacks something.
+    needed: Vec<Stretch>,
     found_no_room: bool,
 }
 
@@ -129,7 +132,8 @@ pub struct Fetches {
 impl Fetches {
     /// A call begins that may wait.
     pub fn begin(&mut self, owner: Owner) {
-        self.call = Some(Call { owner, lacks: vec![], took: vec![], found_no_room: false });
+        let (lacks, kept, needed) = (Vec::new(), Vec::new(), Vec::new());
+        self.call = Some(Call { owner, lacks, kept, needed, found_no_room: false });
     }
 
     /// Whether such a call is being made.
@@ -140,10 +144,12 @@ impl Fetches {
     /// The call ended. With a ticket it lacked something, whatever it answered.
     pub fn end(&mut self) -> Option<FetchTicket> {
         let call = self.call.take()?;
-        if call.lacks.is_empty() && !call.found_no_room {
-            for stretch in call.took {
-                self.taken(stretch);
-            }
+        let is_whole = call.lacks.is_empty() && !call.found_no_room;
+        let needed = call.needed.iter().filter(|_| is_whole);
+        for stretch in call.kept.iter().chain(needed) {
+            self.taken(*stretch);
+        }
+        if is_whole {
             return None;
         }
         let (ticket, mut left) = (FetchTicket(self.next_id()), 0);
@@ -163,21 +169,21 @@ impl Fetches {
         Some(ticket)
     }
 
-    /// What is known of a stretch that the present call needs. `keep`: it is kept until the call
-    /// lacks nothing; otherwise the caller has it from here on.
-    pub fn look(&mut self, stretch: Stretch, keep: bool) -> Looked {
+    /// What is known of a stretch that the present call needs. `is_kept`: the caller keeps it, also
+    /// if the call lacks something.
+    pub fn look(&mut self, stretch: Stretch, is_kept: bool) -> Looked {
         let (Some(call), Some(entry)) = (&mut self.call, self.entries.get(&stretch)) else {
             return Looked::Unknown;
         };
         match &entry.state {
             State::Arrived(result) => {
-                let result = result.clone();
-                if keep {
-                    call.took.push(stretch);
-                } else {
-                    self.taken(stretch);
+                if !is_kept {
+                    call.needed.push(stretch);
+                } else if !call.kept.contains(&stretch) {
+                    // Several nodes may lie in it.
+                    call.kept.push(stretch);
                 }
-                Looked::Arrived(result)
+                Looked::Arrived(result.clone())
             }
             State::Listed | State::UnderWay => {
                 if !call.lacks.contains(&stretch) {
@@ -381,7 +387,7 @@ mod tests {
         fetches.begin(owner);
         let mut found = Vec::new();
         for stretch in needs {
-            match fetches.look(*stretch, true) {
+            match fetches.look(*stretch, false) {
                 Looked::Arrived(bytes) => found.push(bytes.map_or(0, |bytes| bytes[0])),
                 Looked::Awaited => {}
                 Looked::Unknown => fetches.want(*stretch),
