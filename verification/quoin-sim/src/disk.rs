@@ -104,12 +104,14 @@ pub enum Lie {
     Misdirected,
 }
 
-/// What power cuts and failed syncs did, to be counted.
+/// What power cuts, failed syncs and slow reads did, to be counted.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct DiskCounts {
     pub sectors_lost: u64,
     pub pages_torn: u64,
     pub errors: u64,
+    /// Reads that requests waited for.
+    pub reads_waited_for: u64,
 }
 
 impl DiskCounts {
@@ -117,6 +119,7 @@ impl DiskCounts {
         self.sectors_lost += other.sectors_lost;
         self.pages_torn += other.pages_torn;
         self.errors += other.errors;
+        self.reads_waited_for += other.reads_waited_for;
     }
 }
 
@@ -492,8 +495,12 @@ impl Disk for SimDisk {
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
         let waits = |(chance, percent): &mut (Random, u64)| chance.percent(*percent);
-        if self.state().uncached.as_mut().is_some_and(waits) {
-            return Ok(false);
+        {
+            let mut state = self.state();
+            if state.uncached.as_mut().is_some_and(waits) {
+                state.counts.reads_waited_for += 1;
+                return Ok(false);
+            }
         }
         self.read_at(offset, buffer).map(|()| true)
     }

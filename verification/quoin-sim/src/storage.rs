@@ -494,6 +494,7 @@ impl Storage for ModelStorage {
     }
 
     fn counts(&self) -> DiskCounts {
-        DiskCounts { sectors_lost: self.lost, pages_torn: 0, errors: self.faults.errors }
+        let (sectors_lost, errors) = (self.lost, self.faults.errors);
+        DiskCounts { sectors_lost, errors, ..DiskCounts::default() }
     }
 }
