@@ -26,6 +26,8 @@ use crate::disk::{Disk, Reader, Syncer};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;
+/// What `statfs` says of a file system in memory.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Bytes that may wait for a sync in this process; more goes to the page cache.
 const HELD_BYTES_MAX: usize = 32 << 20;
 
@@ -81,6 +83,8 @@ struct Files {
     direct: Option<Arc<File>>,
     /// The file system cannot say what it has cached: no read is known not to wait.
     always_waits: AtomicBool,
+    /// It holds all in memory, and cannot say so.
+    is_in_memory: bool,
     held: Mutex<Held>,
     /// Syncs take turns; the first one that failed decides for all later ones.
     failed: Mutex<Option<IoFault>>,
@@ -182,10 +186,12 @@ impl FileDisk {
         let cookie = CacheIdentity::of(&file, &metadata)
             .map_or_else(cookie_of_this_open, |identity| identity.cookie());
         let size = size & !(BLOCK_SIZE as u64 - 1);
+        let is_in_memory = is_in_memory(&file);
         let files = Files {
             direct: open_direct(&file, access).map(Arc::new),
             file,
             always_waits: AtomicBool::new(false),
+            is_in_memory,
             held: Mutex::default(),
             filling: Mutex::default(),
             failed: Mutex::default(),
@@ -208,6 +214,12 @@ impl FileDisk {
     pub fn exposed(&self) -> Option<Exposed> {
         self.exposed
     }
+}
+
+/// Whether a file lies in a file system in memory.
+fn is_in_memory(file: &File) -> bool {
+    #[allow(clippy::cast_sign_loss, reason = "a magic number of 32 bits, of whatever type")]
+    rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC)
 }
 
 /// With this flag the kernel refuses a block device that is mounted, swapped to or part of
@@ -400,6 +412,9 @@ impl Disk for FileDisk {
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        if self.files.is_in_memory {
+            return self.read_at(offset, buffer).map(|()| true);
+        }
         let held = self.files.held().overlapping(offset, buffer.len());
         let whole = held.iter().any(|(_, bytes)| bytes.len() == buffer.len());
         if !whole && !self.files.read_cached(offset, buffer)? {
