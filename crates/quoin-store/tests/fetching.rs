@@ -34,6 +34,9 @@ impl Disk for ColdDisk {
         self.waited.fetch_add(1, Ordering::Relaxed);
         self.inner.read_at(offset, buffer)
     }
+    fn may_lack(&self) -> bool {
+        true
+    }
     fn read_now(&self, _offset: u64, _buffer: &mut [u8]) -> Result<bool, IoFault> {
         Ok(false)
     }

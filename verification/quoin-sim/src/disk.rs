@@ -493,6 +493,10 @@ impl Disk for SimDisk {
         Ok(())
     }
 
+    fn may_lack(&self) -> bool {
+        self.state().uncached.is_some()
+    }
+
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
         let waits = |(chance, percent): &mut (Random, u64)| chance.percent(*percent);
         {

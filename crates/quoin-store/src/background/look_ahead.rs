@@ -49,7 +49,7 @@ impl<D: Disk> Pool<D> {
     /// Looks ahead of a step; true if it has to wait for the disk.
     pub(crate) fn lacks(&mut self, guid: ReplicaGuid, step: &Step) -> bool {
         let looks = std::mem::take(&mut self.look_ahead).looks;
-        if looks >= LOOKS_MAX {
+        if looks >= LOOKS_MAX || !self.core.disk.may_lack() {
             return false;
         }
         let Some(replica) = self.replicas.get_mut(&guid) else { return false };

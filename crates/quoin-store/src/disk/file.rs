@@ -424,6 +424,10 @@ impl Disk for FileDisk {
         Ok(true)
     }
 
+    fn may_lack(&self) -> bool {
+        !self.files.is_in_memory
+    }
+
     fn reader(&self) -> Option<Reader> {
         let disk = self.clone();
         Some(Arc::new(move |offset, buffer| disk.read_at(offset, buffer)))

@@ -36,6 +36,11 @@ pub trait Disk: Send {
         self.read_at(offset, buffer).map(|()| true)
     }
 
+    /// Whether [`Disk::read_now`] may ever lack something.
+    fn may_lack(&self) -> bool {
+        false
+    }
+
     /// A handle that reads from other threads what [`Disk::read_now`] does not have at hand. `None`:
     /// all is at hand, always.
     fn reader(&self) -> Option<Reader> {

@@ -26,6 +26,9 @@ impl Disk for StallingDisk {
         }
         self.inner.read_at(offset, buffer)
     }
+    fn may_lack(&self) -> bool {
+        true
+    }
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
         if self.cold.load(Ordering::Relaxed) {
             return Ok(false);
