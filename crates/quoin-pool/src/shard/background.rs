@@ -31,7 +31,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         for (guid, what) in self.pool.take_damaged() {
             self.deliver(now, guid, ReplicaEvent::Damaged(what));
         }
-        self.begin_fetches();
+        self.begin_fetches(now);
         self.begin_sync();
     }
 

@@ -13,8 +13,10 @@ use super::Shard;
 use crate::facts::PoolFacts;
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
-    /// Hands over as many reads as may be under way.
-    pub(super) fn begin_fetches(&mut self) {
+    /// Makes the calls again that lack nothing any more, and hands over as many reads as may be
+    /// under way.
+    pub(super) fn begin_fetches(&mut self, now: Time) {
+        self.make_again(now);
         while let Some(fetch) = self.pool.next_fetch() {
             self.fetchers.begin(fetch);
         }
@@ -31,6 +33,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.metrics.disk.fetch_duration.observe(took.as_secs_f64());
         self.took(took);
         self.pool.fetched(id, result);
+        self.make_again(now);
+    }
+
+    fn make_again(&mut self, now: Time) {
         while let Some((owner, ticket)) = self.pool.take_fetched() {
             match owner {
                 Owner::Sessions(guid) | Owner::Copying(guid) => {

@@ -556,7 +556,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
         }
         // The disk works while the answers are written.
-        self.begin_fetches();
+        self.begin_fetches(now);
         self.begin_sync();
         let mut copying = Vec::new();
         while let Some(key) = self.dirty.pop() {
@@ -576,7 +576,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.write(now, key);
         }
         // Frames that had waited for their answers to be taken may have been handled by now.
-        self.begin_fetches();
+        self.begin_fetches(now);
         self.begin_sync();
     }
 

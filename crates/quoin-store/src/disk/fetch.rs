@@ -337,9 +337,10 @@ impl Fetches {
     fn drop_oldest(&mut self) {
         while self.arrived_bytes > ARRIVED_BYTES_MAX
             && self.arrived.len() > 1
-            && let Some((oldest, _)) = self.arrived.front().copied()
+            && let Some((oldest, _)) = self.arrived.pop_front()
         {
-            self.remove(oldest);
+            self.entries.remove(&oldest);
+            self.arrived_bytes -= oldest.bytes();
         }
     }
 
