@@ -1,11 +1,12 @@
 //! A pool: the storage of one host and the replicas in it, served to targets.
 //!
-//! [`run`] joins the cluster, opens the pool and serves it until told to stop. Three kinds of
+//! [`run`] joins the cluster, opens the pool and serves it until told to stop. Four kinds of
 //! threads, and what is whose:
 //!
 //! * the **shard** ([`shard`]) owns the pool, its replicas and all sessions: one epoll loop,
-//!   no lock and no hand-over per IO;
+//!   no lock, and no hand-over for an IO that the kernel's cache can serve;
 //! * the **disk** thread ([`syncer`]) does nothing but sync, one group after the other;
+//! * the **fetch** threads ([`fetcher`]) read what no cache has, many reads at once;
 //! * **tokio** ([`control`]) talks to the controller; IO goes on while that one is away.
 //!
 //! A pool whose disk failed is opened anew ([`lives`]). What may be opened and made where is the
@@ -18,6 +19,7 @@ mod address;
 pub mod assignment;
 mod control;
 pub mod facts;
+pub mod fetcher;
 pub mod held;
 mod lives;
 pub mod metrics;

@@ -91,7 +91,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
                 // comes only once.
                 let waiting: Vec<Input> = parts.inputs.try_iter().collect();
                 for input in waiting {
-                    if !matches!(input, Input::Synced { .. }) {
+                    if !matches!(input, Input::Synced { .. } | Input::Fetched { .. }) {
                         // This thread holds the receiver.
                         let _ = inputs.send(input);
                     }

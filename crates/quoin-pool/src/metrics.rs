@@ -40,6 +40,7 @@ pub struct DiskMetrics {
     pub syncs: Counter,
     pub sync_deliveries: Counter,
     pub sync_duration: Histogram,
+    pub fetch_duration: Histogram,
     pub failures: Counter,
     pub refusals: Counter,
     pub stalls: Counter,
@@ -99,6 +100,7 @@ impl Metrics {
                 syncs: Counter::default(),
                 sync_deliveries: Counter::default(),
                 sync_duration: latency(),
+                fetch_duration: latency(),
                 failures: Counter::default(),
                 refusals: Counter::default(),
                 stalls: Counter::default(),
@@ -165,7 +167,16 @@ impl Metrics {
         for (name, help, histogram) in [
             ("append_duration", "Taking one batch into a log", &metrics.log.append_duration),
             ("sync_duration", "One group sync of the disk", &metrics.disk.sync_duration),
-            ("read_duration", "Answering one read", &metrics.read_duration),
+            (
+                "read_duration",
+                "Answering one read, or finding that it has to wait for the disk",
+                &metrics.read_duration,
+            ),
+            (
+                "fetch_duration",
+                "One read of the disk, beside the pool's thread, of what no cache had",
+                &metrics.disk.fetch_duration,
+            ),
             (
                 "turn",
                 "One turn of the pool's thread, in which nobody else is served",

@@ -6,22 +6,32 @@ use std::thread::JoinHandle;
 use quoin_reactor::Waker;
 use quoin_reactor::spin::Spin;
 use quoin_replication::replica::store::{IoFault, SyncTicket};
-use quoin_store::disk::Syncer as SyncDisk;
+use quoin_store::disk::{Reader, Syncer as SyncDisk};
 
+use crate::fetcher::Fetchers;
 use crate::shard::Input;
 
 pub struct Syncer {
     requests: Sender<SyncTicket>,
     thread: Option<JoinHandle<()>>,
+    /// Where results go.
+    inputs: Sender<Input>,
+    waker: Waker,
 }
 
 impl Syncer {
     pub fn start(disk: SyncDisk, inputs: Sender<Input>, waker: Waker) -> std::io::Result<Self> {
         let (requests, taken) = channel();
+        let (results, woken) = (inputs.clone(), waker.clone());
         let thread = std::thread::Builder::new()
             .name("disk".into())
-            .spawn(move || run(disk, &taken, &inputs, &waker))?;
-        Ok(Syncer { requests, thread: Some(thread) })
+            .spawn(move || run(disk, &taken, &results, &woken))?;
+        Ok(Syncer { requests, thread: Some(thread), inputs, waker })
+    }
+
+    /// Threads that read, whose results go where those of syncs go.
+    pub fn fetchers(&self, reader: Option<Reader>) -> Fetchers {
+        Fetchers::new(reader, self.inputs.clone(), self.waker.clone())
     }
 
     /// Begins a sync; its result comes as [`Input::Synced`].

@@ -19,6 +19,7 @@ mod late_answers;
 mod membership;
 mod moments;
 mod owed;
+mod parked;
 mod rebuilds;
 mod reduced;
 mod refused;

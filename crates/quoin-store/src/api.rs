@@ -3,9 +3,12 @@
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+    BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
 use quoin_types::ReplicaGuid;
+
+use crate::disk::Reader;
+use crate::disk::fetch::{Fetch, Owner};
 
 /// A pool of replicas as its one driver thread sees it.
 ///
@@ -16,6 +19,11 @@ use quoin_types::ReplicaGuid;
 /// ends the pool**, and so does one after which the pool cannot write down what waited for it: every
 /// replica is told of it, every later write is refused, and the driver opens the pool anew from its
 /// media.
+///
+/// **Reads that nobody waits for.** After each round of events the driver has the reads of
+/// [`ReplicaPool::next_fetch`] made on other threads ([`ReplicaPool::reader`]) and reports each with
+/// [`ReplicaPool::fetched`]. Then the replicas whose sessions [`ReplicaPool::take_fetched`] names get
+/// `Fetched`, and background work that it names goes on.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
 /// [`ReplicaPool::background`], whenever the driver is idle and whenever
@@ -61,6 +69,21 @@ pub trait ReplicaPool {
     /// Replicas that asked for a sync which ended well since the last call, in ascending order. In
     /// no other replica anything waited for it.
     fn take_served(&mut self) -> Vec<ReplicaGuid>;
+
+    /// Makes the reads of [`ReplicaPool::next_fetch`]; `None`: there are none, ever.
+    fn reader(&self) -> Option<Reader> {
+        None
+    }
+    /// The next read to be made on another thread, if another one may begin.
+    fn next_fetch(&mut self) -> Option<Fetch> {
+        None
+    }
+    /// Takes the result of such a read, by its number.
+    fn fetched(&mut self, _id: u64, _result: Result<Bytes, IoFault>) {}
+    /// The next call that can be made again, and whose it is.
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
+        None
+    }
 
     /// Does about `budget_bytes` of background work; true if there is more to do.
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError>;

@@ -5,11 +5,12 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use bytes::BytesMut;
-use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
+use quoin_replication::replica::store::{FetchTicket, IoFault, StoreError, SyncTicket};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, mutant};
 
 use crate::background::recount::Recount;
 use crate::disk::Disk;
+use crate::disk::fetch::{Fetches, Looked, Stretch};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
@@ -94,6 +95,8 @@ pub struct Core<D> {
     pub durable: DurableState,
     pub mark: Mark,
     pub cache: Cache,
+    /// Reads of the disk that nobody waits for on this thread.
+    pub fetches: Fetches,
     pub tickets: Tickets,
     /// The last sync failed: nothing is written any more.
     pub failed: Option<IoFault>,
@@ -108,11 +111,13 @@ pub struct Core<D> {
     /// Kept from call to call, so that IO allocates little.
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
-    pub node: Vec<u8>,
     pub parts: Vec<IoSlice<'static>>,
     /// An empty memtable that the last fold is done with.
     pub memtable: Memtable,
 }
+
+/// The present call lacks what is fetched beside; its ticket is known at its end.
+pub const LACKING: StoreError = StoreError::Pending(FetchTicket(0));
 
 impl<D: Disk> Core<D> {
     pub fn check_usable(&self) -> Result<(), StoreError> {
@@ -193,12 +198,55 @@ impl<D: Disk> Core<D> {
         written
     }
 
+    /// Writes blocks in place.
     pub fn write(&mut self, block: u64, parts: &[IoSlice<'_>]) -> Result<(), StoreError> {
+        let bytes: usize = parts.iter().map(|part| part.len()).sum();
+        self.fetches.forget(block, bytes.div_ceil(BLOCK_SIZE) as u64);
         self.disk.write_at(block * BLOCK_SIZE as u64, parts).map_err(StoreError::Io)
     }
 
     pub fn read(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
         self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
+    }
+
+    /// Reads blocks. In a call that may wait ([`Fetches::begin`]), [`LACKING`] where the disk does
+    /// not have them at hand: they are fetched beside, and the call is made again. It finds them
+    /// until it lacks nothing.
+    pub fn read_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, false)
+    }
+
+    /// Reads blocks like `read_beside`, for a caller who keeps them: they are found in one call.
+    pub fn take_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, true)
+    }
+
+    fn read_or_fetch(
+        &mut self,
+        block: u64,
+        buffer: &mut [u8],
+        is_kept: bool,
+    ) -> Result<(), StoreError> {
+        if !self.fetches.is_open() {
+            return self.read(block, buffer);
+        }
+        let blocks = buffer.len().div_ceil(BLOCK_SIZE) as u32;
+        let stretch = Stretch { first: block, blocks };
+        match self.fetches.look(stretch, is_kept) {
+            Looked::Arrived(bytes) => {
+                buffer.copy_from_slice(&bytes.map_err(StoreError::Io)?);
+                Ok(())
+            }
+            Looked::Awaited => Err(LACKING),
+            Looked::Unknown => {
+                let read = self.disk.read_now(block * BLOCK_SIZE as u64, buffer);
+                if read.map_err(StoreError::Io)? {
+                    return Ok(());
+                }
+                self.fetches.want(stretch);
+                Err(LACKING)
+            }
+        }
     }
 
     /// Reads blocks that are not read again soon.
@@ -223,6 +271,20 @@ impl<D: Disk> Core<D> {
     /// pool is. Clients leave some of it to what must go on, here and elsewhere.
     /// The first one, how many, and whether they were written before, which may be preferred.
     pub fn allocate(
+        &mut self,
+        large: bool,
+        from_reserve: bool,
+        warm_first: bool,
+    ) -> Option<(u32, u32, bool)> {
+        let allocated = self.allocate_units(large, from_reserve, warm_first)?;
+        let (unit, units, _) = allocated;
+        // What was read there before belongs to another segment.
+        let start = self.superblock.unit_start(unit);
+        self.fetches.forget(start, u64::from(units) * u64::from(self.superblock.unit_blocks));
+        Some(allocated)
+    }
+
+    fn allocate_units(
         &mut self,
         large: bool,
         from_reserve: bool,
@@ -301,7 +363,7 @@ impl<D: Disk> Core<D> {
     }
 
     /// Whether a node can be read from its media, whatever is cached.
-    pub fn is_whole_on_media(&self, level: u8, node: &NodeRef) -> Result<bool, StoreError> {
+    pub fn is_whole_on_media(&mut self, level: u8, node: &NodeRef) -> Result<bool, StoreError> {
         let block = BLOCK_SIZE as u64;
         let start = node.place / block * block;
         let end = node.place.saturating_add(node.length.into()).next_multiple_of(block);
@@ -427,7 +489,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         }
         let pending_start = (self.batch.start + 1) * BLOCK_SIZE as u64;
         let in_batch = node.place.checked_sub(pending_start).map(|at| at as usize);
-        let mut buffer = std::mem::take(&mut self.core.node);
+        let mut buffer = std::mem::take(&mut self.core.cache.buffer);
         let bytes = match in_batch.filter(|at| *at < self.batch.bytes.len()) {
             Some(at) => Ok(self.batch.bytes.get(at..at + node.length as usize)),
             None => read_node(self.core, node, &mut buffer),
@@ -441,7 +503,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             let spare = (level == 0).then(|| self.core.cache.spare_leaf());
             Node::decode_shared(level, &node, bytes, spare)
         });
-        self.core.node = buffer;
+        self.core.cache.buffer = buffer;
         let Some(loaded) = loaded? else { return Ok(None) };
         self.core.cache.insert(node.place, loaded.clone());
         Ok(Some(loaded))
@@ -509,7 +571,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         }
         // Rot does not pass, and what is known to be lost can be mended. A read error may pass:
         // nothing is given up for it unless a peer's copy is at hand.
-        let is_unreadable = || -> Result<bool, StoreError> {
+        let mut is_unreadable = || -> Result<bool, StoreError> {
             Ok(read_node(self.core, node, &mut Vec::new())?.is_none())
         };
         let unreadable = !self.gives_up && node.is_possible() && is_unreadable()?;
@@ -555,7 +617,7 @@ const EIO: i32 = 5;
 
 /// The bytes of a node; `None` where its reference is nonsense or its blocks cannot be read.
 fn read_node<'b, D: Disk>(
-    core: &Core<D>,
+    core: &mut Core<D>,
     node: &NodeRef,
     buffer: &'b mut Vec<u8>,
 ) -> Result<Option<&'b [u8]>, StoreError> {
@@ -569,7 +631,7 @@ fn read_node<'b, D: Disk>(
     }
     let first = node.place / block;
     buffer.resize(((end.div_ceil(block) - first) * block) as usize, 0);
-    match core.read(first, buffer) {
+    match core.take_beside(first, buffer) {
         Ok(()) => {}
         Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
         Err(error) => return Err(error),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
 use quoin_types::entry::SharedEntry;
@@ -14,10 +14,12 @@ use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool};
 use crate::background::due_work::DueWork;
+use crate::background::look_ahead::LookAhead;
 use crate::background::scheduler::Victim;
 use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
-use crate::disk::{Disk, Syncer};
+use crate::disk::fetch::{Fetch, Fetches, Owner};
+use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
@@ -80,6 +82,8 @@ pub struct Pool<D> {
     pub(crate) counts_next: bool,
     /// Background work that is due for each replica.
     pub(crate) due_work: RefCell<DueWork>,
+    /// What the next step of background work waits for.
+    pub(crate) look_ahead: LookAhead,
 }
 
 impl<D: Disk> Pool<D> {
@@ -134,6 +138,7 @@ impl<D: Disk> Pool<D> {
             sequence: superblock.starts << 32,
             superblock,
             cache: Cache::new(options.cache_bytes),
+            fetches: Fetches::default(),
             options,
             ring,
             mark: Mark::found(durable.mark),
@@ -146,7 +151,6 @@ impl<D: Disk> Pool<D> {
             readying: None,
             header: Vec::new(),
             found: Vec::new(),
-            node: Vec::new(),
             parts: Vec::new(),
             memtable: Memtable::default(),
         };
@@ -181,6 +185,7 @@ impl<D: Disk> Pool<D> {
             victim: Victim::default(),
             counts_next: true,
             due_work: RefCell::default(),
+            look_ahead: LookAhead::default(),
         };
         pool.touch_all();
         Ok(pool)
@@ -397,6 +402,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;
         self.touch(guid);
+        for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
+            self.core.fetches.drop_calls(owner);
+        }
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
             let all = segments.chain(replica.maintenance.into_frees());
@@ -456,6 +464,22 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn take_served(&mut self) -> Vec<ReplicaGuid> {
         self.core.tickets.take_served()
+    }
+
+    fn reader(&self) -> Option<Reader> {
+        self.core.disk.reader()
+    }
+
+    fn next_fetch(&mut self) -> Option<Fetch> {
+        self.core.fetches.next()
+    }
+
+    fn fetched(&mut self, id: u64, result: Result<Bytes, IoFault>) {
+        self.core.fetches.arrived(id, result);
+    }
+
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
+        self.core.fetches.take_ready()
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
@@ -538,6 +562,22 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.read(self.core, view, lba, blocks, want_data, out)
     }
 
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let before = out.len();
+        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid));
+        let read = self.replica.read(self.core, view, lba, blocks, want_data, out);
+        let Some(ticket) = self.core.fetches.end() else { return read };
+        out.truncate(before);
+        Err(StoreError::Pending(ticket))
+    }
+
     fn verify(
         &mut self,
         lba: u64,
@@ -558,8 +598,18 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             return Ok(None);
         }
         let (mut entries, mut bytes, mut payloads) = (Vec::new(), 0, 0);
+        let mut lacking = Ok(());
         for lsn in after.0 + 1..self.replica.log.next_lsn() {
-            let entry = self.replica.entry(self.core, lsn)?;
+            let entry = match self.replica.entry(self.core, lsn) {
+                // What later entries lack is fetched at the same time.
+                Err(error @ StoreError::Pending(_)) if bytes <= bytes_max as usize => {
+                    let blocks = self.replica.log.get(lsn).map_or(0, |record| record.blocks);
+                    bytes += blocks as usize * BLOCK_SIZE;
+                    lacking = Err(error);
+                    continue;
+                }
+                entry => entry?,
+            };
             bytes += entry.weight();
             payloads += payload(&entry).len();
             let is_full = bytes > bytes_max as usize || payloads > FETCHED_PAYLOADS_MAX;
@@ -568,7 +618,17 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             }
             entries.push(entry);
         }
-        Ok(Some(entries))
+        lacking.map(|()| Some(entries))
+    }
+
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let fetched = self.fetch(after, bytes_max);
+        self.core.fetches.end().map_or(fetched, |ticket| Err(StoreError::Pending(ticket)))
     }
 
     fn pull(
@@ -582,9 +642,25 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.pull(self.core, session, view, from, cursor, bytes_max)
     }
 
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let pulled = self.replica.pull(self.core, session, view, from, cursor, bytes_max);
+        self.core.fetches.end().map_or(pulled, |ticket| Err(StoreError::Pending(ticket)))
+    }
+
     fn unpin(&mut self, session: u64) {
         self.replica.pins.remove(&session);
         self.replica.maintenance.fold_for_increment = None;
+        let guid = self.replica.identity.guid;
+        self.core.fetches.drop_calls(Owner::Sessions(guid));
+        self.core.fetches.drop_calls(Owner::Copying(guid));
     }
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {

@@ -5,6 +5,7 @@ mod common;
 mod crash_enumeration;
 mod damage;
 mod device;
+mod fetching;
 mod formats;
 mod increments;
 mod model;

@@ -104,12 +104,14 @@ pub enum Lie {
     Misdirected,
 }
 
-/// Counters of power cuts and failed syncs.
+/// Counters of power cuts, failed syncs and slow reads.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct DiskCounts {
     pub sectors_lost: u64,
     pub pages_torn: u64,
     pub errors: u64,
+    /// Reads that requests waited for.
+    pub reads_waited_for: u64,
 }
 
 impl DiskCounts {
@@ -117,6 +119,7 @@ impl DiskCounts {
         self.sectors_lost += other.sectors_lost;
         self.pages_torn += other.pages_torn;
         self.errors += other.errors;
+        self.reads_waited_for += other.reads_waited_for;
     }
 }
 
@@ -134,6 +137,8 @@ struct State {
     /// Fate of the next write, and the random number that selects its place.
     lie: Option<(Lie, u64)>,
     image: Option<Pages>,
+    /// Chance that decides what the kernel has cached, and the percent of reads that it has not.
+    uncached: Option<(Random, u64)>,
     /// Pages that are not referenced any more, for reuse.
     spare: Vec<Page>,
     counts: DiskCounts,
@@ -192,6 +197,11 @@ impl SimDisk {
 
     pub fn failing(&self) -> Failing {
         self.state().failing
+    }
+
+    /// So many of a hundred reads have to wait for the medium from now on.
+    pub fn set_uncached(&self, chance: Random, percent: u64) {
+        self.state().uncached = Some((chance, percent));
     }
 
     /// The next write is not done where it should be.
@@ -481,6 +491,22 @@ impl Disk for SimDisk {
             }
         }
         Ok(())
+    }
+
+    fn may_lack(&self) -> bool {
+        self.state().uncached.is_some()
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        let waits = |(chance, percent): &mut (Random, u64)| chance.percent(*percent);
+        {
+            let mut state = self.state();
+            if state.uncached.as_mut().is_some_and(waits) {
+                state.counts.reads_waited_for += 1;
+                return Ok(false);
+            }
+        }
+        self.read_at(offset, buffer).map(|()| true)
     }
 
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {

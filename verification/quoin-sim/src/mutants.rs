@@ -190,6 +190,7 @@ pub const ALL: &[Defect] = &[
     store("mark-of-a-pool-not-compared", Swarm::Damage),
     store("cookie-without-its-mount", Swarm::PowerCuts),
     store("new-form-without-its-bit", Swarm::Pressure),
+    store("prefetch-of-another-generation", Swarm::Pressure),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

@@ -1,10 +1,13 @@
 //! The real store on a simulated disk, driven as `quoin-pool` drives it.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+    BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{
     BadBlock, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
 };
@@ -30,14 +33,20 @@ const UNIT_BLOCKS: u32 = 512;
 const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 const ROUNDS_OF_CLEAN_UP: u32 = 4;
+/// Reads of a hundred that wait for the medium, where some do.
+const UNCACHED_PERCENT: u64 = 40;
 
 pub struct RealStorage {
     disk: SimDisk,
     shape: Option<PoolShape>,
+    is_cold: bool,
     options: PoolOptions,
     pool: Option<Pool<SimDisk>>,
     /// Where the sync under way began.
     sync_from: u64,
+    /// Reads under way, with the result of those that the medium has answered already; the others
+    /// are answered at their end.
+    under_way: BTreeMap<u64, (Fetch, Option<Result<Bytes, IoFault>>)>,
     faults: Faults,
     /// Other volumes' replicas take all the room there is.
     full: bool,
@@ -50,7 +59,12 @@ pub struct RealStorage {
 
 impl RealStorage {
     /// A new pool on a disk of its own.
-    pub fn new(shape: Option<PoolShape>, random: &mut Random) -> Result<Self, StoreError> {
+    /// `is_cold`: the kernel has not all of it in its cache.
+    pub fn new(
+        shape: Option<PoolShape>,
+        is_cold: bool,
+        random: &mut Random,
+    ) -> Result<Self, StoreError> {
         let disk_bytes = shape.map_or(DISK_BYTES, |s| s.disk_bytes);
         let disk = SimDisk::new(disk_bytes, u128::from(random.draw()));
         let mut format = FormatOptions::new(PoolId(random.wide()));
@@ -69,13 +83,18 @@ impl RealStorage {
             options.log_keep_bytes = shape.log_keep_bytes;
         }
         Pool::format(&disk, &format).map_err(store_error)?;
+        if is_cold {
+            disk.set_uncached(Random::new(format.pool.0 as u64), UNCACHED_PERCENT);
+        }
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
         Ok(Self {
             disk,
             shape,
+            is_cold,
             options,
             pool: Some(pool),
             sync_from: 0,
+            under_way: BTreeMap::new(),
             faults: Faults::default(),
             full: false,
             filled: false,
@@ -132,6 +151,12 @@ impl RealStorage {
         }
         pool.request_sync();
         Ok(())
+    }
+
+    fn read(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
+        let mut bytes = vec![0; fetch.length];
+        quoin_store::Disk::read_at(&self.disk, fetch.offset, &mut bytes)?;
+        Ok(bytes.into())
     }
 
     fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
@@ -233,6 +258,7 @@ impl Storage for RealStorage {
         random: &mut Random,
     ) -> Result<(), StoreError> {
         self.pool = None;
+        self.under_way.clear();
         if outage != Outage::Power {
             self.disk.drop_held(random);
         }
@@ -250,6 +276,26 @@ impl Storage for RealStorage {
         // Room that cannot be given back now is given back at the next start.
         let _ = self.fill_or_free();
         Ok(())
+    }
+
+    fn fetch_begin(&mut self) -> Option<Fetch> {
+        let fetch = self.pool.as_mut()?.next_fetch()?;
+        // Every other one: the medium is read at once, and the result is told at the end.
+        let early = fetch.id.is_multiple_of(2).then(|| self.read(fetch));
+        self.under_way.insert(fetch.id, (fetch, early));
+        Some(fetch)
+    }
+
+    fn fetch_end(&mut self, id: u64) {
+        let Some((fetch, early)) = self.under_way.remove(&id) else { return };
+        let result = early.unwrap_or_else(|| self.read(fetch));
+        if let Some(pool) = &mut self.pool {
+            pool.fetched(id, result);
+        }
+    }
+
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
+        self.pool.as_mut()?.take_fetched()
     }
 
     fn background(&mut self) -> Result<(), StoreError> {
@@ -330,7 +376,7 @@ impl Storage for RealStorage {
 
     fn replace(&mut self, random: &mut Random) -> Result<(), StoreError> {
         let (full, ballasts) = (self.full, self.ballasts);
-        *self = Self::new(self.shape, random)?;
+        *self = Self::new(self.shape, self.is_cold, random)?;
         (self.full, self.ballasts) = (full, ballasts);
         Ok(())
     }
@@ -341,6 +387,13 @@ impl Storage for RealStorage {
 
     fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
         let unit_blocks = self.shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
+        // Nothing waits for the disk any more.
+        self.disk.set_uncached(Random::new(0), 0);
+        while self.fetch_begin().is_some() {}
+        while let Some(id) = self.under_way.keys().next().copied() {
+            self.fetch_end(id);
+            while self.fetch_begin().is_some() {}
+        }
         let pool = self.pool()?;
         pool.look_again();
         // What one round frees, the next one may write to, and what it empties is recorded there.

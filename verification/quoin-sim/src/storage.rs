@@ -6,9 +6,10 @@
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
-    BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
@@ -79,6 +80,16 @@ pub trait Storage {
         withdraw: bool,
         random: &mut Random,
     ) -> Result<(), StoreError>;
+    /// A read of the disk to begin now, which nobody waits for.
+    fn fetch_begin(&mut self) -> Option<Fetch> {
+        None
+    }
+    /// It ends.
+    fn fetch_end(&mut self, _id: u64) {}
+    /// The next call that can be made again, and whose it is.
+    fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
+        None
+    }
     /// Checkpoints, clean-up and the like, between events.
     fn background(&mut self) -> Result<(), StoreError>;
     fn wants_background(&self) -> bool;
@@ -249,6 +260,17 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.reading()?;
         self.inner.read(view, lba, blocks, want_data, out)
     }
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.reading()?;
+        self.inner.try_read(view, lba, blocks, want_data, out)
+    }
     fn verify(
         &mut self,
         lba: u64,
@@ -267,6 +289,25 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
         self.reading()?;
         self.inner.fetch(after, bytes_max)
+    }
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.reading()?;
+        self.inner.try_fetch(after, bytes_max)
+    }
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.reading()?;
+        self.inner.try_pull(session, view, from, cursor, bytes_max)
     }
     fn pull(
         &mut self,
@@ -453,6 +494,7 @@ impl Storage for ModelStorage {
     }
 
     fn counts(&self) -> DiskCounts {
-        DiskCounts { sectors_lost: self.lost, pages_torn: 0, errors: self.faults.errors }
+        let (sectors_lost, errors) = (self.lost, self.faults.errors);
+        DiskCounts { sectors_lost, errors, ..DiskCounts::default() }
     }
 }

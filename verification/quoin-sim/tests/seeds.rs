@@ -73,6 +73,20 @@ fn decisions_of_a_process_for_many_volumes_at_once_harm_none_of_them() {
     }
 }
 
+/// In these seeds four reads of ten have to wait for the disk, and their bytes come late.
+#[test]
+fn reads_that_wait_for_the_disk_show_what_was_written_as_those_do_that_need_not() {
+    for swarm in [quoin_sim::Swarm::Broad, quoin_sim::Swarm::Pressure, quoin_sim::Swarm::Rebuilds] {
+        let mut waited = 0;
+        for seed in [7, 15, 23] {
+            let report = run(RunOptions { seed, swarm, ..RunOptions::default() });
+            assert_eq!(report.violation, None, "{} {seed}", swarm.name());
+            waited += report.stats.disks.reads_waited_for;
+        }
+        assert!(waited > 100, "{}: {waited} reads", swarm.name());
+    }
+}
+
 /// Runs the kept seeds whose place in the list leaves `part` of three, so that they share cores.
 fn run_kept_seeds(part: usize) {
     let seeds = KeptSeed::parse(quoin_sim::kept::LIST).unwrap();

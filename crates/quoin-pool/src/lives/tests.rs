@@ -3,6 +3,7 @@
 mod assigning;
 mod connections;
 mod health;
+mod stalls;
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
@@ -156,6 +157,24 @@ impl Process {
         }])));
     }
 
+    /// One replica for each member, each of the same volume.
+    fn create_replicas(&self, members: &[Member]) {
+        let wanted = members.iter().map(|member| Wanted {
+            identity: ReplicaIdentity {
+                volume: VOLUME,
+                replica: member.id,
+                guid: member.guid,
+                volume_spec: Bytes::new(),
+            },
+            blocks: 1024,
+            phase: Phase::Init,
+            fence: Default::default(),
+            membership: Membership { formed: false, ..membership() },
+        });
+        self.send(Input::Assign(Assignment(wanted.collect())));
+        eventually("the replicas are created", || self.replica_state());
+    }
+
     /// How the pool says that the replica stands; `None` where it says nothing of it.
     fn replica_state(&self) -> Option<&'static str> {
         let (answer, state) = tokio::sync::oneshot::channel();
@@ -180,23 +199,35 @@ impl Process {
 
     /// A connection for a session of `epoch`, which opens nothing yet.
     fn dial(address: SocketAddr, epoch: u64) -> Option<Session> {
+        Self::dial_to(address, MEMBER, epoch)
+    }
+
+    fn dial_to(address: SocketAddr, member: Member, epoch: u64) -> Option<Session> {
         let key = SessionKey {
             epoch: Epoch(epoch),
             incarnation: Incarnation(u128::from(epoch)),
             nonce: 1,
         };
-        let hello = Hello::new(VOLUME, MEMBER.id, MEMBER.guid, Bytes::new());
+        let hello = Hello::new(VOLUME, member.id, member.guid, Bytes::new());
         let security = ClientSecurity::PlainLoopback;
         let connection = quoin_wire::establish::dial("p", address, &security, key, &hello).ok()?;
         Some(Session { connection, key })
     }
 
     fn session_at(address: SocketAddr, epoch: u64) -> Option<(Session, OpenAck)> {
-        let mut session = Self::dial(address, epoch)?;
+        Self::session_of(address, MEMBER, epoch)
+    }
+
+    fn session_of(
+        address: SocketAddr,
+        member: Member,
+        epoch: u64,
+    ) -> Option<(Session, OpenAck)> {
+        let mut session = Self::dial_to(address, member, epoch)?;
         session.send(&ToReplica::Open {
             volume: VOLUME,
-            replica: MEMBER.id,
-            guid: MEMBER.guid,
+            replica: member.id,
+            guid: member.guid,
             membership: membership(),
             lease_ms: 500,
         });

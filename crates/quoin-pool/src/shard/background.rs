@@ -31,6 +31,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         for (guid, what) in self.pool.take_damaged() {
             self.deliver(now, guid, ReplicaEvent::Damaged(what));
         }
+        self.begin_fetches(now);
         self.begin_sync();
     }
 
@@ -48,7 +49,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 Ok(false) | Err(StoreError::Full) => Outcome::NothingToDo,
                 Err(error @ StoreError::Io(_)) => return Err(error),
                 // Not the disk's failure: the sessions go on, the store tries again later.
-                Err(error @ (StoreError::Damaged(_) | StoreError::Rule(_))) => {
+                Err(
+                    error @ (StoreError::Damaged(_) | StoreError::Rule(_) | StoreError::Pending(_)),
+                ) => {
                     tracing::error!(%error, "background work failed");
                     Outcome::Failed
                 }

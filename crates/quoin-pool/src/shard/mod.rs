@@ -1,7 +1,7 @@
 //! The pool's one thread: its epoll loop, its sessions, its replicas.
 //!
 //! A round is: wait, take what other threads sent, read every readable socket and handle its
-//! frames, acknowledge, write, begin a sync. Consecutive `Append`s of a session become one call
+//! frames, acknowledge, hand over the reads that no cache could serve, write, begin a sync. Consecutive `Append`s of a session become one call
 //! of the store (one write on disk), and each session gets one cumulative acknowledgement.
 //!
 //! Limits: a connection whose answers are not taken is not read from
@@ -9,6 +9,7 @@
 
 mod background;
 mod copying;
+mod fetching;
 mod holdings;
 mod listeners;
 mod recognition;
@@ -20,6 +21,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use bytes::Bytes;
 use quoin_reactor::{Reactor, Ready, Timers, now};
 use quoin_replication::pool_host::access::UNOPENED_MAX;
 use quoin_replication::pool_host::answers::Answers;
@@ -43,6 +45,7 @@ use quoin_wire::frame::WireError;
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
 use crate::facts::PoolFacts;
+use crate::fetcher::Fetchers;
 use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
@@ -87,6 +90,12 @@ pub enum Input {
     Synced {
         ticket: SyncTicket,
         result: Result<(), IoFault>,
+    },
+    /// A read of [`ReplicaPool::next_fetch`] ended, after so long.
+    Fetched {
+        id: u64,
+        result: Result<Bytes, IoFault>,
+        took: Duration,
     },
     Assign(Assignment),
     /// The last assignment holds with these changes.
@@ -138,6 +147,7 @@ pub struct Shard<'a, P> {
     pool: P,
     parts: &'a mut Parts,
     syncer: Syncer,
+    fetchers: Fetchers,
     replicas: BTreeMap<ReplicaGuid, Held>,
     by_timer: KeyMap<ReplicaGuid>,
     peers: KeyMap<Peer>,
@@ -177,11 +187,13 @@ pub struct Shard<'a, P> {
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
         let scrub = Scrub::new(parts.scrub.clone());
+        let fetchers = syncer.fetchers(pool.reader());
         let start = Start::new(parts.recognition, rand::random::<u64>().max(1));
         let mut shard = Shard {
             pool,
             parts,
             syncer,
+            fetchers,
             replicas: BTreeMap::new(),
             by_timer: KeyMap::default(),
             peers: KeyMap::default(),
@@ -315,6 +327,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.parts.notices.push(Severity::Warning, "", "", "TermRefused", why);
             }
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
+            Input::Fetched { id, result, took } => self.fetched(now, id, result, took),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::Reassign(change) => self.reassign(now, change),
             Input::State(answer) => {
@@ -543,6 +556,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
         }
         // The disk works while the answers are written.
+        self.begin_fetches(now);
         self.begin_sync();
         let mut copying = Vec::new();
         while let Some(key) = self.dirty.pop() {
@@ -562,6 +576,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.write(now, key);
         }
         // Frames that had waited for their answers to be taken may have been handled by now.
+        self.begin_fetches(now);
         self.begin_sync();
     }
 
@@ -602,7 +617,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);
-            self.background.synced(now);
+            self.background.disk_answered(now);
         }
         let told = match result {
             Ok(()) => self.pool.take_served(),

@@ -76,8 +76,9 @@ impl Background {
         }
     }
 
-    /// A sync ended: what is on media now may be what background work waited for.
-    pub fn synced(&mut self, now: Time) {
+    /// A sync ended, or reads for background work did: what is on media or in memory now may be
+    /// what it waited for.
+    pub fn disk_answered(&mut self, now: Time) {
         self.rest_until = now;
     }
 
@@ -125,7 +126,7 @@ mod tests {
             assert_eq!(background.due_in(NOW, Urgency::Urgent), Some(rest));
             assert_eq!(background.turn(NOW, Urgency::Urgent, true), None);
             assert_eq!(background.turn(NOW + rest, Urgency::Urgent, true), Some(URGENT_TURN));
-            background.synced(NOW);
+            background.disk_answered(NOW);
             assert_eq!(background.turn(NOW, Urgency::Urgent, true), Some(URGENT_TURN));
         }
     }

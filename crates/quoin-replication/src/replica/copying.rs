@@ -11,8 +11,8 @@
 //! timer of its own, so that the driver's thread serves others in between.
 
 use super::refused::Place;
-use super::session::{Fault, Session};
-use super::store::{ReplicaStore, StoreError};
+use super::session::{FETCHES_MAX, Fault, Parked, Session};
+use super::store::{FetchTicket, PullChunk, ReplicaStore, StoreError};
 use super::{ConnectionId, Replica, ReplicaAction, ReplicaNote, UNREADABLE};
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -20,7 +20,9 @@ use std::time::Duration;
 
 use quoin_types::LSN_MAX;
 use quoin_types::ids::{Lsn, Position, SessionKey};
-use quoin_types::message::{Failure, FedSum, FromReplica, IncrementEnd, Slot, ToReplica};
+use quoin_types::message::{
+    Failure, FedSum, FromReplica, IncrementEnd, ReadView, RequestId, Slot, ToReplica,
+};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -41,6 +43,63 @@ const BEHIND_BEGIN_MAX: usize = 12;
 pub(super) enum Way {
     Own,
     Bulk(ConnectionId),
+}
+
+/// A request for entries of the log or for slots.
+#[derive(Clone, Copy)]
+pub(super) struct CopyRequest {
+    pub way: Way,
+    id: RequestId,
+    what: Copied,
+    bytes_max: u32,
+    /// Times that it had to wait for the disk.
+    fetches: u8,
+}
+
+#[derive(Clone, Copy)]
+enum Copied {
+    Entries { after: Lsn },
+    Slots { view: ReadView, from: Lsn, cursor: u64 },
+}
+
+impl CopyRequest {
+    fn new(way: Way, id: RequestId, what: Copied, bytes_max: u32) -> Self {
+        Self { way, id, what, bytes_max: bytes_max.min(ANSWER_BYTES_MAX), fetches: 0 }
+    }
+
+    fn place(&self) -> Place {
+        match self.what {
+            Copied::Entries { after } => Place::Log(after),
+            Copied::Slots { cursor, .. } => Place::Map(cursor),
+        }
+    }
+
+    fn answer(
+        &self,
+        session: SessionKey,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<FromReplica, StoreError> {
+        let (id, bytes_max, may_wait) = (self.id, self.bytes_max, self.fetches < FETCHES_MAX);
+        match self.what {
+            Copied::Entries { after } => {
+                let fetched = match may_wait {
+                    true => store.try_fetch(after, bytes_max)?,
+                    false => store.fetch(after, bytes_max)?,
+                };
+                let gone = fetched.is_none();
+                Ok(FromReplica::Fetched { id, entries: fetched.unwrap_or_default(), gone })
+            }
+            Copied::Slots { view, from, cursor } => {
+                let chunk = match may_wait {
+                    true => store.try_pull(session.nonce, view, from, cursor, bytes_max)?,
+                    false => store.pull(session.nonce, view, from, cursor, bytes_max)?,
+                };
+                let gone = chunk.is_none();
+                let PullChunk { slots, cursor, end } = chunk.unwrap_or_default();
+                Ok(FromReplica::Pulled { id, slots, cursor, end, gone })
+            }
+        }
+    }
 }
 
 /// A commit that was accepted.
@@ -138,7 +197,10 @@ impl Session {
         if let Some(beginning) = &mut self.copying.beginning
             && way == Way::Own
             && beginning.way == Way::Own
-            && !matches!(message, ToReplica::Pull { .. } | ToReplica::IncrementBegin { .. })
+            && !matches!(
+                message,
+                ToReplica::Pull { .. } | ToReplica::Fetch { .. } | ToReplica::IncrementBegin { .. }
+            )
         {
             if beginning.behind.len() == BEHIND_BEGIN_MAX {
                 return Err(Fault::Protocol("too much behind the beginning of an increment"));
@@ -148,12 +210,14 @@ impl Session {
         }
         match message {
             ToReplica::Pull { id, view, from, cursor, bytes_max } => {
-                let bytes_max = bytes_max.min(ANSWER_BYTES_MAX);
-                let chunk = store.pull(self.key.nonce, view, from, cursor, bytes_max)?;
-                let gone = chunk.is_none();
-                let chunk = chunk.unwrap_or_default();
-                let (slots, cursor, end) = (chunk.slots, chunk.cursor, chunk.end);
-                self.answer(way, FromReplica::Pulled { id, slots, cursor, end, gone }, actions);
+                let what = Copied::Slots { view, from, cursor };
+                self.check_waiting()?;
+                self.answer_copy(CopyRequest::new(way, id, what, bytes_max), store, actions)?;
+            }
+            ToReplica::Fetch { id, after, bytes_max } if way == Way::Own => {
+                let what = Copied::Entries { after };
+                self.check_waiting()?;
+                self.answer_copy(CopyRequest::new(way, id, what, bytes_max), store, actions)?;
             }
             ToReplica::IncrementBegin { rebuild, from } => {
                 self.begin(way, rebuild, from, store, actions)?;
@@ -174,6 +238,24 @@ impl Session {
                 }
             }
             _ => return Err(Fault::Protocol("no part of a rebuild on a bulk connection")),
+        }
+        Ok(())
+    }
+
+    /// Answers a request, or parks it until the disk has given what it lacks.
+    fn answer_copy(
+        &mut self,
+        mut request: CopyRequest,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        match request.answer(self.key, store) {
+            Ok(message) => self.answer(request.way, message, actions),
+            Err(StoreError::Pending(ticket)) => {
+                request.fetches += 1;
+                self.park(ticket, Parked::Copy(request));
+            }
+            Err(error) => return Err(error.into()),
         }
         Ok(())
     }
@@ -382,13 +464,43 @@ impl Replica {
             return;
         }
         let is_pull = matches!(message, ToReplica::Pull { .. });
-        let place = Place::of(&message);
+        let (place, parked) = (Place::of(&message), session.parked());
         match session.copy(way, message, store, actions) {
+            // Nothing was read yet.
+            Ok(()) if session.parked() > parked => {}
             Ok(()) => self.copied(now, place, actions),
             // The replica is fed, and perhaps counted: that continues, whatever a rebuild
             // requested.
             Err(fault) if is_pull => self.fail_pull(now, place, fault, store, actions),
             Err(fault) => self.fail(now, place, fault, store, actions),
+        }
+    }
+
+    /// Makes a request again whose reads have come. It renews no lease: its message did.
+    pub(super) fn on_fetched(
+        &mut self,
+        now: Time,
+        ticket: FetchTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let Some(session) = &mut self.session else { return };
+        match session.take_parked(ticket) {
+            None => {}
+            Some(Parked::Read(read)) => {
+                if let Err(fault) = session.read(read, store, actions) {
+                    self.fail(now, Place::Elsewhere, fault, store, actions);
+                }
+            }
+            Some(Parked::Copy(request)) => {
+                let (place, parked) = (request.place(), session.parked());
+                match (session.answer_copy(request, store, actions), request.way) {
+                    (Ok(()), _) if session.parked() > parked => {}
+                    (Ok(()), _) => self.copied(now, place, actions),
+                    (Err(fault), Way::Bulk(_)) => self.fail_pull(now, place, fault, store, actions),
+                    (Err(fault), Way::Own) => self.fail(now, place, fault, store, actions),
+                }
+            }
         }
     }
 

@@ -24,7 +24,7 @@ use quoin_types::{Durability, Epoch, Incarnation, Lsn};
 use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
-use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 
 /// Number of a transport connection, chosen by the driver.
 pub type ConnectionId = u64;
@@ -43,6 +43,10 @@ pub enum ReplicaEvent {
     Synced {
         ticket: SyncTicket,
         result: Result<(), StoreError>,
+    },
+    /// All that a call which answered [`StoreError::Pending`] lacked was read: it is made again.
+    Fetched {
+        ticket: FetchTicket,
     },
     Timer,
     /// The store found this replica's own data damaged, in work outside of any session.
@@ -238,6 +242,7 @@ impl Replica {
             ReplicaEvent::Synced { ticket, result } => {
                 self.on_synced(now, ticket, result, store, actions);
             }
+            ReplicaEvent::Fetched { ticket } => self.on_fetched(now, ticket, store, actions),
             ReplicaEvent::Timer => {
                 self.timer = None;
                 self.end_fenced(now, store, actions);
@@ -294,9 +299,10 @@ impl Replica {
             Some(way) => return self.on_bulk(now, way, message, store, actions),
             None => return,
         }
-        let place = Place::of(&message);
+        let (place, parked) = (Place::of(&message), session.parked());
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
-        if outcome.is_ok() {
+        // Of what waits for the disk nothing was read yet.
+        if outcome.is_ok() && session.parked() <= parked {
             self.copied(now, place, actions);
         }
         self.go_on(now, place, outcome, store, actions);

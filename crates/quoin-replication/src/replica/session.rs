@@ -1,9 +1,9 @@
 //! One target's open session with a replica: order, acknowledgements, increments.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
-use super::copying::{ANSWER_BYTES_MAX, Copying, Way};
-use super::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use super::copying::{CopyRequest, Copying, Way};
+use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
@@ -17,8 +17,12 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
 
-/// Limit of reads that wait for an entry; a correct target stays far below it.
+/// Limit of reads that wait for an entry or for the disk; a correct target stays far below it.
 const WAITING_READS_MAX: usize = 4096;
+/// Times that a read may be told to wait for the disk: each time it looks up where its blocks are
+/// by then, and finds what it lacked the last time. One that lacks something still has met others
+/// that took the room in the caches; it has the pool wait instead.
+pub(super) const FETCHES_MAX: u8 = 16;
 /// Limit of data that one verification reads: other requests wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -60,13 +64,15 @@ impl From<StoreError> for Fault {
     }
 }
 
-struct WaitingRead {
+pub(super) struct WaitingRead {
     id: RequestId,
     what: Looked,
     lba: u64,
     blocks: u32,
     after: Lsn,
     ping: Ping,
+    /// Times that it had to wait for the disk.
+    fetches: u8,
 }
 
 impl WaitingRead {
@@ -78,6 +84,9 @@ impl WaitingRead {
         slots: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         match self.what {
+            Looked::Blocks { view, want_data } if self.fetches < FETCHES_MAX => {
+                store.try_read(view, self.lba, blocks, want_data, slots)
+            }
             Looked::Blocks { view, want_data } => {
                 store.read(view, self.lba, blocks, want_data, slots)
             }
@@ -116,6 +125,12 @@ impl WaitingRead {
     }
 }
 
+/// A request that waits for the disk.
+pub(super) enum Parked {
+    Read(WaitingRead),
+    Copy(CopyRequest),
+}
+
 /// Result that a read returns.
 #[derive(Clone, Copy)]
 enum Looked {
@@ -151,7 +166,10 @@ pub(super) struct Session {
     /// Entries that must be durable before they are acknowledged as applied, oldest first.
     barriers: VecDeque<Lsn>,
     syncs: VecDeque<(SyncTicket, AfterSync)>,
+    /// Reads that wait for an entry.
     reads: VecDeque<WaitingRead>,
+    /// Requests that wait for the disk.
+    parked: BTreeMap<FetchTicket, Parked>,
     ping: Ping,
     acknowledgement_due: bool,
     closing: bool,
@@ -173,6 +191,7 @@ impl Session {
             barriers: VecDeque::new(),
             syncs: VecDeque::new(),
             reads: VecDeque::new(),
+            parked: BTreeMap::new(),
             ping: Ping(0),
             acknowledgement_due: false,
             closing: false,
@@ -227,21 +246,16 @@ impl Session {
             ToReplica::Read { id, view, lba, blocks, after, want_data, ping } => {
                 let limit = if want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
                 let what = Looked::Blocks { view, want_data };
-                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, limit, store, actions)?;
             }
             ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
                 let what = Looked::Verified { bytes_max: bytes_max.min(VERIFY_BYTES_MAX), repair };
-                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
-            ToReplica::Fetch { id, after, bytes_max } => {
-                let fetched = store.fetch(after, bytes_max.min(ANSWER_BYTES_MAX))?;
-                let gone = fetched.is_none();
-                let entries = fetched.unwrap_or_default();
-                self.send(FromReplica::Fetched { id, entries, gone }, actions);
-            }
-            message @ (ToReplica::Pull { .. }
+            message @ (ToReplica::Fetch { .. }
+            | ToReplica::Pull { .. }
             | ToReplica::IncrementBegin { .. }
             | ToReplica::IncrementFeed { .. }
             | ToReplica::IncrementCut { .. }
@@ -334,7 +348,7 @@ impl Session {
             AfterSync::Flipped(_) => Step::Flipped,
             AfterSync::Close { .. } | AfterSync::Closed => Step::CloseUnsynced,
         }));
-        if !self.reads.is_empty() {
+        if !(self.reads.is_empty() && self.parked.is_empty()) {
             steps.push(Step::ReadsWaiting);
         }
     }
@@ -568,11 +582,9 @@ impl Session {
         if read.blocks == 0 || read.blocks > blocks_max || read.lba > VOLUME_BLOCKS_MAX {
             return Err(Fault::Protocol("read length"));
         }
-        if self.reads.len() == WAITING_READS_MAX {
-            return Err(Fault::Protocol("too many reads"));
-        }
+        self.check_waiting()?;
         if read.after <= self.applied && self.reads.is_empty() {
-            return self.read(&read, store, actions);
+            return self.read(read, store, actions);
         }
         self.reads.push_back(read);
         self.serve_reads(store, actions)
@@ -583,33 +595,64 @@ impl Session {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
-        let mut waiting = std::mem::take(&mut self.reads);
         let mut result = Ok(());
-        waiting.retain(|read| {
+        for read in std::mem::take(&mut self.reads) {
             if result.is_err() || read.after > self.applied {
-                return true;
+                self.reads.push_back(read);
+            } else {
+                result = self.read(read, store, actions);
             }
-            result = self.read(read, store, actions);
-            false
-        });
-        self.reads = waiting;
+        }
         result
     }
 
-    fn read(
+    /// Refuses a request of a target that has too many waiting.
+    pub(super) fn check_waiting(&self) -> Result<(), Fault> {
+        if self.reads.len() + self.parked.len() >= WAITING_READS_MAX {
+            return Err(Fault::Protocol("too many reads"));
+        }
+        Ok(())
+    }
+
+    /// Number of requests that wait for the disk.
+    pub fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    pub(super) fn park(&mut self, ticket: FetchTicket, request: Parked) {
+        self.parked.insert(ticket, request);
+    }
+
+    /// The request of this ticket, unless the session closes: it is made again. Each answer names
+    /// its request, and a read's the LSN that it was read at. So one that waited for the disk may
+    /// come after answers to later requests.
+    pub fn take_parked(&mut self, ticket: FetchTicket) -> Option<Parked> {
+        self.parked.remove(&ticket).filter(|_| !self.closing)
+    }
+
+    /// Answers a read, or parks it until the disk has given what it lacks.
+    pub(super) fn read(
         &mut self,
-        read: &WaitingRead,
+        mut read: WaitingRead,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
         let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
         let (id, at, ping) = (read.id, self.applied, read.ping);
-        match read.look(read.blocks, store, &mut slots) {
+        let looked = match read.look(read.blocks, store, &mut slots) {
             Err(StoreError::Rule(rule)) => {
                 slots.clear();
-                read.look_over_the_end(rule, store, &mut slots)?;
+                read.look_over_the_end(rule, store, &mut slots)
             }
-            other => other?,
+            looked => looked,
+        };
+        match looked {
+            Err(StoreError::Pending(ticket)) => {
+                read.fetches += 1;
+                self.park(ticket, Parked::Read(read));
+                return Ok(());
+            }
+            looked => looked?,
         }
         let message = match read.what {
             Looked::Blocks { .. } => FromReplica::Data { id, at, slots, ping },

@@ -4,6 +4,7 @@
 //! All calls except syncs return when they are done. A write that returned is in the kernel (the
 //! buffered write returned, or the O_DIRECT write completed), never in process memory alone. There
 //! is one exception, for entries that count only once they are durable: [`ReplicaStore::append`].
+//! Calls whose names begin with `try_` do not wait for the disk either ([`StoreError::Pending`]).
 //! Durability is asynchronous: [`ReplicaStore::request_sync`] returns a ticket, and the driver
 //! reports [`super::ReplicaEvent::Synced`] once a sync that *began after* the request is done.
 
@@ -16,6 +17,10 @@ use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo}
 /// ones of the same pool.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct SyncTicket(pub u64);
+
+/// Number of a call that waits for reads of the disk ([`StoreError::Pending`]).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct FetchTicket(pub u64);
 
 /// Identifies one boot of one host's kernel together with one identity of the pool's device.
 /// Page-cache content survives exactly as long as the cookie stays equal.
@@ -79,6 +84,11 @@ pub enum StoreError {
     Damaged(&'static str),
     #[error("the store was asked for what its rules forbid: {0}")]
     Rule(&'static str),
+    /// The answer needs reads that the caller need not wait for. Other threads make them. The call
+    /// is made again once the driver reports the ticket with [`super::ReplicaEvent::Fetched`]. Only
+    /// calls that say so answer this.
+    #[error("the answer waits for the disk")]
+    Pending(FetchTicket),
 }
 
 impl StoreError {
@@ -150,6 +160,20 @@ pub trait ReplicaStore {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 
+    /// Reads like [`ReplicaStore::read`], but does not wait for the disk: `Pending` where what is
+    /// needed is in no cache. `out` is as it was then. The call may be made again at any time, with
+    /// the state of the store as it is by then.
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.read(view, lba, blocks, want_data, out)
+    }
+
     /// Compares live blocks with their checksums on media, bypassing caches, and reports them:
     /// slots that cover a prefix of the range, data without bytes, until about `bytes_max` of data
     /// were read. `note`: bad copies are recorded as by any read, so that another copy is
@@ -168,6 +192,15 @@ pub trait ReplicaStore {
     fn fetch(&mut self, after: Lsn, bytes_max: u32)
     -> Result<Option<Vec<SharedEntry>>, StoreError>;
 
+    /// Reads like [`ReplicaStore::fetch`], but answers `Pending` instead of waiting for the disk.
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.fetch(after, bytes_max)
+    }
+
     /// Returns slots of `view` with `version > from`, holes included, in LBA order, starting at
     /// `cursor`. `Ok(None)`: the view does not exist. A pull of [`ReadView::Base`] at cursor 0 pins
     /// the base for `session` until its last chunk, the next pull of it, or
@@ -180,7 +213,19 @@ pub trait ReplicaStore {
         cursor: u64,
         bytes_max: u32,
     ) -> Result<Option<PullChunk>, StoreError>;
-    /// Releases what a session that is over had pinned, and the increment that it waited to begin.
+    /// Reads like [`ReplicaStore::pull`], but answers `Pending` instead of waiting for the disk.
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.pull(session, view, from, cursor, bytes_max)
+    }
+    /// Releases what a session that is over had pinned, the increment that it waited to begin, and
+    /// the calls that waited for the disk.
     fn unpin(&mut self, session: u64);
 
     /// Returns a shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. Any

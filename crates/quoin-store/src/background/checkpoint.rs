@@ -44,6 +44,8 @@ pub struct CheckpointJob {
 /// Part of a stage on its way into the map.
 #[derive(Default)]
 struct Edits {
+    /// The cursor that they were made for.
+    made_for: Option<u64>,
     edits: Vec<Edit>,
     crcs: Vec<u32>,
     end: u64,
@@ -149,6 +151,7 @@ impl Replica {
         job.stage_end = job.special.unwrap_or(job.target + 1);
         job.newest.clear();
         job.cursor = 0;
+        job.part.made_for = None;
     }
 
     /// Collects some of the stage's entries.
@@ -191,10 +194,9 @@ impl Replica {
         core: &mut Core<D>,
         job: &mut CheckpointJob,
     ) -> Result<(), StoreError> {
-        let all = mutant::is("fold-in-one-step");
-        let nodes_max = if all { usize::MAX } else { core.options.step_nodes.max(1) };
-        let mut part = std::mem::take(&mut job.part);
-        self.edits_from(job, nodes_max, &mut part);
+        let nodes_max = nodes_a_step(core);
+        let mut part = self.part_of(job, nodes_max);
+        part.made_for = None;
         let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
         let mut io = self.io(core);
         io.kept_through = kept_through;
@@ -213,6 +215,30 @@ impl Replica {
         }
         (job.cursor, job.part) = (until, part);
         Ok(())
+    }
+
+    /// Looks at the nodes that the next step of a fold reads.
+    pub fn look_ahead_of_fold<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(()) };
+        let mut looked = Ok(());
+        if job.next == job.stage_end && job.cursor < u64::MAX {
+            let nodes_max = nodes_a_step(core);
+            job.part = self.part_of(&mut job, nodes_max);
+            let stretches = job.part.edits.iter().map(Edit::stretch);
+            looked = tree::look_ahead(&mut self.io(core), job.work.root, stretches, nodes_max);
+        }
+        self.maintenance.checkpoint = Some(job);
+        looked
+    }
+
+    /// The edits of the next step of a fold, which may have been made before.
+    fn part_of(&self, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
+        let mut part = std::mem::take(&mut job.part);
+        if part.made_for != Some(job.cursor) {
+            self.edits_from(job, nodes_max, &mut part);
+            part.made_for = Some(job.cursor);
+        }
+        part
     }
 
     /// Next edits of a stage, about as many as one step can do.
@@ -382,6 +408,12 @@ impl Replica {
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())
     }
+}
+
+/// Nodes that one step of a fold looks at.
+fn nodes_a_step<D>(core: &Core<D>) -> usize {
+    let all = mutant::is("fold-in-one-step");
+    if all { usize::MAX } else { core.options.step_nodes.max(1) }
 }
 
 pub fn is_revert(kind: &EntryKind) -> bool {

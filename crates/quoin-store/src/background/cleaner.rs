@@ -51,13 +51,36 @@ struct SegmentData {
     /// The segment's blocks, where it is read by the piece.
     range: Option<std::ops::Range<u64>>,
     pieces: BTreeMap<u64, Bytes>,
+    /// Blocks that were read ahead of the next step.
+    ahead: BTreeMap<u64, Bytes>,
 }
 
 impl SegmentData {
+    /// The piece that has a block, if the segment is read by the piece: its first block and bytes.
+    fn piece_of(&self, place: u64) -> Option<(u64, usize)> {
+        let range = self.range.clone().filter(|range| range.contains(&place))?;
+        let first = place - (place - range.start) % PIECE_BLOCKS;
+        Some((first, (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE))
+    }
+
+    /// Has a block read beside, if it is not here yet.
+    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
+        let piece = self.piece_of(place);
+        let (first, length) = piece.unwrap_or((place, BLOCK_SIZE));
+        let into = if piece.is_some() { &mut self.pieces } else { &mut self.ahead };
+        if let Entry::Vacant(entry) = into.entry(first) {
+            let mut bytes = BytesMut::zeroed(length);
+            core.take_beside(first, &mut bytes)?;
+            entry.insert(bytes.freeze());
+        }
+        Ok(())
+    }
+
     fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
-        if let Some(range) = self.range.clone().filter(|range| range.contains(&place)) {
-            let first = place - (place - range.start) % PIECE_BLOCKS;
-            let length = (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE;
+        if let Some(block) = self.ahead.remove(&place) {
+            return Ok(block);
+        }
+        if let Some((first, length)) = self.piece_of(place) {
             if let Entry::Vacant(entry) = self.pieces.entry(first) {
                 let mut bytes = BytesMut::zeroed(length);
                 // Where a piece cannot be read, the block that is wanted may be.
@@ -80,6 +103,7 @@ impl CleanJob {
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
         self.data.pieces.clear();
+        self.data.ahead.clear();
     }
 }
 
@@ -122,6 +146,7 @@ impl Replica {
         let data = SegmentData {
             range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
             pieces: BTreeMap::new(),
+            ahead: BTreeMap::new(),
         };
         let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
         let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
@@ -166,6 +191,7 @@ impl Replica {
                 }
                 return Ok(true);
             }
+            job.data.ahead.clear();
             job.moved |= any;
         } else if !job.nodes.is_empty() {
             self.renew(core, &job.nodes[job.done..end])?;
@@ -180,6 +206,46 @@ impl Replica {
         }
         self.maintenance.dirty = true;
         Ok(true)
+    }
+
+    /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
+    pub fn look_ahead_of_moves<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let Some(mut job) = self.maintenance.clean.take() else { return Ok(()) };
+        let looked = self.look_ahead_of_job(core, &mut job);
+        self.maintenance.clean = Some(job);
+        looked
+    }
+
+    fn look_ahead_of_job<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CleanJob,
+    ) -> Result<(), StoreError> {
+        let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
+        let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
+        let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
+        let (views, mut lacking) = (self.views(), Ok(()));
+        for (root, newest) in &views {
+            let of_view = candidates.iter().filter(|candidate| candidate.version <= *newest);
+            let stretches = of_view.map(|candidate| (candidate.lba, candidate.lba + 1));
+            let stretches = stretches.chain(nodes.iter().map(Edit::stretch));
+            let io = &mut self.io(core);
+            lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
+        }
+        lacking?;
+        for candidate in candidates {
+            for (root, newest) in &views {
+                let mut found = [BlockAt::default()];
+                if candidate.version <= *newest {
+                    tree::blocks(&mut self.io(core), *root, candidate.lba, &mut found)?;
+                }
+                if found[0].place == candidate.place {
+                    lacking = lacking.and(job.data.look_ahead(core, candidate.place));
+                    break;
+                }
+            }
+        }
+        lacking
     }
 
     /// Every view that must survive, with the newest version it can hold.

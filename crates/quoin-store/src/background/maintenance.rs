@@ -2,6 +2,7 @@
 
 use crate::background::checkpoint::{CheckpointJob, Commit};
 use crate::background::cleaner::CleanJob;
+use crate::background::look_ahead::HeadersRead;
 
 /// Work that is under way or owed.
 #[derive(Default)]
@@ -19,6 +20,7 @@ pub struct Maintenance {
     pub fold_wanted: bool,
     /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
     pub fold_for_increment: Option<u64>,
+    pub headers_read: HeadersRead,
 }
 
 impl Maintenance {

@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod cleaner;
 pub mod due_work;
+pub mod look_ahead;
 pub mod maintenance;
 pub mod recount;
 pub mod relocation;

@@ -235,6 +235,28 @@ impl Replica {
         Ok(false)
     }
 
+    /// Looks at the leaves that the next step of a count reads.
+    pub fn look_ahead_of_count<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let views = self.counted_views();
+        let job = self.count.job.as_ref();
+        let done = job.and_then(|job| job.done);
+        let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))
+        else {
+            return Ok(());
+        };
+        let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
+        let mut cursor = job.filter(|job| job.at == Some(*key)).map_or(0, |job| job.cursor);
+        let (mut io, mut lacking) = (self.io(core), Ok(()));
+        for _ in 0..io.core.options.step_nodes.max(1) {
+            let Some(part) = tree::next_part(&mut io, *root, from, cursor)? else { break };
+            cursor = part.range().1;
+            if let Part::Leaf { node, .. } = part {
+                lacking = lacking.and(io.load(0, &node).map(drop));
+            }
+        }
+        lacking
+    }
+
     /// Counts the next leaf; false: there is none.
     fn count_part<D: Disk>(
         &mut self,

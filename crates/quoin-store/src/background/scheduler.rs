@@ -60,7 +60,7 @@ pub(crate) struct VictimKey {
 pub(crate) type Victim = Cell<Option<(VictimKey, Option<(ReplicaGuid, SegmentState)>)>>;
 
 /// Next step of a pool.
-enum Step {
+pub(crate) enum Step {
     /// Makes free what finished syncs allow.
     Release,
     /// Gives space back to what is below.
@@ -137,7 +137,7 @@ impl<D: Disk> Pool<D> {
     }
 
     pub(crate) fn due(&self) -> Due {
-        if self.core.failed.is_some() || self.next_step().is_none() {
+        if self.core.failed.is_some() || self.waits_for_disk() || self.next_step().is_none() {
             return Due::Idle;
         }
         let (log, limit) = (self.log_bytes(), self.core.options.checkpoint_bytes);
@@ -246,8 +246,14 @@ impl<D: Disk> Pool<D> {
         self.core.check_usable()?;
         let mut left = budget_bytes.max(1) as i64;
         while left > 0 {
+            if self.waits_for_disk() {
+                return Ok(false);
+            }
             let Some(step) = self.next_step() else { return Ok(false) };
             let guid = step.replica();
+            if guid.is_some_and(|guid| self.lacks(guid, &step)) {
+                return Ok(false);
+            }
             self.counts_next = !matches!(step, Step::Recount(_));
             self.victim.set(None);
             if let Some(guid) = guid {

@@ -157,7 +157,7 @@ impl Replica {
                 self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
                 core.forget_found();
                 let (mut slots, known) = (Vec::new(), core.bad.len());
-                self.slots(core, start, Lsn(from), true, &mut slots);
+                self.slots(core, start, Lsn(from), true, &mut slots)?;
                 done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
                 if is_folded {
                     self.leave_overwritten(core, known)?;
@@ -341,7 +341,7 @@ impl Replica {
             left = left.saturating_sub(BLOCK_SIZE as u64);
             core.forget_found();
             let mut slots = Vec::new();
-            self.slots(core, at, Lsn::ZERO, true, &mut slots);
+            self.slots(core, at, Lsn::ZERO, true, &mut slots)?;
             for mut slot in slots {
                 if slot.content != Content::Hole {
                     left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);

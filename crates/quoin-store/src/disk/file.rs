@@ -7,24 +7,27 @@
 //! The descriptor holds an exclusive lock, so that two processes never share a pool.
 
 use std::fs::File;
-use std::io::IoSlice;
+use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use quoin_replication::replica::store::{BootCookie, IoFault};
 use quoin_types::BLOCK_SIZE;
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::disk::cache_identity::{CacheIdentity, cookie_of_this_open};
 use crate::disk::fill::Filling;
 use crate::disk::pending_writes::{Held, Piece, stretches, zeros};
-use crate::disk::{Disk, Syncer};
+use crate::disk::{Disk, Reader, Syncer};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;
+/// What `statfs` says of a file system in memory.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// Bytes that may wait for a sync in this process; more goes to the page cache.
 const HELD_BYTES_MAX: usize = 32 << 20;
 
@@ -78,6 +81,10 @@ struct Files {
     file: File,
     /// The file opened for direct IO, where its file system supports that.
     direct: Option<Arc<File>>,
+    /// The file system cannot say what it has cached: no read is known not to wait.
+    always_waits: AtomicBool,
+    /// It holds all in memory, and cannot say so.
+    is_in_memory: bool,
     held: Mutex<Held>,
     /// Syncs take turns; the first one that failed decides for all later ones.
     failed: Mutex<Option<IoFault>>,
@@ -179,9 +186,12 @@ impl FileDisk {
         let cookie = CacheIdentity::of(&file, &metadata)
             .map_or_else(cookie_of_this_open, |identity| identity.cookie());
         let size = size & !(BLOCK_SIZE as u64 - 1);
+        let is_in_memory = is_in_memory(&file);
         let files = Files {
             direct: open_direct(&file, access).map(Arc::new),
             file,
+            always_waits: AtomicBool::new(false),
+            is_in_memory,
             held: Mutex::default(),
             filling: Mutex::default(),
             failed: Mutex::default(),
@@ -204,6 +214,12 @@ impl FileDisk {
     pub fn exposed(&self) -> Option<Exposed> {
         self.exposed
     }
+}
+
+/// Whether a file lies in a file system in memory.
+fn is_in_memory(file: &File) -> bool {
+    #[allow(clippy::cast_sign_loss, reason = "a magic number of 32 bits, of whatever type")]
+    rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC)
 }
 
 /// With this flag the kernel refuses a block device that is mounted, swapped to or part of
@@ -306,6 +322,25 @@ impl Files {
         self.filling.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Reads what the kernel has cached; false where that is not all of it, or not known.
+    fn read_cached(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        if self.always_waits.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let length = buffer.len();
+        let parts = &mut [IoSliceMut::new(buffer)];
+        match rustix::io::preadv2(&self.file, parts, offset, ReadWriteFlags::NOWAIT) {
+            // The rest is not cached, or lies behind the file's end: a read that waits tells.
+            Ok(read) => Ok(read == length),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
+                self.always_waits.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(error) => Err(fault("read", offset, error)),
+        }
+    }
+
     /// Writes what is held and makes everything durable that was written.
     fn sync(&self) -> Result<(), IoFault> {
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -374,6 +409,28 @@ impl Disk for FileDisk {
         }
         lay_over(buffer, &held);
         Ok(())
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        if self.files.is_in_memory {
+            return self.read_at(offset, buffer).map(|()| true);
+        }
+        let held = self.files.held().overlapping(offset, buffer.len());
+        let whole = held.iter().any(|(_, bytes)| bytes.len() == buffer.len());
+        if !whole && !self.files.read_cached(offset, buffer)? {
+            return Ok(false);
+        }
+        lay_over(buffer, &held);
+        Ok(true)
+    }
+
+    fn may_lack(&self) -> bool {
+        !self.files.is_in_memory
+    }
+
+    fn reader(&self) -> Option<Reader> {
+        let disk = self.clone();
+        Some(Arc::new(move |offset, buffer| disk.read_at(offset, buffer)))
     }
 
     fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {

@@ -6,17 +6,22 @@
 
 pub mod cache_identity;
 pub mod contents;
+pub mod fetch;
 pub mod file;
 mod fill;
 mod pending_writes;
 pub mod read_buffer;
 
 use std::io::IoSlice;
+use std::sync::Arc;
 
 use quoin_replication::replica::store::{BootCookie, IoFault};
 
 /// Makes all writes that returned before the call durable. Runs on another thread than the disk.
 pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
+
+/// Reads as [`Disk::read_at`] on other threads than the disk's.
+pub type Reader = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), IoFault> + Send + Sync>;
 
 pub trait Disk: Send {
     /// Size in bytes, a multiple of the block size; fixed while the disk is open.
@@ -24,6 +29,23 @@ pub trait Disk: Send {
 
     /// Fills `buffer` or fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
+
+    /// Reads as `read_at` what is at hand. `Ok(false)`: the medium would have to be waited for, and
+    /// what `buffer` holds is of no meaning; a [`Disk::reader`] can read it.
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        self.read_at(offset, buffer).map(|()| true)
+    }
+
+    /// Whether [`Disk::read_now`] may ever lack something.
+    fn may_lack(&self) -> bool {
+        false
+    }
+
+    /// A handle that reads from other threads what [`Disk::read_now`] does not have at hand. `None`:
+    /// all is at hand, always.
+    fn reader(&self) -> Option<Reader> {
+        None
+    }
 
     /// Reads as `read_at`, but bytes that are not read again soon and need no room in a cache.
     fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {

@@ -19,12 +19,20 @@ pub struct Cache {
     /// Leaves that nothing refers to, whatever they hold: their memory is used again, the one
     /// first that was used last.
     spare: Vec<Arc<Node>>,
+    /// Bytes of the node that was read last, kept from one to the next.
+    pub buffer: Vec<u8>,
 }
 
 impl Cache {
     pub fn new(bytes: u64) -> Self {
         let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(16) as usize;
-        Cache { nodes: KeyMap::default(), queue: VecDeque::new(), nodes_max, spare: Vec::new() }
+        Cache {
+            nodes: KeyMap::default(),
+            queue: VecDeque::new(),
+            nodes_max,
+            spare: Vec::new(),
+            buffer: Vec::new(),
+        }
     }
 
     pub fn get(&mut self, place: u64) -> Option<Arc<Node>> {

@@ -85,6 +85,11 @@ impl Edit {
     fn end(&self) -> u64 {
         self.lba + u64::from(self.blocks)
     }
+
+    /// The LBAs that it is about: the first one, and the one behind the last.
+    pub fn stretch(&self) -> (u64, u64) {
+        (self.lba, self.end())
+    }
 }
 
 /// Results for nodes that several views share, so that they go on sharing.
@@ -400,13 +405,22 @@ pub fn blocks(
     lba: u64,
     out: &mut [BlockAt],
 ) -> Result<(), StoreError> {
-    let mut done = 0;
+    let (mut done, mut lacking) = (0, Ok(()));
     while done < out.len() {
         let at = lba + done as u64;
         let leaf_start = at & !(LEAF_BLOCKS as u64 - 1);
         let count = ((leaf_start + LEAF_BLOCKS as u64 - at) as usize).min(out.len() - done);
         let out = &mut out[done..done + count];
-        match descend(nodes, root, at)? {
+        done += count;
+        let found = match descend(nodes, root, at) {
+            // What the other leaves lack is fetched at the same time.
+            Err(error @ StoreError::Pending(_)) => {
+                lacking = Err(error);
+                continue;
+            }
+            found => found?,
+        };
+        match found {
             Found::Hole(version) => out.fill(BlockAt { version, place: 0, crc: 0 }),
             Found::Damaged(version) => out.fill(BlockAt { version, place: BAD_PLACE, crc: 0 }),
             Found::Leaf(node) => {
@@ -415,9 +429,55 @@ pub fn blocks(
                 out.copy_from_slice(&leaf.blocks[first..first + count]);
             }
         }
-        done += count;
     }
-    Ok(())
+    lacking
+}
+
+/// Looks at the nodes that an update of these stretches reads, `(first LBA, the one behind its
+/// last)` in ascending order, and finds all that is lacking of them at once. No more than about
+/// `nodes_max` leaves are looked at.
+pub fn look_ahead(
+    nodes: &mut impl Nodes,
+    root: Root,
+    stretches: impl Iterator<Item = (u64, u64)>,
+    nodes_max: usize,
+) -> Result<(), StoreError> {
+    let (mut lacking, mut at, mut left) = (Ok(()), 0, nodes_max);
+    for (start, end) in stretches {
+        at = at.max(start);
+        while at < end {
+            if left == 0 {
+                return lacking;
+            }
+            left -= 1;
+            let (until, looked) = reach(nodes, root, at);
+            lacking = lacking.and(looked);
+            at = until;
+        }
+    }
+    lacking
+}
+
+/// Looks at the nodes that lead to an LBA, and says where the stretch ends about which the last of
+/// them tells.
+fn reach(nodes: &mut impl Nodes, root: Root, lba: u64) -> (u64, Result<(), StoreError>) {
+    let (mut child, mut level) = (root.child, root.level);
+    if lba >= span(level) {
+        return (u64::MAX, Ok(()));
+    }
+    loop {
+        let end = (lba & !(span(level) - 1)) + span(level);
+        let Child::Node(node) = child else { return (end, Ok(())) };
+        let loaded = match nodes.load(level, &node) {
+            Ok(Some(loaded)) => loaded,
+            Ok(None) => return (end, Ok(())),
+            Err(error) => return (end, Err(error)),
+        };
+        let Node::Interior(children) = &*loaded else { return (end, Ok(())) };
+        let Some(below) = level.checked_sub(1) else { return (end, Ok(())) };
+        level = below;
+        child = children[(lba / span(level)) as usize % FANOUT];
+    }
 }
 
 /// The nodes from the root to the leaf over an LBA, each with its level and first LBA.

@@ -18,7 +18,7 @@ use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit, Part};
-use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
+use crate::replica::{Image, Pin, Replica, Source, Synced, Upper, may_lack};
 use crate::space::table::NewTable;
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -33,6 +33,8 @@ const SLOT_BYTES: usize = 64;
 const SLOTS_A_PULL: usize = 1 << 16;
 /// Most blocks of a hole that a window covers.
 const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
+/// Leaves that are not in memory which one pull has fetched at the same time.
+const LEAVES_AHEAD: u32 = 16;
 /// Leaves that one feed may be about: those of one pull, of which each window may begin and end
 /// within one.
 const LEAVES_A_FEED: u64 =
@@ -286,6 +288,16 @@ impl Replica {
         Ok(())
     }
 
+    /// Looks at the nodes that merging what waits reads.
+    pub fn look_ahead_of_merge<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let Some(shadow) = self.shadow.take() else { return Ok(()) };
+        let (root, stretches) = (shadow.state.root, shadow.edits.iter().map(Edit::stretch));
+        let looked =
+            tree::look_ahead(&mut self.io(core), root, stretches, LEAVES_A_FEED as usize);
+        self.shadow = Some(shadow);
+        looked
+    }
+
     pub fn merge_shadow<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(mut shadow) = self.shadow.take() else { return Ok(()) };
         let root = shadow.state.root;
@@ -479,8 +491,11 @@ impl Replica {
         let Some((source, size)) = self.pulled(session, view) else { return Ok(None) };
         let mut chunk = PullChunk::default();
         let (mut at, mut bytes, mut looked) = (cursor, 0, 0);
+        // What later windows lack is fetched at the same time.
+        let (mut lacking, mut leaves_lacking) = (Ok(()), 0);
         for window in 0.. {
             let Some((start, end)) = self.next_window(core, &source, from, at, size)? else {
+                lacking?;
                 let Some(head) = self.pulled_head(session, view) else { return Ok(None) };
                 if view == ReadView::Base {
                     self.pins.remove(&session);
@@ -490,35 +505,49 @@ impl Replica {
             };
             let is_full = bytes >= bytes_max as usize || chunk.slots.len() >= SLOTS_A_PULL;
             if is_full || window == WINDOWS_A_PULL || looked >= BLOCKS_A_PULL {
+                lacking?;
                 chunk.cursor = Some(start);
                 return Ok(Some(chunk));
             }
-            self.find(core, &source, start, (end - start) as u32)?;
+            let found = self.find(core, &source, start, (end - start) as u32);
+            if let Err(error) = may_lack(found)? {
+                (lacking, leaves_lacking, at) = (Err(error), leaves_lacking + 1, end);
+                if leaves_lacking == LEAVES_AHEAD {
+                    return Err(error);
+                }
+                continue;
+            }
             // Takes as many blocks as the rest of the budget pays for, at least one.
             let (blocks, cost) = affordable(&core.found, from, bytes_max as usize - bytes);
             core.found.truncate(blocks);
             let end = start + blocks as u64;
             (looked, bytes) = (looked + end - start, bytes + cost);
-            if from == Lsn::ZERO {
+            let read = match from {
                 // Version 0 is "never written": not a change.
-                self.slots_written(core, start, &mut chunk.slots);
-            } else {
-                self.slots(core, start, from, true, &mut chunk.slots);
-            }
+                Lsn::ZERO => self.slots_written(core, start, &mut chunk.slots),
+                _ => self.slots(core, start, from, true, &mut chunk.slots),
+            };
+            lacking = lacking.and(may_lack(read)?);
             at = end;
         }
         Ok(None)
     }
 
-    fn slots_written<D: Disk>(&mut self, core: &mut Core<D>, lba: u64, out: &mut Vec<Slot>) {
+    fn slots_written<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
         let first = out.len();
         let mut made = Vec::new();
-        self.slots(core, lba, Lsn::ZERO, true, &mut made);
+        self.slots(core, lba, Lsn::ZERO, true, &mut made)?;
         made.retain(|s| s.version > Lsn::ZERO);
         for slot in made {
             crate::testing::model::push_slot(out, slot);
         }
         debug_assert!(out.len() >= first.saturating_sub(1));
+        Ok(())
     }
 
     /// Where a view's blocks are found, and how many there are.

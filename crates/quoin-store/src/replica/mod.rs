@@ -487,11 +487,12 @@ impl Replica {
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };
-        let (end, mut at) = (lba + found.len() as u64, lba);
+        let (end, mut at, mut lacking) = (lba + found.len() as u64, lba, Ok(()));
         for (from, to, lsn) in upper.memtable.range(lba, end) {
             if from > at {
                 let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
-                tree::blocks(&mut io, upper.lower, at, gap)?;
+                let read = tree::blocks(&mut io, upper.lower, at, gap);
+                lacking = lacking.and(may_lack(read)?);
             }
             let record = log.get(lsn).ok_or(StoreError::Damaged("the log in memory"))?;
             for lba_now in from..to {
@@ -510,7 +511,7 @@ impl Replica {
         if at < end {
             tree::blocks(&mut io, upper.lower, at, &mut found[(at - lba) as usize..])?;
         }
-        Ok(())
+        lacking
     }
 
     pub fn source(&self, view: ReadView) -> Option<Source> {
@@ -541,12 +542,12 @@ impl Replica {
         }
         let source = self.source(view).ok_or(StoreError::Rule("no such view"))?;
         self.find(core, &source, lba, blocks)?;
-        self.slots(core, lba, Lsn::ZERO, want_data, out);
-        Ok(())
+        self.slots(core, lba, Lsn::ZERO, want_data, out)
     }
 
     /// Turns `core.found` into slots, reading contiguous places with one call. Holes of version
-    /// `from` and older are left out if `from` is above zero.
+    /// `from` and older are left out if `from` is above zero. Fails only where something is lacking
+    /// that is fetched beside; all that is lacking is.
     pub fn slots<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -554,9 +555,9 @@ impl Replica {
         from: Lsn,
         want_data: bool,
         out: &mut Vec<Slot>,
-    ) {
+    ) -> Result<(), StoreError> {
         let found = std::mem::take(&mut core.found);
-        let mut at = 0;
+        let (mut at, mut lacking) = (0, Ok(()));
         while at < found.len() {
             let block = found[at];
             let first_lba = lba + at as u64;
@@ -581,7 +582,8 @@ impl Replica {
                 }
                 place if want_data => {
                     let count = run.count();
-                    self.read_run(core, place, first_lba, &found[at..at + count], out);
+                    let read = self.read_run(core, place, first_lba, &found[at..at + count], out);
+                    lacking = lacking.and(read);
                     at += count;
                 }
                 _ => {
@@ -593,8 +595,10 @@ impl Replica {
             }
         }
         core.found = found;
+        lacking
     }
 
+    /// Reads a run of places. Fails only where some of them are lacking, and are fetched beside.
     fn read_run<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -602,17 +606,21 @@ impl Replica {
         lba: u64,
         run: &[BlockAt],
         out: &mut Vec<Slot>,
-    ) {
+    ) -> Result<(), StoreError> {
         let mut buffer = ReadBuffer::of(run.len() * BLOCK_SIZE);
-        let whole = core.read(place, &mut buffer).is_ok();
-        if !whole {
+        let mut lacking = may_lack(core.read_beside(place, &mut buffer));
+        if lacking.is_err() {
             // An unreadable sector must not make its neighbours unreadable.
+            lacking = Ok(Ok(()));
             for (i, chunk) in buffer.chunks_mut(BLOCK_SIZE).enumerate() {
-                if core.read(place + i as u64, chunk).is_err() {
-                    chunk.fill(0);
+                match may_lack(core.read_beside(place + i as u64, chunk)) {
+                    Ok(Ok(())) => {}
+                    Ok(lacks) => lacking = Ok(lacks),
+                    Err(_) => chunk.fill(0),
                 }
             }
         }
+        lacking.and_then(|lacks| lacks)?;
         let mut buffer = Bytes::from_owner(buffer);
         for (i, block) in run.iter().enumerate() {
             // The last block takes the buffer itself: a run of one block, the usual, is not shared.
@@ -628,20 +636,29 @@ impl Replica {
             };
             out.push(Slot { lba, blocks: 1, version, content });
         }
+        Ok(())
     }
 
     /// The bytes of a log entry. An entry that fails its checksums is damage; one that the disk
     /// refuses to read may be there again later.
-    pub fn entry<D: Disk>(&self, core: &Core<D>, lsn: u64) -> Result<SharedEntry, StoreError> {
+    pub fn entry<D: Disk>(&self, core: &mut Core<D>, lsn: u64) -> Result<SharedEntry, StoreError> {
         const DAMAGED: StoreError = StoreError::Damaged("an entry of the log");
         let record = self.log.get(lsn).ok_or(DAMAGED)?;
         let mut data = BytesMut::new();
         if record.place != 0 {
             data.resize(record.blocks as usize * BLOCK_SIZE, 0);
-            core.read(record.place, &mut data)?;
+            core.read_beside(record.place, &mut data)?;
         }
         let entry = self.log.entry(lsn, data.freeze()).ok_or(DAMAGED)?;
         if entry.data_is_good() { Ok(entry) } else { Err(DAMAGED) }
+    }
+}
+
+/// Sets apart what a call lacks, which it may go on without to find what else it lacks.
+pub fn may_lack(read: Result<(), StoreError>) -> Result<Result<(), StoreError>, StoreError> {
+    match read {
+        Err(StoreError::Pending(_)) => Ok(read),
+        read => read.map(Ok),
     }
 }
 

@@ -99,6 +99,12 @@ pub(crate) enum Event {
         life: u32,
         ticket: quoin_replication::replica::store::SyncTicket,
     },
+    /// A read that nobody waits for ends.
+    Fetched {
+        pool: usize,
+        life: u32,
+        fetch: quoin_store::disk::fetch::Fetch,
+    },
     /// The pool tells the controller how it is, and looks again at what it could not read.
     PoolReport {
         pool: usize,
@@ -318,6 +324,7 @@ impl World {
             Event::TargetTimer { target, life, arm } => self.target_timer(target, life, arm),
             Event::PoolTimer { pool, life, arm } => self.pool_timer(pool, life, arm),
             Event::SyncDone { pool, life, ticket } => self.sync_done(pool, life, ticket),
+            Event::Fetched { pool, life, fetch } => self.fetched(pool, life, fetch),
             Event::PoolReport { pool, life } => self.pool_report(pool, life),
             Event::PoolTold { pool, life, counts } => self.pool_told(pool, life, counts),
             Event::PoolJudged { pool, life, rolled_back, mark } => {

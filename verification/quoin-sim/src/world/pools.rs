@@ -4,6 +4,7 @@ use quoin_replication::pool_host::access::Lane;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
+use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
@@ -462,6 +463,7 @@ impl World {
             self.pool_action(pool, action);
         }
         self.check_store(pool);
+        self.plan_fetches(pool);
         self.plan_sync(pool);
         self.plan_idle(pool);
     }
@@ -592,6 +594,38 @@ impl World {
         self.go_on_stopping(pool, ticket);
     }
 
+    /// The reads that nobody waits for begin; each ends at a time of its own.
+    fn plan_fetches(&mut self, pool: usize) {
+        let here = &mut self.pools[pool];
+        if here.process.is_none() {
+            return;
+        }
+        while let Some(fetch) = here.storage.fetch_begin() {
+            let delay = self.random.between(20, 8000) * MICROSECOND * here.slow;
+            let life = here.life;
+            self.schedule.after(delay, Event::Fetched { pool, life, fetch });
+        }
+    }
+
+    pub(crate) fn fetched(&mut self, pool: usize, life: u32, fetch: Fetch) {
+        let here = &mut self.pools[pool];
+        if here.life != life || here.process.is_none() {
+            return;
+        }
+        // A medium that does not answer syncs reads nothing either.
+        if here.paused || here.stuck {
+            let again = Event::Fetched { pool, life, fetch };
+            return self.schedule.after(5 * MILLISECOND, again);
+        }
+        here.storage.fetch_end(fetch.id);
+        let guid = here.member.guid;
+        let ready = std::iter::from_fn(|| here.storage.take_fetched());
+        let own = [Owner::Sessions(guid), Owner::Copying(guid)];
+        let of_it = ready.filter(|(owner, _)| own.contains(owner));
+        let events = of_it.map(|(_, ticket)| ReplicaEvent::Fetched { ticket }).collect();
+        self.feed_pool(pool, events);
+    }
+
     pub(crate) fn plan_pool_timer(&mut self, pool: usize) {
         let host = self.pools[pool].host;
         let life = self.pools[pool].life;
@@ -645,7 +679,9 @@ impl World {
         if here.paused {
             return;
         }
-        if let Err(error) = here.storage.background() {
+        let worked = here.storage.background();
+        self.plan_fetches(pool);
+        if let Err(error) = worked {
             self.trace.line(self.schedule.now(), || format!("pool {pool} background: {error}"));
             if matches!(error, quoin_replication::replica::store::StoreError::Io(_)) {
                 self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);

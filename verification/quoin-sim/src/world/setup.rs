@@ -41,6 +41,9 @@ pub const EVENTS_MAX: u64 = 5_000_000;
 /// Answered operations that every run reaches.
 pub const IOS_MIN: u64 = 1_000;
 
+/// In one of so many seeds reads have to wait for the disks.
+const COLD_SEEDS: u64 = 8;
+
 /// Store of the replicas.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum StoreKind {
@@ -389,9 +392,10 @@ impl World {
         membership: &Membership,
         shape: Option<PoolShape>,
     ) {
+        let is_cold = self.setup.seed % COLD_SEEDS == COLD_SEEDS - 1;
         let mut storage: Box<dyn Storage> = match self.setup.store {
             StoreKind::Model => Box::new(ModelStorage::default()),
-            StoreKind::Real => match RealStorage::new(shape, &mut self.random) {
+            StoreKind::Real => match RealStorage::new(shape, is_cold, &mut self.random) {
                 Ok(storage) => Box::new(storage),
                 Err(error) => {
                     self.violate("Setup", format!("a pool could not be made: {error}"));

@@ -169,3 +169,31 @@ fn more_than_may_wait_goes_to_the_page_cache() {
     disk.sync().expect("a sync");
     assert_eq!(disk.files.held().waiting_bytes, 0);
 }
+
+/// Where the file system cannot say what it has cached, a reader reads all of it.
+#[test]
+fn what_is_not_at_hand_is_read_by_a_reader_and_what_waits_for_a_sync_is_at_hand() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let disk = FileDisk::create(&folder.path().join("pool"), 1 << 20, true).expect("a file");
+    let (reader, block) = (disk.reader().expect("it is a file"), BLOCK_SIZE as u64);
+    disk.write_at(block, &[IoSlice::new(&[3; BLOCK_SIZE])]).expect("a write");
+    disk.sync().expect("a sync");
+    disk.write_with_sync(2 * block, &[IoSlice::new(&[4; BLOCK_SIZE])], 0).expect("a write");
+    let read = |offset, length: usize| {
+        let mut bytes = vec![9; length];
+        let is_at_hand = disk.read_now(offset, &mut bytes).expect("a read");
+        let mut late = vec![8; length];
+        reader(offset, &mut late).expect("a read");
+        assert!(!is_at_hand || bytes == late, "at hand are the bytes that a reader finds");
+        (is_at_hand, late)
+    };
+    for is_cached in [true, false] {
+        let both = [vec![3; BLOCK_SIZE], vec![4; BLOCK_SIZE]].concat();
+        assert_eq!(read(block, 2 * BLOCK_SIZE).1, both, "cached: {is_cached}");
+        assert_eq!(read(2 * block, BLOCK_SIZE), (true, vec![4; BLOCK_SIZE]));
+        disk.forget_cached(0, 1 << 20);
+    }
+    let end = disk.size();
+    assert_ne!(disk.read_now(end, &mut [0; BLOCK_SIZE]), Ok(true));
+    assert!(reader(end, &mut [0; BLOCK_SIZE]).is_err(), "there is nothing behind the end");
+}

@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
+    FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
+    SyncTicket,
 };
 use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
@@ -396,6 +397,25 @@ pub(crate) fn without_bytes(slot: &mut Slot) {
 pub struct ModelHandle<'a> {
     replica: &'a mut ModelReplica,
     tickets: &'a mut Tickets,
+    slow_reads: &'a mut SlowReads,
+}
+
+/// A disk under the model that has nothing at hand, while this is on.
+#[derive(Default)]
+pub struct SlowReads {
+    pub on: bool,
+    /// Number of the last call that was told to wait.
+    pub last: FetchTicket,
+}
+
+impl SlowReads {
+    fn check(&mut self) -> Result<(), StoreError> {
+        if !self.on {
+            return Ok(());
+        }
+        self.last.0 += 1;
+        Err(StoreError::Pending(self.last))
+    }
 }
 
 impl std::ops::Deref for ModelHandle<'_> {
@@ -483,6 +503,39 @@ impl ReplicaStore for ModelHandle<'_> {
             push_slot(out, self.slot(map, lba, want_data));
         }
         Ok(())
+    }
+
+    fn try_read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.slow_reads.check()?;
+        self.read(view, lba, blocks, want_data, out)
+    }
+
+    fn try_fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.slow_reads.check()?;
+        self.fetch(after, bytes_max)
+    }
+
+    fn try_pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.slow_reads.check()?;
+        self.pull(session, view, from, cursor, bytes_max)
     }
 
     fn verify(

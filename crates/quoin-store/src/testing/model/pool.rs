@@ -8,7 +8,7 @@ use quoin_replication::replica::store::{
 };
 use quoin_types::ReplicaGuid;
 
-use super::{ModelHandle, ModelReplica};
+use super::{ModelHandle, ModelReplica, SlowReads};
 use crate::api::{Due, ReplicaPool};
 use crate::metadata::tickets::Tickets;
 
@@ -18,6 +18,8 @@ pub struct ModelPool {
     replicas: BTreeMap<ReplicaGuid, ModelReplica>,
     retired: BTreeSet<ReplicaGuid>,
     tickets: Tickets,
+    /// Reads that need not be waited for wait while this is on; the driver says when they are over.
+    pub slow_reads: SlowReads,
     boot: u128,
     failed: Option<IoFault>,
 }
@@ -64,7 +66,8 @@ impl ReplicaPool for ModelPool {
 
     fn replica(&mut self, guid: ReplicaGuid) -> Option<ModelHandle<'_>> {
         let replica = self.replicas.get_mut(&guid)?;
-        Some(ModelHandle { replica, tickets: &mut self.tickets })
+        let (tickets, slow_reads) = (&mut self.tickets, &mut self.slow_reads);
+        Some(ModelHandle { replica, tickets, slow_reads })
     }
 
     fn create(

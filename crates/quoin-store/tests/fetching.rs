@@ -1,0 +1,339 @@
+//! Reads that nobody waits for: the disk has next to nothing at hand, and gives the rest later.
+
+use std::collections::BTreeMap;
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use quoin_replication::replica::store::{
+    BootCookie, FetchTicket, IoFault, ReplicaMeta, ReplicaStore, StoreError,
+};
+use quoin_store::disk::Syncer;
+use quoin_store::disk::fetch::{Fetch, Owner};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::message::{Content, ReadView, Slot};
+use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::common::{GUID, break_a_rule, format_options, identity, options};
+
+/// A disk that has nothing at hand, and counts the reads that were waited for.
+#[derive(Clone)]
+struct ColdDisk {
+    inner: MemoryDisk,
+    waited: Arc<AtomicU64>,
+}
+
+impl Disk for ColdDisk {
+    fn size(&self) -> u64 {
+        self.inner.size()
+    }
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.waited.fetch_add(1, Ordering::Relaxed);
+        self.inner.read_at(offset, buffer)
+    }
+    fn may_lack(&self) -> bool {
+        true
+    }
+    fn read_now(&self, _offset: u64, _buffer: &mut [u8]) -> Result<bool, IoFault> {
+        Ok(false)
+    }
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        self.inner.write_at(offset, parts)
+    }
+    fn sync(&self) -> Result<(), IoFault> {
+        self.inner.sync()
+    }
+    fn syncer(&self) -> Syncer {
+        self.inner.syncer()
+    }
+    fn write_out(&self, _offset: u64, _length: u64) {}
+    fn discard(&self, offset: u64, length: u64) {
+        self.inner.discard(offset, length);
+    }
+    fn cookie(&self) -> BootCookie {
+        self.inner.cookie()
+    }
+}
+
+/// A pool with one volume that is written to and is stable at once.
+struct Volume {
+    disk: ColdDisk,
+    pool: Pool<ColdDisk>,
+    chain: Chain,
+    lsn: u64,
+    /// What each block holds.
+    written: BTreeMap<u64, u8>,
+}
+
+impl Volume {
+    fn new(pool_bytes: u64, blocks: u64, options: PoolOptions) -> Self {
+        break_a_rule();
+        let disk = ColdDisk { inner: MemoryDisk::new(pool_bytes), waited: Arc::default() };
+        Pool::format(&disk, &format_options()).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), options).expect("a fresh pool");
+        pool.create(identity(GUID), ReplicaMeta::default(), blocks).expect("room");
+        Volume { disk, pool, chain: Chain(0), lsn: 0, written: BTreeMap::new() }
+    }
+
+    fn write(&mut self, lba: u64, byte: u8) -> Result<(), StoreError> {
+        let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn + 1) };
+        let data = Bytes::from(vec![byte; BLOCK_SIZE]);
+        let entry = Entry::after(self.chain, position, EntryKind::Write, lba, 1, data, false);
+        let (chain, lsn) = (entry.chain, entry.lsn);
+        let mut replica = self.pool.replica(GUID).expect("it");
+        replica.append(&[Arc::new(entry)])?;
+        replica.set_stable(lsn);
+        (self.chain, self.lsn) = (chain, lsn.0);
+        self.written.insert(lba, byte);
+        Ok(())
+    }
+
+    fn sync(&mut self) {
+        while let Some(ticket) = self.pool.sync_wanted() {
+            let result = self.disk.sync();
+            self.pool.sync_finished(ticket, result).expect("a sync");
+        }
+    }
+
+    /// Does all background work that there is; the most reads that it had under way at once.
+    fn settle(&mut self) -> usize {
+        let mut most = 0;
+        for _ in 0..10_000 {
+            self.sync();
+            let begun = self.begun();
+            most = most.max(begun.len());
+            if begun.is_empty() && self.pool.background_due() == Due::Idle {
+                return most;
+            }
+            for fetch in begun {
+                assert_eq!(self.pool.background_due(), Due::Idle, "it waits for the disk");
+                let bytes = self.bytes_of(fetch);
+                self.pool.fetched(fetch.id, bytes);
+            }
+            self.ready();
+            self.pool.background(1).expect("background work");
+        }
+        panic!("it never ends");
+    }
+
+    fn try_read(&mut self, lba: u64, blocks: u32) -> Result<Vec<Slot>, FetchTicket> {
+        let mut slots = Vec::new();
+        let mut replica = self.pool.replica(GUID).expect("it");
+        match replica.try_read(ReadView::Live, lba, blocks, true, &mut slots) {
+            Ok(()) => Ok(slots),
+            Err(StoreError::Pending(ticket)) => {
+                assert_eq!(slots, [], "what it has is no answer");
+                Err(ticket)
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// The bytes that the disk has for a read now.
+    fn bytes_of(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
+        let mut bytes = vec![0; fetch.length];
+        self.disk.inner.read_at(fetch.offset, &mut bytes)?;
+        Ok(bytes.into())
+    }
+
+    fn begun(&mut self) -> Vec<Fetch> {
+        std::iter::from_fn(|| self.pool.next_fetch()).collect()
+    }
+
+    fn ready(&mut self) -> Vec<(Owner, FetchTicket)> {
+        std::iter::from_fn(|| self.pool.take_fetched()).collect()
+    }
+
+    /// Compares an answer with what was written.
+    fn check(&self, lba: u64, blocks: u32, slots: &[Slot]) {
+        let mut at = lba;
+        for slot in slots {
+            for lba in slot.lba..slot.lba + u64::from(slot.blocks) {
+                assert_eq!(lba, at);
+                at += 1;
+                let held = match &slot.content {
+                    Content::Data { data, .. } => Some(data[0]),
+                    Content::Hole => None,
+                    Content::Bad => panic!("block {lba} is bad: these are not its bytes"),
+                };
+                assert_eq!(held, self.written.get(&lba).copied(), "block {lba}");
+            }
+        }
+        assert_eq!(at, lba + u64::from(blocks));
+    }
+}
+
+#[test]
+fn cold_reads_are_under_way_together_and_none_is_waited_for() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    // Each in a leaf of its own.
+    let lbas: Vec<u64> = (0..32).map(|n| n * 1000).collect();
+    for lba in &lbas {
+        volume.write(*lba, *lba as u8 | 1).expect("room");
+    }
+    volume.settle();
+    volume.pool.settle().expect("folded");
+    // Opened anew, no node of the map is in memory.
+    volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    let waited = volume.disk.waited.load(Ordering::Relaxed);
+    let mut waiting: BTreeMap<FetchTicket, u64> = BTreeMap::new();
+    for lba in &lbas {
+        waiting.insert(volume.try_read(*lba, 1).expect_err("nothing is at hand"), *lba);
+    }
+    let (mut rounds, mut most) = (0, 0);
+    while !waiting.is_empty() {
+        rounds += 1;
+        let begun = volume.begun();
+        most = most.max(begun.len());
+        assert!(!begun.is_empty(), "{} reads wait for nothing", waiting.len());
+        for fetch in begun {
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        for (owner, ticket) in volume.ready() {
+            assert_eq!(owner, Owner::Sessions(GUID));
+            let lba = waiting.remove(&ticket).expect("it is made again once");
+            match volume.try_read(lba, 1) {
+                Ok(slots) => volume.check(lba, 1, &slots),
+                Err(ticket) => drop(waiting.insert(ticket, lba)),
+            }
+        }
+    }
+    assert_eq!(most, lbas.len(), "as many at once as there are reads");
+    assert!(rounds <= 4, "{rounds} rounds for a map of three levels");
+    assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+}
+
+#[test]
+fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read_and_has_many_under_way() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    for turn in 0..3 {
+        for lba in (0..128).map(|leaf| leaf * 256 + turn) {
+            volume.write(lba, turn as u8 + 1).expect("room");
+        }
+        volume.settle();
+        volume.pool.settle().expect("folded");
+        volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    }
+    // More log than is kept, so that it is folded.
+    for lba in (0..128).map(|leaf| leaf * 256) {
+        volume.write(lba, 9).expect("room");
+    }
+    let keep = PoolOptions { checkpoint_bytes: 64 << 10, ..options() };
+    volume.pool = Pool::open(volume.disk.clone(), keep).expect("it opens");
+    volume.pool.replica(GUID).expect("it").set_stable(Lsn(volume.lsn));
+    let base = |volume: &mut Volume| volume.pool.replica(GUID).expect("it").state().base;
+    let before = base(&mut volume);
+    let waited = volume.disk.waited.load(Ordering::Relaxed);
+    let (mut most, mut looks) = (0, 0);
+    while base(&mut volume) == before {
+        let begun = volume.begun();
+        (most, looks) = (most.max(begun.len()), looks + usize::from(!begun.is_empty()));
+        for fetch in begun {
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        volume.ready();
+        assert!(volume.pool.background_due() != Due::Idle, "nothing folds it");
+        volume.pool.background(1).expect("background work");
+    }
+    // Several of the 113 nodes lie in one block. A step looks at 64.
+    assert!(most >= 10 && looks <= 6, "{most} reads at once, {looks} times");
+    assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, 600, true, &mut slots).expect("a read");
+    volume.check(0, 600, &slots);
+}
+
+#[test]
+fn a_read_of_many_places_has_all_that_it_lacks_fetched_at_once() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    for lba in (0..600).step_by(20) {
+        volume.write(lba, 7).expect("room");
+    }
+    volume.settle();
+    volume.pool.settle().expect("folded");
+    // The nodes are in memory; the blocks lie apart, thirty in three leaves.
+    volume.try_read(0, 600).expect_err("no block is at hand");
+    let begun = volume.begun();
+    assert_eq!(begun.len(), 30);
+    let (last, others) = begun.split_last().expect("some");
+    for fetch in others {
+        let bytes = volume.bytes_of(*fetch);
+        volume.pool.fetched(fetch.id, bytes);
+        assert_eq!(volume.ready(), [], "it is made again once all is there");
+    }
+    let fault = IoFault { operation: "read", offset: last.offset, errno: 5 };
+    volume.pool.fetched(last.id, Err(fault));
+    assert_eq!(volume.ready().len(), 1);
+    let slots = volume.try_read(0, 600).expect("all is there");
+    let bad = slots.iter().filter(|slot| slot.content == Content::Bad).count();
+    assert_eq!(bad, 1, "one block that cannot be read is one bad block");
+    assert_eq!(volume.pool.take_bad_blocks().len(), 1);
+}
+
+/// The volume is overwritten all the time, so its pool uses each unit again and again; reads take
+/// their time, and most bytes were read long before they are told.
+#[test]
+fn a_place_that_is_used_again_is_never_answered_with_bytes_that_it_held_before() {
+    for seed in 0..6 {
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        // Next to no node stays in memory, so they are fetched too.
+        let cache_bytes = if seed % 2 == 0 { 0 } else { 1 << 20 };
+        let mut volume = Volume::new(8 << 20, 600, PoolOptions { cache_bytes, ..options() });
+        let mut under_way: Vec<(Fetch, Result<Bytes, IoFault>)> = Vec::new();
+        let mut waiting: BTreeMap<FetchTicket, (u64, u32)> = BTreeMap::new();
+        let (mut answers, mut cold) = (0, 0);
+        for turn in 0..6_000u32 {
+            let lba = random.random_range(0..600);
+            match volume.write(lba, turn as u8) {
+                Ok(()) | Err(StoreError::Full) => {}
+                Err(error) => panic!("{error}"),
+            }
+            for _ in 0..3 {
+                match volume.pool.background(1) {
+                    Ok(_) | Err(StoreError::Full) => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            if random.random_bool(0.3) {
+                volume.sync();
+            }
+            if random.random_bool(0.2) && waiting.len() < 16 {
+                let (lba, blocks) = (random.random_range(0..590), random.random_range(1..10));
+                match volume.try_read(lba, blocks) {
+                    Ok(slots) => volume.check(lba, blocks, &slots),
+                    Err(ticket) => drop(waiting.insert(ticket, (lba, blocks))),
+                }
+                cold += 1;
+            }
+            for fetch in volume.begun() {
+                let bytes = volume.bytes_of(fetch);
+                under_way.push((fetch, bytes));
+            }
+            if random.random_bool(0.2) && !under_way.is_empty() {
+                let at = random.random_range(0..under_way.len());
+                let (fetch, early) = under_way.swap_remove(at);
+                let bytes = if random.random_bool(0.7) { early } else { volume.bytes_of(fetch) };
+                volume.pool.fetched(fetch.id, bytes);
+            }
+            for (_, ticket) in volume.ready() {
+                let Some((lba, blocks)) = waiting.remove(&ticket) else { continue };
+                match volume.try_read(lba, blocks) {
+                    Ok(slots) => {
+                        volume.check(lba, blocks, &slots);
+                        answers += 1;
+                    }
+                    Err(ticket) => drop(waiting.insert(ticket, (lba, blocks))),
+                }
+            }
+        }
+        assert!(answers > 50 && cold > answers, "seed {seed}: {answers} answers, {cold} reads");
+        let bad = volume.pool.take_bad_blocks();
+        assert!(bad.is_empty(), "seed {seed}: found bad: {bad:?}");
+    }
+}
