@@ -269,10 +269,10 @@ impl<D: Disk> Pool<D> {
                         replica.quarantine.replica = Some(Cause::Unreadable);
                     }
                 }
-                Err(StoreError::Full) => {
+                Err(error) if error.is_lack_of_room() => {
                     // Until a unit is given back only what needs none is tried.
                     self.starved = true;
-                    return Err(StoreError::Full);
+                    return Err(error);
                 }
                 done => done?,
             }

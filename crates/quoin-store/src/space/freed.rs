@@ -1,5 +1,6 @@
 //! Space that no replica needs any more. It is free once the record that gives it up is on media,
-//! and later goes back to the file system below.
+//! and later goes back to the file system below. A deleted replica, and one that was rebuilt from
+//! nothing, gives up its segments as a whole: they are looked at only as they become free.
 //!
 //! Both are done a bounded number of units at a time. A file system takes about half a millisecond
 //! to give up a unit of 4 MiB, a large replica has tens of thousands of them, and the thread that
@@ -11,6 +12,7 @@ use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::space::segment_table::Leaving;
 
 /// Units that become free in one step.
 const FREED_A_STEP: u32 = 4096;
@@ -27,6 +29,8 @@ pub struct Freed {
     /// The sync that makes the removal durable, the first unit, and how many; in the order of the
     /// syncs.
     waiting: VecDeque<(u64, u32, u32)>,
+    /// The same for all segments that a replica gave up at once.
+    leaving: VecDeque<(u64, Leaving)>,
     /// Units of all of them: asked for at every turn.
     waiting_units: u32,
     /// Free units below this one hold no space but what is warm.
@@ -36,7 +40,7 @@ pub struct Freed {
 impl Freed {
     /// `swept_units`: where the disk may hold space of an earlier life.
     pub fn new(swept_units: u32) -> Self {
-        Freed { waiting: VecDeque::new(), waiting_units: 0, swept_units }
+        Freed { waiting: VecDeque::new(), leaving: VecDeque::new(), waiting_units: 0, swept_units }
     }
 
     /// These units are free once the sync of `ticket` is done.
@@ -46,14 +50,35 @@ impl Freed {
         self.waiting_units += units;
     }
 
+    /// All of these segments are free once the sync of `ticket` is done.
+    pub fn add_all(&mut self, ticket: u64, segments: Leaving) {
+        if segments.units() > 0 {
+            self.waiting_units += segments.units();
+            let at = self.leaving.partition_point(|(t, _)| *t <= ticket);
+            self.leaving.insert(at, (ticket, segments));
+        }
+    }
+
     /// Whether something is free by the syncs up to `ticket` that was not made so yet.
     pub fn is_due(&self, ticket: u64) -> bool {
         self.waiting.front().is_some_and(|(t, ..)| *t <= ticket)
+            || self.leaving.front().is_some_and(|(t, _)| *t <= ticket)
     }
 
     /// The next segment that is free by the syncs up to `ticket`.
     fn next(&mut self, ticket: u64) -> Option<(u32, u32)> {
-        let (_, unit, units) = self.waiting.pop_front_if(|(t, ..)| *t <= ticket)?;
+        let waiting = self.waiting.pop_front_if(|(t, ..)| *t <= ticket);
+        let (unit, units) = match waiting {
+            Some((_, unit, units)) => (unit, units),
+            None => {
+                let (_, segments) = self.leaving.front_mut().filter(|(t, _)| *t <= ticket)?;
+                let next = segments.next();
+                if segments.units() == 0 {
+                    self.leaving.pop_front();
+                }
+                next?
+            }
+        };
         self.waiting_units -= units;
         Some((unit, units))
     }
@@ -67,8 +92,9 @@ impl Freed {
 impl<D: Disk> Core<D> {
     /// Frees some of what the finished syncs allow; whether more is left of it.
     pub fn release(&mut self, ticket: u64) -> bool {
+        let most = if mutant::is("replica-freed-in-one-step") { u32::MAX } else { FREED_A_STEP };
         let mut freed = 0;
-        while freed < FREED_A_STEP
+        while freed < most
             && let Some((unit, units)) = self.freed.next(ticket)
         {
             self.allocator.give_warm(unit, units);

@@ -11,6 +11,10 @@
 //! **Counters.** A page whose live bytes drifted far from what its leaf says is written with the
 //! next commit, and at an orderly end each that drifted at all. They only choose what is emptied.
 //!
+//! **Rebuilds from nothing** give up all segments of before at their flip, with the nodes of the
+//! table among them. So a second table, of the segments that the rebuild writes, is written as it
+//! goes on ([`NextTable`]), and the flip finds no more to write than a commit does.
+//!
 //! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
 //! again. At an open the segments under a bad leaf are found by their headers, once all others are
 //! known. A stale header of a unit that is free claims too much, never too little, and clean-up
@@ -19,7 +23,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::cleaner::read_header;
 use crate::core::{Core, NodeIo};
@@ -57,6 +61,71 @@ pub struct Recorded {
     is_lost: bool,
 }
 
+/// A table on its way to take the place of the one in use, at the flip of a rebuild from nothing.
+pub struct NextTable {
+    /// Older segments are given up with the table in use.
+    pub first_sequence: u64,
+    pub recorded: Recorded,
+    /// Pages from this one on were not looked at yet.
+    pub looked_at: u32,
+}
+
+impl NextTable {
+    /// `is_new`: there are no segments for it yet.
+    pub fn new(first_sequence: u64, is_new: bool) -> Self {
+        let looked_at = if is_new { u32::MAX } else { 0 };
+        NextTable { first_sequence, recorded: Recorded::default(), looked_at }
+    }
+
+    fn has_to_know(&self, unit: u32, sequence: u64) -> bool {
+        sequence >= self.first_sequence && unit / PAGE_UNITS < self.looked_at
+    }
+
+    /// A segment changes no more.
+    pub fn added(&mut self, unit: u32, sequence: u64) {
+        if self.has_to_know(unit, sequence) {
+            self.recorded.added(unit);
+        }
+    }
+
+    pub fn removed(&mut self, unit: u32, sequence: u64) {
+        if self.has_to_know(unit, sequence) {
+            self.recorded.removed(unit);
+        }
+    }
+
+    pub fn drifted(&mut self, page: u32, bytes: u64, capacity: u64) {
+        if page < self.looked_at {
+            self.recorded.drifted(page, bytes, capacity);
+        }
+    }
+
+    /// Segments that it does not have.
+    pub fn changed(&self) -> impl Iterator<Item = u32> + '_ {
+        let forgets = mutant::is("flip-forgets-what-its-table-lacks") && self.recorded.exists();
+        self.recorded.changed().filter(move |_| !forgets)
+    }
+
+    pub fn changes(&self) -> usize {
+        self.recorded.changes()
+    }
+
+    /// What a record says of it.
+    pub fn state(&self, too_high: bool) -> Option<TableState> {
+        self.recorded.state(too_high)
+    }
+}
+
+/// How far the next table has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NextStep {
+    /// A record has room for what it lacks.
+    Complete,
+    GoesOn,
+    /// There is no room for its nodes.
+    NoRoom,
+}
+
 impl Recorded {
     fn exists(&self) -> bool {
         self.root.child != Child::EMPTY
@@ -71,6 +140,20 @@ impl Recorded {
         if !self.changed.remove(&unit) && self.exists() {
             self.removed.insert(unit);
         }
+    }
+
+    /// How many changes it does not have.
+    fn changes(&self) -> usize {
+        self.changed.len() + self.removed.len()
+    }
+
+    /// What a record says of it.
+    fn state(&self, too_high: bool) -> Option<TableState> {
+        self.exists().then(|| TableState {
+            root: self.root,
+            removed: self.removed.iter().copied().collect(),
+            too_high,
+        })
     }
 
     /// Segments that the table does not have.
@@ -104,7 +187,7 @@ impl Recorded {
     /// Pages that the next commit writes.
     fn due_pages(&self, unrecorded_max: usize) -> Vec<u32> {
         let mut pages = BTreeSet::new();
-        if self.changed.len() + self.removed.len() > unrecorded_max {
+        if self.changes() > unrecorded_max {
             let units = self.changed.iter().chain(&self.removed);
             for unit in units {
                 pages.insert(unit / PAGE_UNITS);
@@ -143,19 +226,6 @@ impl Recorded {
         }
     }
 
-    /// A table takes the place of this one that has these of the settled segments.
-    pub fn replaced(&mut self, table: Option<NewTable>, settled: impl Iterator<Item = u32>) {
-        let (root, units) = table.map(|table| (table.root, table.units)).unwrap_or_default();
-        let changed = settled.filter(|unit| !units.contains(unit)).collect();
-        *self = Recorded { root, changed, ..Recorded::default() };
-    }
-}
-
-/// A table that is not in use yet.
-pub struct NewTable {
-    pub root: Root,
-    /// First units of the segments that it has.
-    pub units: BTreeSet<u32>,
 }
 
 fn pages_of(units: &BTreeSet<u32>) -> Vec<u32> {
@@ -180,12 +250,7 @@ impl Replica {
 
     /// What a record says of the table.
     pub fn table_state(&self) -> Option<TableState> {
-        let recorded = &self.family.segments.recorded;
-        recorded.exists().then(|| TableState {
-            root: recorded.root,
-            removed: recorded.removed.iter().copied().collect(),
-            too_high: self.count.is_too_high(),
-        })
+        self.family.segments.recorded.state(self.count.is_too_high())
     }
 
     /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
@@ -223,9 +288,9 @@ impl Replica {
         let pages = pages_of(&units);
         match self.write_pages(core, Root::default(), &pages, 0) {
             Ok(root) => {
-                let settled = all(self);
-                let table = Some(NewTable { root, units });
-                self.family.segments.recorded.replaced(table, settled.into_iter());
+                // Its own nodes may have filled a segment in the meantime.
+                let changed = all(self).difference(&units).copied().collect();
+                self.family.segments.recorded = Recorded { root, changed, ..Recorded::default() };
             }
             Err(StoreError::Full) => {
                 self.count.begin_anew();
@@ -268,26 +333,79 @@ impl Replica {
                 edits.push(hole(at, end));
             }
         }
-        tree::update(&mut self.table_io(core), root, &edits, &crcs, None)
+        let mut io = self.table_io(core);
+        if first_sequence > 0 {
+            // No count looks at it before the flip, which makes another one due.
+            io.recount = None;
+        }
+        tree::update(&mut io, root, &edits, &crcs, None)
     }
 
-    /// Writes a table of the segments from this sequence number on, for a record that gives up all
-    /// older ones: the nodes of the table before lie in these. None where they are few.
-    pub fn new_table<D: Disk>(
+    /// Writes some of the table that takes over at a flip.
+    pub fn step_next_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+    ) -> Result<NextStep, StoreError> {
+        let most = core.options.unrecorded_segments;
+        self.family.segments.look_on_for_next(most);
+        let Some(next) = &self.family.segments.next else { return Ok(NextStep::Complete) };
+        if next.changes() <= most {
+            let is_complete = next.looked_at == u32::MAX;
+            return Ok(if is_complete { NextStep::Complete } else { NextStep::GoesOn });
+        }
+        if core.allocator.free_units() < UNITS_LEFT {
+            return Ok(NextStep::NoRoom);
+        }
+        core.begin_second_edition()?;
+        let (root, first_sequence) = (next.recorded.root, next.first_sequence);
+        let pages = next.recorded.due_pages(most);
+        let changes = next.recorded.changes_of(&pages);
+        let written = self.write_pages(core, root, &pages, first_sequence);
+        if let (Ok(root), Some(next)) = (&written, &mut self.family.segments.next) {
+            next.recorded.written(&pages, changes, *root);
+        }
+        match written {
+            Err(StoreError::Full) => {
+                self.count.begin_anew();
+                Ok(NextStep::NoRoom)
+            }
+            written => self.next_table_is(first_sequence, written).map(|()| NextStep::GoesOn),
+        }
+    }
+
+    /// Completes the table that takes over at a flip. Where there is no room for it, the record has
+    /// all segments, if the metadata ring has room for them.
+    pub fn complete_next_table<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         first_sequence: u64,
-    ) -> Result<Option<NewTable>, StoreError> {
-        let settled = self.family.segments.settled().filter(|s| s.sequence >= first_sequence);
-        let units: BTreeSet<u32> = settled.map(|s| s.unit).collect();
-        if units.len() <= core.options.unrecorded_segments {
-            return Ok(None);
+    ) -> Result<(), StoreError> {
+        self.begin_next_table(first_sequence, false);
+        loop {
+            match self.step_next_table(core)? {
+                NextStep::Complete => return Ok(()),
+                NextStep::GoesOn => {}
+                NextStep::NoRoom => break,
+            }
         }
-        core.begin_second_edition()?;
-        match self.write_pages(core, Root::default(), &pages_of(&units), first_sequence) {
-            Ok(root) => Ok(Some(NewTable { root, units })),
-            Err(StoreError::Full) => Ok(None),
-            Err(error) => Err(error),
+        let most = core.ring.segments_in_a_record();
+        let mut next = NextTable::new(first_sequence, true);
+        for state in self.family.segments.settled() {
+            next.added(state.unit, state.sequence);
+            if next.changes() > most {
+                return Err(StoreError::RingFull);
+            }
+        }
+        self.family.segments.next = Some(next);
+        Ok(())
+    }
+
+    /// Begins the table that takes over at a flip, unless it was begun. `is_new`: nothing was written
+    /// of what it will have.
+    pub fn begin_next_table(&mut self, first_sequence: u64, is_new: bool) {
+        let segments = &mut self.family.segments;
+        if segments.next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
+            segments.next = Some(NextTable::new(first_sequence, is_new));
         }
     }
 
@@ -302,6 +420,27 @@ impl Replica {
             Ok(root) => self.family.segments.recorded.root = root,
             Err(StoreError::Damaged(_)) => self.family.segments.recorded.is_lost = true,
             Err(error) => return Err(error),
+        }
+        let Some(next) = &self.family.segments.next else { return Ok(()) };
+        let (root, first_sequence) = (next.recorded.root, next.first_sequence);
+        let mut io = NodeIo { recount: None, ..self.table_io(core) };
+        let renewed = tree::update(&mut io, root, nodes, &[], None);
+        self.next_table_is(first_sequence, renewed)
+    }
+
+    /// Takes over the root of the next table as it was written, or begins it anew where a node of it
+    /// is lost.
+    fn next_table_is(
+        &mut self,
+        first_sequence: u64,
+        written: Result<Root, StoreError>,
+    ) -> Result<(), StoreError> {
+        match (written, &mut self.family.segments.next) {
+            (Ok(root), Some(next)) => next.recorded.root = root,
+            (Err(StoreError::Damaged(_)), next) => {
+                *next = Some(NextTable::new(first_sequence, false));
+            }
+            (written, _) => return written.map(drop),
         }
         Ok(())
     }

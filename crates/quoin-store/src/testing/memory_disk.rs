@@ -50,6 +50,7 @@ struct State {
     fail_reads: bool,
     reads: u64,
     discarded_bytes: u64,
+    written_out_bytes: u64,
     /// These reads fail, counted from the first one.
     refused_reads: std::ops::Range<u64>,
     /// Blocks that cannot be read until they are written again.
@@ -192,6 +193,11 @@ impl MemoryDisk {
     /// Bytes whose space was given back so far.
     pub fn discarded_bytes(&self) -> u64 {
         self.state().discarded_bytes
+    }
+
+    /// Bytes of all calls of [`Disk::write_out`] so far.
+    pub fn written_out_bytes(&self) -> u64 {
+        self.state().written_out_bytes
     }
 
     /// Bytes written so far.
@@ -359,7 +365,9 @@ impl Disk for MemoryDisk {
         Box::new(move || disk.sync())
     }
 
-    fn write_out(&self, _offset: u64, _length: u64) {}
+    fn write_out(&self, _offset: u64, length: u64) {
+        self.state().written_out_bytes += length;
+    }
 
     fn claim(&self, _offset: u64, length: u64, spare_bytes: u64) -> bool {
         let mut state = self.state();

@@ -82,7 +82,7 @@ impl World {
             Err(StoreError::Damaged(what)) => {
                 return self.feed_pool(pool, vec![ReplicaEvent::Damaged(what)]);
             }
-            Err(StoreError::Full | StoreError::Rule(_)) => {
+            Err(StoreError::Full | StoreError::RingFull | StoreError::Rule(_)) => {
                 return process.health.scrub.postpone(moment.now, Duration::from_secs(10));
             }
         };
