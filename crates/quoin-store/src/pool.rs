@@ -386,12 +386,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
         self.core.check_usable()?;
-        let Some(replica) = self.replicas.get_mut(&guid) else {
-            return Err(StoreError::Rule("what is described must exist"));
-        };
         if self.ring_lacks(volume_spec.len()) {
             return Err(StoreError::RingFull);
         }
+        let Some(replica) = self.replicas.get_mut(&guid) else {
+            return Err(StoreError::Rule("what is described must exist"));
+        };
         self.core.record(Record::Describe(guid, volume_spec.clone()))?;
         replica.identity.volume_spec = volume_spec;
         Ok(())

@@ -164,3 +164,64 @@ impl<D: Disk> Core<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
+    use quoin_types::PoolId;
+
+    use super::*;
+    use crate::format::batch::Stream;
+    use crate::format::checkpoint::SegmentState;
+    use crate::space::segments::Segment;
+    use crate::{FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+
+    const UNITS: u32 = 12_000;
+
+    fn segment(unit: u32) -> SegmentState {
+        SegmentState {
+            unit,
+            units: 1,
+            stream: Stream::Moved,
+            sequence: u64::from(unit) + 1,
+            used_blocks: 16,
+            live_bytes: u64::from(unit % 13) * BLOCK_SIZE as u64,
+            last_lsn: 0,
+            last_index: 0,
+        }
+    }
+
+    #[test]
+    fn the_segments_of_a_deleted_replica_become_free_a_bounded_number_at_a_time() {
+        let disk = MemoryDisk::new(1 << 30);
+        let format = FormatOptions { unit_blocks: 16, ..FormatOptions::new(PoolId(1)) };
+        Pool::format(&disk, &format).expect("a fit disk");
+        let mut pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+        let (identity, guid) = (ReplicaIdentity::default(), ReplicaIdentity::default().guid);
+        pool.create(identity, ReplicaMeta::default(), 1 << 20).expect("room");
+        let free = |pool: &Pool<MemoryDisk>| pool.core.allocator.free_units();
+        let before = free(&pool);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for unit in 0..UNITS {
+            assert!(pool.core.allocator.take(unit, 1));
+            match unit % 100 {
+                0 => drop(replica.family.segments.insert(Segment::opened(segment(unit)))),
+                _ => replica.family.segments.insert_settled(&segment(unit)),
+            }
+        }
+        assert_eq!(pool.delete(guid), Ok(true));
+        assert_eq!((free(&pool), pool.core.freed.units()), (before - UNITS, UNITS));
+        let ticket = pool.sync_wanted().expect("a delete is to be durable");
+        let mut steps = 0;
+        let mut last = free(&pool);
+        pool.sync_finished(ticket, Ok(())).expect("a sync");
+        while last < before {
+            let now = free(&pool);
+            assert!(now > last && now - last <= FREED_A_STEP, "{} units in a step", now - last);
+            (last, steps) = (now, steps + 1);
+            pool.background(1).expect("background work");
+        }
+        assert_eq!((steps, pool.core.freed.units()), (3, 0));
+        assert!(!pool.core.freed.is_due(u64::MAX));
+    }
+}

@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::relocation::packed_blocks;
 use crate::format::batch::Stream;
@@ -615,6 +615,9 @@ impl Segments {
     /// A segment joined its class, of whose others in this page the oldest is `others`.
     fn entered(&mut self, page: u32, packed: Packed, others: Option<u64>) {
         let Some(class) = self.class_of(packed) else { return };
+        if mutant::is("candidate-forgotten-by-its-class") && packed.sequence % 4 != 0 {
+            return;
+        }
         if others.is_none_or(|oldest| packed.sequence < oldest) {
             let pages = self.classes.entry(class).or_default();
             if let Some(oldest) = others {

@@ -313,6 +313,10 @@ impl Disk for MemoryDisk {
                     sector.copy_from_slice(new);
                 }
             }
+            if changed == 0 && old.is_none() {
+                // Zeros where nothing is: an absent block reads as such.
+                continue;
+            }
             if changed != 0 {
                 // Written anew, it will be written out.
                 let old = state.orphans.remove(&number).unwrap_or(old);
