@@ -492,7 +492,10 @@ impl<D: Disk> Pool<D> {
         // Nodes, then the record, then what it frees.
         for _ in 0..3 {
             for replica in self.replicas.values_mut() {
-                if replica.maintenance.dirty && !replica.is_prepared() {
+                while replica.maintenance.dirty
+                    && !replica.is_prepared()
+                    && replica.maintenance.commit.is_none()
+                {
                     replica.begin_commit(&mut self.core)?;
                 }
             }

@@ -19,7 +19,7 @@ use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit, Part};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
-use crate::space::table::NextStep;
+use crate::space::table::{NextStep, Successor};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
 const EDITS_PENDING_MAX: usize = 8192;
@@ -115,6 +115,11 @@ fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize) -> (usize, usize) 
 }
 
 impl Replica {
+    /// A rebuild from nothing is over, or given up.
+    fn end_table_of_flip(&mut self) {
+        self.family.segments.next[Successor::AtFlip as usize] = None;
+    }
+
     fn shadow_of(&mut self, rebuild: u64) -> Result<&mut Shadow, StoreError> {
         let shadow = self.shadow.as_mut().filter(|s| s.state.rebuild == rebuild);
         shadow.ok_or(StoreError::Rule("no such increment was begun"))
@@ -135,8 +140,8 @@ impl Replica {
                 return Ok(true);
             }
             let first_sequence = state.first_sequence;
-            self.begin_next_table(first_sequence, false);
-            return Ok(self.step_next_table(core)? != NextStep::GoesOn);
+            self.begin_next_table(Successor::AtFlip, first_sequence, false);
+            return Ok(self.step_next_table(core, Successor::AtFlip)? != NextStep::GoesOn);
         }
         if from > self.stable {
             return Err(StoreError::Rule("an increment starts above stable"));
@@ -157,9 +162,9 @@ impl Replica {
         let (cursor, first_sequence) = (0, core.sequence + 1);
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
-        self.family.segments.next = None;
+        self.end_table_of_flip();
         if from == Lsn::ZERO && !mutant::is("table-of-a-flip-in-one-step") {
-            self.begin_next_table(first_sequence, true);
+            self.begin_next_table(Successor::AtFlip, first_sequence, true);
         }
         self.family.changes += 1;
         self.maintenance.dirty = true;
@@ -172,7 +177,7 @@ impl Replica {
     /// the entry, and while it waits neither fold nor commit gives anything back.
     pub fn abandon_shadow(&mut self) {
         if self.shadow.take().is_some() {
-            self.family.segments.next = None;
+            self.end_table_of_flip();
             self.count.request();
             self.maintenance.dirty = true;
             self.family.changes += 1;
@@ -276,7 +281,7 @@ impl Replica {
         self.shadow_of(rebuild)?.state.cursor = cursor;
         self.maintenance.dirty = true;
         // Where there is no room now, there may be at the end.
-        self.step_next_table(core).map(drop)
+        self.step_next_table(core, Successor::AtFlip).map(drop)
     }
 
     /// Merges what waits if it is much, or if an edit at `lba` would not follow it.
@@ -352,7 +357,7 @@ impl Replica {
         let state = &self.shadow_of(rebuild)?.state;
         let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
         if empty_start {
-            self.complete_next_table(core, first_sequence)?;
+            self.complete_table_of_flip(core, first_sequence)?;
         }
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
@@ -397,8 +402,9 @@ impl Replica {
         let frees_old = empty_start && self.pins.is_empty();
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let of = &self.family.segments;
+        let next = of.next[Successor::AtFlip as usize].as_ref();
         let (segments, table): (Vec<SegmentState>, _) = match frees_old {
-            true => (of.unrecorded_by_next(), of.next.as_ref().and_then(|n| n.state(!forgets))),
+            true => (of.unrecorded_at_flip(), next.and_then(|next| next.state(!forgets))),
             false => (of.unrecorded(), self.table_state()),
         };
         let log = LogStart {
@@ -424,9 +430,11 @@ impl Replica {
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
         if frees_old {
             core.freed.add_all(ticket, self.family.segments.leave_older(first_sequence));
-            self.family.segments.change_tables();
+            self.family.segments.change_tables(Successor::AtFlip);
+            // The one that was lost is given up with all else.
+            self.family.segments.next = [None, None];
         }
-        self.family.segments.next = None;
+        self.end_table_of_flip();
         let open = self.family.open;
         self.family.open = open.map(|u| u.filter(|u| self.family.segments.busy(*u).is_some()));
         self.family.close(Stream::Log);

@@ -18,7 +18,7 @@ use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::format::superblock::LARGE_UNITS;
 use crate::space::segments::Segment;
-use crate::space::table::{NextTable, Recorded};
+use crate::space::table::{NextTable, Recorded, Successor};
 
 /// Live percent (of what a segment can hold) above which none is emptied however short space
 /// is: at 90, clean-up writes nine blocks at most for each one gained.
@@ -172,8 +172,8 @@ pub struct Segments {
     aside_changes: u64,
     /// What the table on disk has of the pages.
     pub recorded: Recorded,
-    /// The table that takes its place when a rebuild from nothing is done.
-    pub next: Option<NextTable>,
+    /// Tables that take its place, by [`Successor`].
+    pub next: [Option<NextTable>; 2],
 }
 
 impl Segments {
@@ -192,7 +192,7 @@ impl Segments {
             aside: BTreeSet::new(),
             aside_changes: 0,
             recorded: Recorded::default(),
-            next: None,
+            next: [None, None],
         }
     }
 
@@ -236,7 +236,7 @@ impl Segments {
     /// Adds a segment to which nothing is added any more.
     pub fn insert_settled(&mut self, state: &SegmentState) {
         self.recorded.added(state.unit);
-        if let Some(next) = &mut self.next {
+        for next in self.next.iter_mut().flatten() {
             next.added(state.unit, state.sequence);
         }
         self.insert_packed(state);
@@ -280,7 +280,7 @@ impl Segments {
         self.recorded.removed(unit);
         let entries = self.pages.get_mut(&page)?;
         let packed = entries.remove(at);
-        if let Some(next) = &mut self.next {
+        for next in self.next.iter_mut().flatten() {
             next.removed(unit, packed.sequence);
         }
         if entries.is_empty() {
@@ -377,8 +377,8 @@ impl Segments {
 
     /// Those that a rebuild from nothing wrote and that its table does not have as they are, in the
     /// order of their units.
-    pub fn unrecorded_by_next(&self) -> Vec<SegmentState> {
-        let Some(next) = &self.next else { return Vec::new() };
+    pub fn unrecorded_at_flip(&self) -> Vec<SegmentState> {
+        let Some(next) = &self.next[Successor::AtFlip as usize] else { return Vec::new() };
         let settled = next.changed().filter_map(|unit| {
             let (page, at) = self.find(unit)?;
             Some(self.pages.get(&page)?.get(at)?.state(page))
@@ -390,10 +390,10 @@ impl Segments {
         all
     }
 
-    /// Notes segments for the next table, of pages that were not looked at yet, until these are
-    /// more than a record is to have.
-    pub fn look_on_for_next(&mut self, unrecorded_max: usize) {
-        let Some(next) = &mut self.next else { return };
+    /// Notes segments for another table, of pages that were not looked at yet, until these are more
+    /// than a record is to have.
+    pub fn look_on(&mut self, which: Successor, unrecorded_max: usize) {
+        let Some(next) = &mut self.next[which as usize] else { return };
         let mut pages = self.pages.range(next.looked_at..).take(PAGES_A_LOOK);
         while next.changes() <= unrecorded_max {
             let Some((page, entries)) = pages.next() else {
@@ -408,9 +408,9 @@ impl Segments {
         }
     }
 
-    /// The next table takes the place of the one in use.
-    pub fn change_tables(&mut self) {
-        if let Some(next) = self.next.take() {
+    /// Another table takes the place of the one in use.
+    pub fn change_tables(&mut self, which: Successor) {
+        if let Some(next) = self.next[which as usize].take() {
             self.recorded = next.recorded;
         }
     }
@@ -475,7 +475,7 @@ impl Segments {
             }
             if drift > 0 {
                 self.recorded.drifted(*page, drift, whole);
-                if let Some(next) = &mut self.next {
+                for next in self.next.iter_mut().flatten() {
                     next.drifted(*page, drift, whole);
                 }
             }
@@ -585,7 +585,7 @@ impl Segments {
         if drift > 0 {
             let whole = self.pages.get(&page).map_or(0, |entries| entries.len() as u64);
             self.recorded.drifted(page, drift.into(), whole * self.capacity[0]);
-            if let Some(next) = &mut self.next {
+            for next in self.next.iter_mut().flatten() {
                 next.drifted(page, drift.into(), whole * self.capacity[0]);
             }
         }

@@ -14,6 +14,8 @@
 //! **Rebuilds from nothing** give up all segments of before at their flip, with the nodes of the
 //! table among them. So a second table, of the segments that the rebuild writes, is written as it
 //! goes on ([`NextTable`]), and the flip finds no more to write than a commit does.
+//! A table with a lost node is written anew in the same way, before the next commit: what a record
+//! says of the lost one may lie in segments that it frees.
 //!
 //! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
 //! again. At an open the segments under a bad leaf are found by their headers, once all others are
@@ -61,7 +63,16 @@ pub struct Recorded {
     is_lost: bool,
 }
 
-/// A table on its way to take the place of the one in use, at the flip of a rebuild from nothing.
+/// When another table takes the place of the one in use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Successor {
+    /// A rebuild from nothing is done.
+    AtFlip,
+    /// A node of the one in use is lost.
+    AtLoss,
+}
+
+/// A table on its way to take the place of the one in use.
 pub struct NextTable {
     /// Older segments are given up with the table in use.
     pub first_sequence: u64,
@@ -116,7 +127,7 @@ impl NextTable {
     }
 }
 
-/// How far the next table has come.
+/// How far another table has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NextStep {
     /// A record has room for what it lacks.
@@ -254,52 +265,46 @@ impl Replica {
     }
 
     /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
-    /// to have.
-    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+    /// to have. `Ok(false)`: a lost table is not written anew yet, and the commit waits for it.
+    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        if self.family.segments.recorded.is_lost {
+            return self.write_lost_table(core);
+        }
         let recorded = &self.family.segments.recorded;
         let pages = recorded.due_pages(core.options.unrecorded_segments);
-        let is_idle = pages.is_empty() || core.allocator.free_units() < UNITS_LEFT;
-        if is_idle && !recorded.is_lost {
-            return Ok(());
+        if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
+            return Ok(true);
         }
         core.begin_second_edition()?;
-        if !recorded.is_lost {
-            let (root, changes) = (recorded.root, recorded.changes_of(&pages));
-            match self.write_pages(core, root, &pages, 0) {
-                Ok(root) => {
-                    self.family.segments.recorded.written(&pages, changes, root);
-                    return Ok(());
-                }
-                Err(StoreError::Damaged(_)) => {}
-                Err(StoreError::Full) => {
-                    // The record has it. Nodes on the way to what is dropped were counted.
-                    self.count.begin_anew();
-                    return Ok(());
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        // What a record says of a table with lost nodes may lie in segments that it frees.
-        self.family.segments.recorded.is_lost = true;
-        let all = |replica: &Self| -> BTreeSet<u32> {
-            replica.family.segments.settled().map(|s| s.unit).collect()
-        };
-        let units = all(self);
-        let pages = pages_of(&units);
-        match self.write_pages(core, Root::default(), &pages, 0) {
+        let (root, changes) = (recorded.root, recorded.changes_of(&pages));
+        match self.write_pages(core, root, &pages, 0) {
             Ok(root) => {
-                // Its own nodes may have filled a segment in the meantime.
-                let changed = all(self).difference(&units).copied().collect();
-                self.family.segments.recorded = Recorded { root, changed, ..Recorded::default() };
+                self.family.segments.recorded.written(&pages, changes, root);
+                Ok(true)
+            }
+            Err(StoreError::Damaged(_)) => {
+                self.family.segments.recorded.is_lost = true;
+                self.write_lost_table(core)
             }
             Err(StoreError::Full) => {
+                // The record has it. Nodes on the way to what is dropped were counted.
                 self.count.begin_anew();
-                let changed = all(self);
-                self.family.segments.recorded = Recorded { changed, ..Recorded::default() };
+                Ok(true)
             }
-            Err(error) => return Err(error),
+            Err(error) => Err(error),
         }
-        Ok(())
+    }
+
+    /// Writes some of the table that takes the place of a lost one; true once it does.
+    fn write_lost_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        self.begin_next_table(Successor::AtLoss, 0, false);
+        if self.step_next_table(core, Successor::AtLoss)? == NextStep::NoRoom {
+            self.list_for(core, Successor::AtLoss, 0)?;
+        } else if !self.is_next_complete(core, Successor::AtLoss) {
+            return Ok(false);
+        }
+        self.family.segments.change_tables(Successor::AtLoss);
+        Ok(true)
     }
 
     fn write_pages<D: Disk>(
@@ -309,6 +314,7 @@ impl Replica {
         pages: &[u32],
         first_sequence: u64,
     ) -> Result<Root, StoreError> {
+        let self_root = self.family.segments.recorded.root;
         let (mut edits, mut crcs) = (Vec::new(), Vec::new());
         let hole = |from: u32, until: u32| Edit {
             lba: from.into(),
@@ -334,21 +340,24 @@ impl Replica {
             }
         }
         let mut io = self.table_io(core);
-        if first_sequence > 0 {
-            // No count looks at it before the flip, which makes another one due.
+        if root != self_root {
+            // No count looks at another table than the one in use.
             io.recount = None;
         }
         tree::update(&mut io, root, &edits, &crcs, None)
     }
 
-    /// Writes some of the table that takes over at a flip.
+    /// Writes some of another table.
     pub fn step_next_table<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        which: Successor,
     ) -> Result<NextStep, StoreError> {
         let most = core.options.unrecorded_segments;
-        self.family.segments.look_on_for_next(most);
-        let Some(next) = &self.family.segments.next else { return Ok(NextStep::Complete) };
+        self.family.segments.look_on(which, most);
+        let Some(next) = &self.family.segments.next[which as usize] else {
+            return Ok(NextStep::Complete);
+        };
         if next.changes() <= most {
             let is_complete = next.looked_at == u32::MAX;
             return Ok(if is_complete { NextStep::Complete } else { NextStep::GoesOn });
@@ -361,7 +370,7 @@ impl Replica {
         let pages = next.recorded.due_pages(most);
         let changes = next.recorded.changes_of(&pages);
         let written = self.write_pages(core, root, &pages, first_sequence);
-        if let (Ok(root), Some(next)) = (&written, &mut self.family.segments.next) {
+        if let (Ok(root), Some(next)) = (&written, &mut self.family.segments.next[which as usize]) {
             next.recorded.written(&pages, changes, *root);
         }
         match written {
@@ -369,25 +378,40 @@ impl Replica {
                 self.count.begin_anew();
                 Ok(NextStep::NoRoom)
             }
-            written => self.next_table_is(first_sequence, written).map(|()| NextStep::GoesOn),
+            written => self.next_table_is(which, written).map(|()| NextStep::GoesOn),
         }
+    }
+
+    fn is_next_complete<D: Disk>(&self, core: &Core<D>, which: Successor) -> bool {
+        self.family.segments.next[which as usize].as_ref().is_none_or(|next| {
+            next.looked_at == u32::MAX && next.changes() <= core.options.unrecorded_segments
+        })
     }
 
     /// Completes the table that takes over at a flip. Where there is no room for it, the record has
     /// all segments, if the metadata ring has room for them.
-    pub fn complete_next_table<D: Disk>(
+    pub fn complete_table_of_flip<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         first_sequence: u64,
     ) -> Result<(), StoreError> {
-        self.begin_next_table(first_sequence, false);
+        self.begin_next_table(Successor::AtFlip, first_sequence, false);
         loop {
-            match self.step_next_table(core)? {
+            match self.step_next_table(core, Successor::AtFlip)? {
                 NextStep::Complete => return Ok(()),
                 NextStep::GoesOn => {}
-                NextStep::NoRoom => break,
+                NextStep::NoRoom => return self.list_for(core, Successor::AtFlip, first_sequence),
             }
         }
+    }
+
+    /// Has records list all segments that another table would have: there is no room for its nodes.
+    fn list_for<D: Disk>(
+        &mut self,
+        core: &Core<D>,
+        which: Successor,
+        first_sequence: u64,
+    ) -> Result<(), StoreError> {
         let most = core.ring.segments_in_a_record();
         let mut next = NextTable::new(first_sequence, true);
         for state in self.family.segments.settled() {
@@ -396,16 +420,15 @@ impl Replica {
                 return Err(StoreError::RingFull);
             }
         }
-        self.family.segments.next = Some(next);
+        self.family.segments.next[which as usize] = Some(next);
         Ok(())
     }
 
-    /// Begins the table that takes over at a flip, unless it was begun. `is_new`: nothing was written
-    /// of what it will have.
-    pub fn begin_next_table(&mut self, first_sequence: u64, is_new: bool) {
-        let segments = &mut self.family.segments;
-        if segments.next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
-            segments.next = Some(NextTable::new(first_sequence, is_new));
+    /// Begins another table, unless it was begun. `is_new`: nothing was written of what it will have.
+    pub fn begin_next_table(&mut self, which: Successor, first_sequence: u64, is_new: bool) {
+        let next = &mut self.family.segments.next[which as usize];
+        if next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
+            *next = Some(NextTable::new(first_sequence, is_new));
         }
     }
 
@@ -421,26 +444,28 @@ impl Replica {
             Err(StoreError::Damaged(_)) => self.family.segments.recorded.is_lost = true,
             Err(error) => return Err(error),
         }
-        let Some(next) = &self.family.segments.next else { return Ok(()) };
-        let (root, first_sequence) = (next.recorded.root, next.first_sequence);
-        let mut io = NodeIo { recount: None, ..self.table_io(core) };
-        let renewed = tree::update(&mut io, root, nodes, &[], None);
-        self.next_table_is(first_sequence, renewed)
+        for which in [Successor::AtFlip, Successor::AtLoss] {
+            let Some(next) = &self.family.segments.next[which as usize] else { continue };
+            let root = next.recorded.root;
+            let mut io = NodeIo { recount: None, ..self.table_io(core) };
+            let renewed = tree::update(&mut io, root, nodes, &[], None);
+            self.next_table_is(which, renewed)?;
+        }
+        Ok(())
     }
 
-    /// Takes over the root of the next table as it was written, or begins it anew where a node of it
-    /// is lost.
+    /// Takes over the root of another table as it was written, or begins it anew where a node of it is
+    /// lost.
     fn next_table_is(
         &mut self,
-        first_sequence: u64,
+        which: Successor,
         written: Result<Root, StoreError>,
     ) -> Result<(), StoreError> {
-        match (written, &mut self.family.segments.next) {
-            (Ok(root), Some(next)) => next.recorded.root = root,
-            (Err(StoreError::Damaged(_)), next) => {
-                *next = Some(NextTable::new(first_sequence, false));
-            }
-            (written, _) => return written.map(drop),
+        let Some(next) = &mut self.family.segments.next[which as usize] else { return Ok(()) };
+        match written {
+            Ok(root) => next.recorded.root = root,
+            Err(StoreError::Damaged(_)) => *next = NextTable::new(next.first_sequence, false),
+            Err(error) => return Err(error),
         }
         Ok(())
     }
