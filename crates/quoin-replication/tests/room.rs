@@ -271,7 +271,8 @@ fn offered_again_in_one_turn(
             let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
             while let Some(next) = event.take() {
                 let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
-                let mut store = Bounded { inner, room, reserve, unreadable: false, ring_full: false };
+                let mut store =
+                    Bounded { inner, room, reserve, unreadable: false, ring_full: false };
                 replica.on(now, next, &mut store, &mut actions);
                 replica.flush(&mut actions);
                 if let Some(ticket) = pool.sync_wanted() {

@@ -683,10 +683,8 @@ fn a_full_metadata_ring_holds_a_commit_up_and_loses_nothing() {
 #[test]
 fn a_pool_whose_metadata_ring_is_full_says_so_and_takes_replicas_again_after_a_delete() {
     let (_, mut pool) = new_pool(64 << 20);
-    let described = |n: u128| ReplicaIdentity {
-        volume_spec: vec![7; 8000].into(),
-        ..identity(ReplicaGuid(n))
-    };
+    let described =
+        |n: u128| ReplicaIdentity { volume_spec: vec![7; 8000].into(), ..identity(ReplicaGuid(n)) };
     let mut made = 0;
     let refusal = loop {
         match pool.create(described(made + 1), ReplicaMeta::default(), 64) {

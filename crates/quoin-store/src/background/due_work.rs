@@ -225,9 +225,9 @@ impl<D: Disk> Pool<D> {
         debug_assert!(
             self.replicas.len() > COMPARED_REPLICAS
                 || self.replicas.len() == due_work.of.len()
-                && self.replicas.iter().all(|(guid, replica)| {
-                    due_work.of.get(guid) == Some(&ReplicaWork::of(replica, &self.core.options))
-                }),
+                    && self.replicas.iter().all(|(guid, replica)| {
+                        due_work.of.get(guid) == Some(&ReplicaWork::of(replica, &self.core.options))
+                    }),
             "a replica was changed without a note of it"
         );
         due_work

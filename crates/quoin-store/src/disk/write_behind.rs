@@ -95,7 +95,8 @@ impl WriteBehind {
         if self.thread.is_none() {
             let Ok(file) = file.try_clone() else { return };
             let queue = self.queue.clone();
-            let work = move || run(&queue, |range| begin(&file, range), |range| is_out(&file, range));
+            let work =
+                move || run(&queue, |range| begin(&file, range), |range| is_out(&file, range));
             self.thread = std::thread::Builder::new().name("write-behind".into()).spawn(work).ok();
         }
         if self.thread.is_some() {
@@ -176,9 +177,8 @@ fn cached(file: &File, range: &Range<u64>) -> Option<Cachestat> {
     let mut found = Cachestat::default();
     // SAFETY: the descriptor is open as long as `file`, and the kernel reads and writes no more than
     // the two structures, which have its layout and outlive the call.
-    let result = unsafe {
-        libc::syscall(CACHESTAT, file.as_raw_fd(), &raw const asked, &raw mut found, 0)
-    };
+    let result =
+        unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), &raw const asked, &raw mut found, 0) };
     (result == 0).then_some(found)
 }
 

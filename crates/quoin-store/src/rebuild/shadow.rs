@@ -50,13 +50,7 @@ pub struct Shadow {
 
 impl Shadow {
     pub fn restored(state: ShadowState) -> Self {
-        Shadow {
-            state,
-            edits: Vec::new(),
-            crcs: Vec::new(),
-            leaves: 0,
-            prepared: None,
-        }
+        Shadow { state, edits: Vec::new(), crcs: Vec::new(), leaves: 0, prepared: None }
     }
 
     fn push(&mut self, edit: Edit) {

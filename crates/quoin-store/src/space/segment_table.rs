@@ -215,6 +215,18 @@ impl Segments {
         })
     }
 
+    /// Bytes that all of them take, entries of trees counted twice: their nodes are half full.
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        let page = |entries: &Vec<Packed>| {
+            2 * size_of::<(u32, Vec<Packed>)>() + entries.capacity() * size_of::<Packed>()
+        };
+        let pages: usize = self.pages.values().map(page).sum();
+        let oldest: usize = self.classes.values().map(BTreeSet::len).sum();
+        let busy = self.busy.len() * 2 * size_of::<(u32, Segment)>();
+        pages + busy + oldest * 2 * size_of::<(u64, u32)>()
+    }
+
     /// A segment that changes.
     pub fn busy(&self, unit: u32) -> Option<&Segment> {
         self.busy.get(&unit)

@@ -73,6 +73,11 @@ impl Allocator {
         allocator
     }
 
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        [&self.free, &self.warm, &self.partial, &self.whole].map(BitSet::held_bytes).iter().sum()
+    }
+
     pub fn units(&self) -> u32 {
         self.units
     }

@@ -236,7 +236,6 @@ impl Recorded {
             self.drift.remove(page);
         }
     }
-
 }
 
 fn pages_of(units: &BTreeSet<u32>) -> Vec<u32> {
@@ -304,6 +303,8 @@ impl Replica {
             return Ok(false);
         }
         self.family.segments.change_tables(Successor::AtLoss);
+        // A count that went on beside it knows nothing of its nodes.
+        self.count.begin_anew();
         Ok(true)
     }
 
@@ -727,6 +728,91 @@ mod tests {
             writer.check();
         }
         assert!(longest < 4096, "{longest} bytes");
+    }
+
+    /// Segments of all kinds, every third unit or so.
+    fn segments_of_all_kinds(many: u32) -> Vec<SegmentState> {
+        let mut unit = 0;
+        let of = |n: u32| {
+            let units = if n % 16 == 0 { 8 } else { 1 };
+            unit = if units == 8 { u32::next_multiple_of(unit, 8) } else { unit };
+            let state = SegmentState {
+                unit,
+                units,
+                stream: [Stream::Log, Stream::Moved, Stream::Nodes][n as usize % 3],
+                sequence: u64::from(n) + 1,
+                used_blocks: units * 1000,
+                live_bytes: u64::from(n % 97) * 40_000,
+                last_lsn: 0,
+                last_index: 0,
+            };
+            unit += units + 2;
+            state
+        };
+        (0..many).map(of).collect()
+    }
+
+    /// Time is a matter of the machine: reads and bytes are counted.
+    #[test]
+    fn a_pool_of_100_tib_opens_with_a_read_a_leaf_and_takes_few_bytes_a_segment() {
+        const SEGMENTS: u32 = 30_000;
+        let disk = MemoryDisk::new(100 << 40);
+        Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
+        let opened = || {
+            let before = disk.reads();
+            let pool = open(&disk);
+            (pool, disk.reads() - before)
+        };
+        let (mut pool, reads) = opened();
+        let units = pool.core.allocator.units();
+        assert!((1 << 20..=1 << 21).contains(&units), "{units} units");
+        assert!(reads < 40, "{reads} reads of an empty pool");
+        assert!(pool.core.allocator.held_bytes() < 2 << 20);
+        let free = pool.core.allocator.free_units();
+        for n in 1..500 {
+            let identity = ReplicaIdentity { guid: ReplicaGuid(n), ..Default::default() };
+            pool.create(identity, Default::default(), 1 << 30).expect("room");
+        }
+        (1..500).for_each(|n| assert_eq!(pool.delete(ReplicaGuid(n)), Ok(true)));
+
+        pool.create(Default::default(), Default::default(), 1 << 34).expect("room");
+        let guid = ReplicaIdentity::default().guid;
+        pool.core.sequence += u64::from(SEGMENTS);
+        let all = segments_of_all_kinds(SEGMENTS);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for state in &all {
+            assert!(pool.core.allocator.take(state.unit, state.units));
+            replica.family.segments.insert_settled(state);
+        }
+        let held = replica.family.segments.held_bytes();
+        assert!(held < 100 * all.len(), "{held} bytes for {} segments", all.len());
+        let is_recorded = |pool: &mut Pool<MemoryDisk>| {
+            let replica = pool.replicas.get_mut(&guid).expect("it");
+            replica.maintenance.dirty = true;
+            replica.family.segments.recorded.changes() <= options().unrecorded_segments
+        };
+        while !is_recorded(&mut pool) {
+            pool.settle().expect("room");
+        }
+        pool.settle().expect("room");
+        // The first start after it still has the records of before in the ring.
+        drop(pool);
+        drop(opened());
+        let (mut pool, reads) = opened();
+        let pages = u64::from(all.last().expect("many").unit / PAGE_UNITS) + 1;
+        assert!(reads < pages + 100, "{reads} reads for {pages} leaves");
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for state in &all {
+            assert_eq!(replica.family.segments.get(state.unit), Some(*state));
+        }
+
+        assert_eq!(pool.delete(guid), Ok(true));
+        let ticket = pool.sync_wanted().expect("a delete is to be durable");
+        pool.sync_finished(ticket, disk.sync()).expect("a sync");
+        while pool.core.freed.is_due(u64::MAX) {
+            pool.background(1).expect("background work");
+        }
+        assert_eq!(pool.core.allocator.free_units(), free);
     }
 
     #[test]
