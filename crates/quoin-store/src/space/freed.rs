@@ -92,9 +92,8 @@ impl Freed {
 impl<D: Disk> Core<D> {
     /// Frees some of what the finished syncs allow; whether more is left of it.
     pub fn release(&mut self, ticket: u64) -> bool {
-        let most = if mutant::is("replica-freed-in-one-step") { u32::MAX } else { FREED_A_STEP };
         let mut freed = 0;
-        while freed < most
+        while freed < FREED_A_STEP
             && let Some((unit, units)) = self.freed.next(ticket)
         {
             self.allocator.give_warm(unit, units);
