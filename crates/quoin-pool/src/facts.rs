@@ -55,6 +55,10 @@ pub trait PoolFacts {
     fn is_short_below(&self) -> bool {
         false
     }
+    /// Returns true if the metadata ring has no room for another replica.
+    fn is_ring_full(&self) -> bool {
+        false
+    }
     /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
     /// The same for what the pool holds beside its replicas; how many bad copies were mended.
@@ -139,6 +143,9 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn is_short_below(&self) -> bool {
         self.is_short_below()
+    }
+    fn is_ring_full(&self) -> bool {
+        self.is_ring_full()
     }
     fn look_again(&mut self) {
         self.look_again();

@@ -4,7 +4,7 @@ use crate::common::*;
 use quoin_replication::primary::PrimaryEvent;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
+use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_types::block::Operation;
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
@@ -151,7 +151,7 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
         let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
         while let Some(next) = event.take() {
             let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
-            let mut store = Bounded { inner, room, reserve, unreadable: false };
+            let mut store = Bounded { inner, room, reserve, unreadable: false, ring_full: false };
             replica.on(now, next, &mut store, &mut Vec::new());
             replica.flush(&mut Vec::new());
             if let Some(ticket) = pool.sync_wanted() {
@@ -172,6 +172,60 @@ fn a_view_teaches_a_full_pool_what_it_teaches_any_and_one_of_the_past_teaches_no
     assert_eq!(counts_after_a_view_that_only_just_fit(1), (true, true));
     assert_eq!(counts_after_a_view_that_only_just_fit(2), (false, false));
     assert_eq!(counts_after_a_view_that_only_just_fit(3), (false, false));
+}
+
+/// Records have room of their own, so a promise that finds none says nothing of the disk.
+#[test]
+fn a_full_metadata_ring_refuses_an_open_by_its_name_and_is_no_failed_disk() {
+    let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+    let membership = Membership {
+        version: 1,
+        rf: 1,
+        cf: 1,
+        drf: 1,
+        known: vec![own],
+        retired: Vec::new(),
+        formed: true,
+    };
+    let volume = VolumeId(5);
+    let (guid, volume_spec) = (own.guid, "".into());
+    let identity = ReplicaIdentity { volume, replica: own.id, guid, volume_spec };
+    let meta = ReplicaMeta { membership: membership.clone(), ..ReplicaMeta::default() };
+    let mut pool = quoin_store::model::ModelPool::new();
+    pool.create(identity, meta, 64).unwrap();
+    let now = Time::from_millis(1000);
+    let mut replica = Replica::new(now, pool.cookie(), &pool.replica(guid).unwrap());
+    let mut said = |ring_full, event| {
+        let (mut room, mut reserve) = (None, (0, Epoch::ZERO));
+        let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
+        let mut store = Bounded { inner, room, reserve, unreadable: false, ring_full };
+        let mut actions = Vec::new();
+        replica.on(now, event, &mut store, &mut actions);
+        let promised = store.meta().promised;
+        (actions, promised, pool.sync_wanted())
+    };
+    let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
+    let message = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let open = || ReplicaEvent::Message { connection: 1, session, message: message.clone() };
+    let fence = || ReplicaEvent::Fence { epoch: Epoch(4), at_once: true };
+    for event in [open(), fence()] {
+        let (actions, promised, _) = said(true, event);
+        assert_eq!(promised, Epoch::ZERO);
+        let is_told = |a: &ReplicaAction| matches!(a, ReplicaAction::Note(ReplicaNote::RingFull));
+        assert!(actions.iter().any(is_told), "{actions:?}");
+        let failed =
+            |a: &ReplicaAction| matches!(a, ReplicaAction::Note(ReplicaNote::DiskFailed(_)));
+        assert!(!actions.iter().any(failed), "{actions:?}");
+        assert!(actions.iter().all(|a| match a {
+            ReplicaAction::Send { message, .. } => {
+                *message == FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Full }
+            }
+            _ => true,
+        }));
+    }
+    // Once there is room the same replica opens: nothing of it has failed.
+    let (_, promised, sync) = said(false, open());
+    assert!(promised == Epoch(5) && sync.is_some());
 }
 
 fn append(entries: Vec<SharedEntry>) -> ToReplica {
@@ -217,7 +271,8 @@ fn offered_again_in_one_turn(
             let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
             while let Some(next) = event.take() {
                 let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
-                let mut store = Bounded { inner, room, reserve, unreadable: false };
+                let mut store =
+                    Bounded { inner, room, reserve, unreadable: false, ring_full: false };
                 replica.on(now, next, &mut store, &mut actions);
                 replica.flush(&mut actions);
                 if let Some(ticket) = pool.sync_wanted() {

@@ -34,7 +34,7 @@ pub struct PoolOptions {
     pub checkpoint_bytes: u64,
     /// Log kept for replicas that lag, of each replica.
     pub log_keep_bytes: u64,
-    /// Written bytes after which the disk is told to begin writing them out.
+    /// Bytes appended to a segment after which the disk is told to write them out.
     pub write_out_bytes: u64,
     /// Nodes of a map that one step of background work looks at: each may be a read of the disk.
     pub step_nodes: usize,
@@ -49,7 +49,7 @@ impl Default for PoolOptions {
             cache_bytes: 256 << 20,
             checkpoint_bytes: 256 << 20,
             log_keep_bytes: 64 << 20,
-            write_out_bytes: 1 << 20,
+            write_out_bytes: 8 << 20,
             step_nodes: 64,
             unrecorded_segments: 128,
         }
@@ -476,6 +476,7 @@ impl<D: Disk> NodeIo<'_, D> {
         segment.state.used_blocks += 1 + blocks as u32;
         segment.next_index += 1;
         segment.previous = check;
+        segment.write_out(core);
         self.batch.nodes.clear();
         self.batch.bytes.clear();
         Ok(())

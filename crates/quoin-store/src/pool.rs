@@ -43,6 +43,8 @@ const FETCHED_PAYLOADS_MAX: usize = 512 << 10;
 /// Part of the metadata ring that the whole state may take before no replica is added, in
 /// percent: the rest is for what changes.
 const RING_FULL_PERCENT: usize = 40;
+/// Taken for the records of a new replica, beside the description of its volume.
+const CREATION_BYTES: usize = 4096;
 
 /// Space and memory of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -285,6 +287,17 @@ impl<D: Disk> Pool<D> {
         std::mem::take(&mut self.core.damaged)
     }
 
+    /// Whether the metadata ring has no room for the records of another replica.
+    pub fn is_ring_full(&self) -> bool {
+        self.ring_lacks(CREATION_BYTES)
+    }
+
+    /// Whether so much more takes the whole state beyond its part of the metadata ring.
+    fn ring_lacks(&self, bytes: usize) -> bool {
+        let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
+        self.core.durable.encoded_len() + bytes > limit
+    }
+
     /// Why the pool takes no more writes, if it does not.
     pub fn failure(&self) -> Option<IoFault> {
         self.core.failed
@@ -355,10 +368,8 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if blocks == 0 || blocks > quoin_types::VOLUME_BLOCKS_MAX {
             return Err(StoreError::Rule("a volume's size must be 1 to 2^44 blocks"));
         }
-        let added = identity.volume_spec.len() + 4096;
-        let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
-        if self.core.durable.encoded_len() + added > limit {
-            return Err(StoreError::Full);
+        if self.ring_lacks(identity.volume_spec.len() + CREATION_BYTES) {
+            return Err(StoreError::RingFull);
         }
         let replica =
             Replica::new(identity.clone(), meta.clone(), blocks, self.core.superblock.unit_blocks);
@@ -380,13 +391,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
         self.core.check_usable()?;
+        if self.ring_lacks(volume_spec.len()) {
+            return Err(StoreError::RingFull);
+        }
         let Some(replica) = self.replicas.get_mut(&guid) else {
             return Err(StoreError::Rule("what is described must exist"));
         };
-        let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
-        if self.core.durable.encoded_len() + volume_spec.len() > limit {
-            return Err(StoreError::Full);
-        }
         self.core.record(Record::Describe(guid, volume_spec.clone()))?;
         replica.identity.volume_spec = volume_spec;
         Ok(())
@@ -405,10 +415,11 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
             self.core.fetches.drop_calls(owner);
         }
-        if let Some(replica) = self.replicas.remove(&guid) {
-            let segments = replica.family.segments.iter().map(|s| (s.unit, s.units));
-            let all = segments.chain(replica.maintenance.into_frees());
-            all.for_each(|(unit, units)| self.core.freed.add(ticket, unit, units));
+        if let Some(Replica { family, maintenance, .. }) = self.replicas.remove(&guid) {
+            for (unit, units) in maintenance.into_frees() {
+                self.core.freed.add(ticket, unit, units);
+            }
+            self.core.freed.add_all(ticket, family.segments.leave());
         }
         Ok(true)
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::common::{identity, new_pool, options, sync};
 use bytes::Bytes;
-use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::ReadView;
@@ -676,4 +676,37 @@ fn a_full_metadata_ring_holds_a_commit_up_and_loses_nothing() {
     }
     assert!(rounds < 100, "the work ends");
     assert_eq!(recorded(&disk), 2, "both that are left");
+}
+
+/// A pool with room for data and none for records says which of the two it lacks: otherwise an
+/// operator looks for the wrong thing.
+#[test]
+fn a_pool_whose_metadata_ring_is_full_says_so_and_takes_replicas_again_after_a_delete() {
+    let (_, mut pool) = new_pool(64 << 20);
+    let described =
+        |n: u128| ReplicaIdentity { volume_spec: vec![7; 8000].into(), ..identity(ReplicaGuid(n)) };
+    let mut made = 0;
+    let refusal = loop {
+        match pool.create(described(made + 1), ReplicaMeta::default(), 64) {
+            Ok(()) => made += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refusal, StoreError::RingFull);
+    assert!(refusal.is_lack_of_room() && refusal.to_string().contains("metadata ring"));
+    let small = |n: u128| identity(ReplicaGuid(1 << 64 | n));
+    let refused = (0..100).find_map(|n| pool.create(small(n), ReplicaMeta::default(), 64).err());
+    assert_eq!(refused, Some(StoreError::RingFull));
+    assert!(pool.is_ring_full(), "{made} replicas and a few more");
+    let stats = pool.stats();
+    assert!(stats.free_bytes > stats.size_bytes / 2, "there is room for data: {stats:?}");
+    let larger = vec![7; 80_000];
+    assert_eq!(pool.describe(ReplicaGuid(1), larger.into()), Err(StoreError::RingFull));
+    // What is there goes on.
+    let mut replica = pool.replica(ReplicaGuid(1)).expect("it");
+    let meta = ReplicaMeta { promised: Epoch(9), ..replica.meta().clone() };
+    replica.put_meta(meta).expect("a promise");
+    assert_eq!(pool.delete(ReplicaGuid(1)), Ok(true));
+    assert!(!pool.is_ring_full());
+    pool.create(described(made + 1), ReplicaMeta::default(), 64).expect("room again");
 }

@@ -7,14 +7,14 @@ use std::sync::Arc;
 use crate::common::{identity, new_pool_with, options, sync};
 use bytes::Bytes;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
-use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_store::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::entry::Rule;
 use quoin_types::entry::SharedEntry;
 use quoin_types::membership::Member;
 use quoin_types::message::{Content, IncrementEnd, ReadView, Slot};
 use quoin_types::{
-    BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId,
-    View,
+    BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId,
+    SnapshotId, View,
 };
 
 const GUID: ReplicaGuid = ReplicaGuid(0x57);
@@ -447,4 +447,155 @@ fn an_answer_to_a_fetch_of_many_views_fits_a_frame() {
         assert!(head < HEAD_BYTES_MAX, "{head} bytes in {} entries", entries.len());
         after = entries.last().expect("one at least").lsn;
     }
+}
+
+/// A replica that is rebuilt from nothing, in a pool of small segments.
+struct Rebuild {
+    volume: Volume,
+    cursor: u64,
+    most_blocks: u64,
+}
+
+impl Rebuild {
+    const BLOCKS: u64 = 24_000;
+
+    fn begin() -> Self {
+        common::break_a_rule();
+        let disk = MemoryDisk::new(160 << 20);
+        let format = FormatOptions { unit_blocks: 16, ..FormatOptions::new(PoolId(7)) };
+        Pool::format(&disk, &format).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), Self::options()).expect("a pool");
+        pool.create(identity(GUID), ReplicaMeta::default(), Self::BLOCKS).expect("room");
+        let mut volume = Volume { disk, pool, chain: Chain(0), lsn: 0 };
+        // What the rebuild replaces has a table as well.
+        volume.append(&EntryKind::Write, (0..1200).step_by(12), 12);
+        volume.pool.settle().expect("folded");
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        assert_eq!(replica.increment_begin(1, Lsn(0)), Ok(true));
+        Rebuild { volume, cursor: 0, most_blocks: 0 }
+    }
+
+    fn options() -> PoolOptions {
+        PoolOptions { step_nodes: 1, unrecorded_segments: 4, ..uncached() }
+    }
+
+    fn written(&mut self, work: impl FnOnce(&mut Volume)) -> u64 {
+        let before = self.volume.disk.written_bytes();
+        work(&mut self.volume);
+        (self.volume.disk.written_bytes() - before) / BLOCK_SIZE as u64
+    }
+
+    /// Feeds all up to this block.
+    fn feed(&mut self, until: u64) {
+        while self.cursor < until {
+            let from = self.cursor;
+            self.cursor = (from + 60).min(until);
+            let slots: Vec<Slot> = (from..self.cursor)
+                .map(|lba| {
+                    let data = Bytes::from(vec![lba as u8 | 1; BLOCK_SIZE]);
+                    let content = Content::Data { crc: quoin_types::crc32c(&data), data };
+                    Slot { lba, blocks: 1, version: Lsn(7), content }
+                })
+                .collect();
+            let cursor = self.cursor;
+            let written = self.written(|volume| {
+                let mut replica = volume.pool.replica(GUID).expect("it");
+                replica.increment_feed(1, &slots, cursor).expect("room");
+            });
+            self.most_blocks = self.most_blocks.max(written);
+        }
+    }
+
+    fn end(&mut self) {
+        let end = end_at(Lsn(9), Self::BLOCKS);
+        let written = self.written(|volume| {
+            let mut replica = volume.pool.replica(GUID).expect("it");
+            replica.increment_prepare(1, &end).expect("room");
+        });
+        assert!(written < 24, "{written} blocks were left to write for the flip");
+        sync(&mut self.volume.pool);
+        let written = self.written(|volume| {
+            volume.pool.replica(GUID).expect("it").increment_flip(1).expect("a flip");
+        });
+        assert!(written < 8, "{written} blocks by the flip itself");
+        sync(&mut self.volume.pool);
+        assert!(self.most_blocks < 60 + 40, "{} blocks by one feed", self.most_blocks);
+    }
+
+    /// A start finds every segment, and every block in them.
+    fn check(mut self) {
+        self.volume.work(|_| {});
+        self.volume.pool.settle().expect("recorded");
+        let used = self.volume.pool.stats().used_bytes;
+        self.volume.pool = Pool::open(self.volume.disk.clone(), Self::options()).expect("a pool");
+        assert_eq!(self.volume.pool.stats().used_bytes, used);
+        let mut replica = self.volume.pool.replica(GUID).expect("it");
+        for lba in 0..Self::BLOCKS {
+            let mut slots = Vec::new();
+            replica.read(ReadView::Live, lba, 1, true, &mut slots).expect("a read");
+            let Content::Data { data, .. } = &slots[0].content else { panic!("block {lba}") };
+            assert!(data.iter().all(|byte| *byte == lba as u8 | 1), "block {lba}");
+        }
+    }
+}
+
+/// Of a replica of many segments the table is half a gibibyte, and clients wait for one step.
+#[test]
+fn the_table_that_a_flip_takes_over_is_written_with_the_feeds_and_lacks_nothing() {
+    let mut rebuild = Rebuild::begin();
+    rebuild.feed(Rebuild::BLOCKS);
+    rebuild.end();
+    rebuild.check();
+}
+
+/// A process that was ended in the middle knows nothing of the table that it had begun.
+#[test]
+fn a_rebuild_that_goes_on_after_a_start_writes_its_table_anew_in_steps() {
+    let mut rebuild = Rebuild::begin();
+    rebuild.feed(Rebuild::BLOCKS / 4 * 3);
+    rebuild.volume.pool.settle().expect("recorded");
+    let (disk, options) = (rebuild.volume.disk.clone(), Rebuild::options());
+    rebuild.volume.pool = Pool::open(disk, options).expect("a pool");
+    let (mut steps, mut most) = (0, 0);
+    loop {
+        let mut is_begun = false;
+        let written = rebuild.written(|volume| {
+            let mut replica = volume.pool.replica(GUID).expect("it");
+            is_begun = replica.increment_begin(1, Lsn(0)).expect("room");
+        });
+        (steps, most) = (steps + 1, most.max(written));
+        if is_begun {
+            break;
+        }
+    }
+    assert!(steps > 1 && most < 40, "{steps} steps, {most} blocks by one of them");
+    let at = rebuild.volume.pool.replica(GUID).expect("it").shadow();
+    assert_eq!(at, Some((1, Lsn(0), Rebuild::BLOCKS / 4 * 3)));
+    rebuild.feed(Rebuild::BLOCKS);
+    rebuild.end();
+    rebuild.check();
+}
+
+/// What is not told to be written out lies in the cache until the kernel is short of room for it.
+#[test]
+fn whatever_is_appended_is_told_to_be_written_out_but_for_a_stretch_of_each_open_segment() {
+    const STRETCH_BYTES: u64 = 64 << 10;
+    let options = PoolOptions { write_out_bytes: STRETCH_BYTES, ..uncached() };
+    let (disk, mut pool) = new_pool_with(64 << 20, options);
+    pool.create(identity(GUID), ReplicaMeta::default(), 16_000).expect("room");
+    let mut volume = Volume { disk, pool, chain: Chain(0), lsn: 0 };
+    for at in (0..6000).step_by(60) {
+        volume.append(&EntryKind::Write, [at, at + 20, at + 40], 20);
+    }
+    let (told, held) = (volume.disk.written_out_bytes(), volume.pool.stats().used_bytes);
+    assert!(told <= held && told + UNIT_BYTES > held - STRETCH_BYTES, "{told} told of {held}");
+    // What clean-up moves is as much a part of it.
+    let before = volume.disk.written_bytes();
+    volume.append(&EntryKind::Trim, (0..6000).step_by(20).map(|lba| lba + 1), 19);
+    volume.pool.settle().expect("folded");
+    let told = volume.disk.written_out_bytes();
+    volume.work(|_| {});
+    let moved = volume.disk.written_bytes() - before;
+    assert!(moved > 10 * UNIT_BYTES, "{moved} bytes written");
+    assert!(volume.disk.written_out_bytes() > told, "nothing of what was moved");
 }

@@ -375,7 +375,7 @@ pub enum Failure {
     Unknown,
     #[error("the GUID is retired")]
     Retired,
-    #[error("the pool is full")]
+    #[error("the pool has no room")]
     Full,
     #[error("the disk failed")]
     Io,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::load::{Generator, Load};
+use crate::load::{Generator, Load, Outcome};
 use crate::{Error, usage};
 
 /// One side: its open connection and its server processes.
@@ -21,8 +21,16 @@ pub struct Figures {
 }
 
 fn measure(side: &mut Side<'_>, load: Load) -> Result<Figures, Error> {
+    figures(side, |generator| generator.run(load))
+}
+
+/// Figures of one run of a side.
+pub fn figures(
+    side: &mut Side<'_>,
+    run: impl FnOnce(&mut Generator) -> Result<Outcome, Error>,
+) -> Result<Figures, Error> {
     let before = usage::cpu(&side.pids);
-    let outcome = side.generator.run(load)?;
+    let outcome = run(side.generator)?;
     let used: Duration = usage::cpu(&side.pids).saturating_sub(before);
     if outcome.requests == 0 {
         return Err(Error::Failed("not one request was answered".into()));

@@ -241,7 +241,7 @@ fn get(pid: u32, path: &str) -> Option<String> {
     Some(answer)
 }
 
-fn free_bytes(directory: &Path) -> Result<u64, Error> {
+pub fn free_bytes(directory: &Path) -> Result<u64, Error> {
     let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let stat = rustix::fs::statvfs(existing)
         .map_err(|error| Error::io(format!("measure {}", existing.display()))(error.into()))?;

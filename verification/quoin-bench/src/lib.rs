@@ -14,6 +14,7 @@
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | the measured cases, and the output |
+//! | `sustained` | writes that go on for longer than a page cache takes them |
 //! | `rebuild` | speed of the rebuild of a lost replica |
 //! | `security` | cost of encryption of data connections |
 //! | `heal` | many volumes after the loss of a pool |
@@ -36,6 +37,7 @@ pub mod relay;
 pub mod report;
 pub mod security;
 pub mod sink;
+pub mod sustained;
 pub mod usage;
 
 use std::io::Write;
@@ -69,7 +71,7 @@ impl Error {
 /// Flags of `quoin bench`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// Only the eight IO cases, within three minutes
+    /// Only the eight IO cases and shorter sustained writes, within four minutes
     #[arg(long)]
     pub quick: bool,
     /// Write the figures as JSON to this file
@@ -108,6 +110,9 @@ pub struct Options {
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,
+    /// Data of each sustained case, in MiB, over a volume of a third of that [default: 12288, with --quick 1536]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(96..=1 << 20))]
+    pub sustained_mib: Option<u64>,
     /// Data of the rebuild case, in MiB
     #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
     pub rebuild_mib: u64,
@@ -157,6 +162,9 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
     interrupt::clean_up_when_interrupted(scratch.0.clone())?;
     let mut results = cases::run(options, quoin, &scratch.0)?;
+    if options.nbd_socket.is_none() && !options.floor_only {
+        results.extend(sustained::run(options, quoin, &scratch.0.join("sustained"))?);
+    }
     let whole = !(options.quick || options.floor_only || options.nbd_socket.is_some());
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);

@@ -120,6 +120,17 @@ impl Generator {
         self.flush()
     }
 
+    /// Writes so many bytes without a pause, and flushes them. The time includes the flush.
+    pub fn sustain(&mut self, load: Load, bytes: u64) -> Result<Outcome, Error> {
+        self.sequential = 0;
+        let start = Instant::now();
+        let load = Load { time: NO_LIMIT, ..load };
+        let mut outcome = self.drive(load, Some(bytes / u64::from(load.block_bytes)))?;
+        self.flush()?;
+        outcome.seconds = start.elapsed().as_secs_f64();
+        Ok(outcome)
+    }
+
     /// Writes the device's first bytes anew, and flushes them.
     pub fn write_first(&mut self, bytes: u64, block_bytes: u32) -> Result<(), Error> {
         self.sequential = 0;

@@ -23,6 +23,8 @@ struct Sink {
     have: usize,
     /// Number of writes that it has done.
     done: u64,
+    /// Number of flushes that it has done.
+    flushed: u64,
     /// Handles of the reads that it has received, in order.
     reads: VecDeque<u64>,
 }
@@ -44,6 +46,7 @@ pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), E
             input: vec![0; 8 << 20],
             have: 0,
             done: 0,
+            flushed: 0,
             reads: VecDeque::new(),
         });
     }
@@ -85,9 +88,13 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
     // Unanswered writes of this client, in order; `acknowledged` is the number of the first.
     let mut pending: VecDeque<u64> = VecDeque::new();
     let mut acknowledged = sinks[0].done;
+    // Unanswered flushes; each is answered once all sinks have done it.
+    let mut flushes: VecDeque<u64> = VecDeque::new();
+    let mut flushed = 0;
     for sink in sinks.iter_mut() {
         // The last session may have ended before the third answer.
         acknowledged = acknowledged.max(sink.done);
+        flushed = flushed.max(sink.flushed);
     }
     loop {
         let mut ready = [false; 4];
@@ -145,7 +152,10 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
                         at += nbd::REQUEST_LEN;
                     }
                     nbd::FLUSH => {
-                        nbd::encode_reply(request.handle, &mut output);
+                        for sink in sinks.iter_mut() {
+                            sink.output.extend_from_slice(&encode_header(nbd::FLUSH, 0, 0));
+                        }
+                        flushes.push_back(request.handle);
                         at += nbd::REQUEST_LEN;
                     }
                     _ => return Ok(()),
@@ -173,6 +183,11 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
                     at += HEADER_LEN;
                     continue;
                 }
+                if command == nbd::FLUSH {
+                    sink.flushed += 1;
+                    at += HEADER_LEN;
+                    continue;
+                }
                 let length = length as usize;
                 if sink.have - at < HEADER_LEN + length {
                     break;
@@ -194,6 +209,13 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
         {
             nbd::encode_reply(handle, &mut output);
             acknowledged += 1;
+        }
+        let all_flushed = sinks.iter().map(|s| s.flushed).min().unwrap_or_default();
+        while flushed < all_flushed
+            && let Some(handle) = flushes.pop_front()
+        {
+            nbd::encode_reply(handle, &mut output);
+            flushed += 1;
         }
         let mut stream = client;
         if drain(&mut stream, &mut output, &mut written).is_err() {

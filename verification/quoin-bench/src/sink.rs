@@ -1,8 +1,8 @@
 //! A sink of the floor: takes blocks from the relay, writes them in place, answers.
 //!
 //! Frames to a sink are [`HEADER_LEN`] bytes {command, length, offset}, then the data of a
-//! write. It answers each batch of writes with one count of all writes done so far, and each
-//! read with a header and the data, in order.
+//! write. It answers each batch of writes with one count of all writes done so far, each read with a
+//! header and the data, in order, and each flush with a header once all writes before it are synced.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -82,6 +82,10 @@ pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
                 file.write_all_at(data, offset).map_err(Error::io("pwrite"))?;
                 writes += 1;
                 at += HEADER_LEN + length;
+            } else if command == nbd::FLUSH {
+                file.sync_data().map_err(Error::io("fdatasync"))?;
+                output.extend_from_slice(&encode_header(nbd::FLUSH, 0, 0));
+                at += HEADER_LEN;
             } else {
                 output.extend_from_slice(&encode_header(nbd::READ, length as u32, offset));
                 let start = output.len();

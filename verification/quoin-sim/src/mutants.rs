@@ -191,6 +191,11 @@ pub const ALL: &[Defect] = &[
     store("cookie-without-its-mount", Swarm::PowerCuts),
     store("new-form-without-its-bit", Swarm::Pressure),
     store("prefetch-of-another-generation", Swarm::Pressure),
+    store("switch-of-the-ring-not-noted", Swarm::Damage),
+    store("note-of-a-switch-that-does-not-count-kept", Swarm::PowerCuts),
+    store("table-of-a-flip-in-one-step", Swarm::Rebuilds),
+    store("flip-forgets-what-its-table-lacks", Swarm::Rebuilds),
+    store("candidate-forgotten-by-its-class", Swarm::Pressure),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

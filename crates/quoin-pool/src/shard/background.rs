@@ -46,7 +46,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 Ok(true) if took < most => continue,
                 Ok(true) => Outcome::WentOn,
                 // A full pool is what clients are told when they write; nothing is broken.
-                Ok(false) | Err(StoreError::Full) => Outcome::NothingToDo,
+                Ok(false) | Err(StoreError::Full | StoreError::RingFull) => Outcome::NothingToDo,
                 Err(error @ StoreError::Io(_)) => return Err(error),
                 // Not the disk's failure: the sessions go on, the store tries again later.
                 Err(

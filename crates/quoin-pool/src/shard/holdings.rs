@@ -11,7 +11,7 @@ use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
-use super::{FULL, FULL_BELOW, Shard};
+use super::{FULL, FULL_BELOW, RING_FULL, Shard};
 use crate::assignment::{
     Assignment, AssignmentChange, Fence, PoolState, ReplicaState, Wanted, is_news,
 };
@@ -267,6 +267,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let warning = match (self.short, self.pool.is_short_below()) {
             (_, true) => FULL_BELOW,
             (true, false) => FULL,
+            (false, false) if self.pool.is_ring_full() => RING_FULL,
             (false, false) => "",
         };
         let (counts, mark_rises) = (self.tell_counts(), self.pool.is_mark_rising());

@@ -81,6 +81,10 @@ const FULL: &str =
 const FULL_BELOW: &str = "the disk under the pool is full: free space on it, trim or delete volumes, or add pools \
      elsewhere";
 
+/// Why a pool takes no more replicas.
+const RING_FULL: &str = "the metadata ring has no room for another replica: delete replicas or snapshots in this \
+     pool, or add pools";
+
 /// What other threads tell the shard.
 pub enum Input {
     /// With the term of its grant.
@@ -519,6 +523,13 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 "PoolFull",
                 "no room for the volume's next writes: they wait, or this replica falls out of \
                  sync, until space is freed"
+                    .into(),
+            ),
+            ReplicaNote::RingFull => (
+                Severity::Error,
+                "MetadataRingFull",
+                "the pool's metadata ring has no room for the replica's records, whatever room there \
+                 is for data: delete replicas or snapshots in this pool, or move replicas to others"
                     .into(),
             ),
             ReplicaNote::Rebuilt { position } => (

@@ -74,7 +74,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 Default::default()
             }
             // Room for what is written again comes with time.
-            Err(StoreError::Full | StoreError::Rule(_) | StoreError::Pending(_)) => {
+            Err(
+                StoreError::Full
+                | StoreError::RingFull
+                | StoreError::Rule(_)
+                | StoreError::Pending(_),
+            ) => {
                 return self.scrub.postpone(now, Duration::from_secs(10));
             }
             Err(error @ StoreError::Io(_)) => return self.fail(error),

@@ -155,6 +155,7 @@ impl Primary {
         let reason = match failure {
             Failure::Unknown => "its pool no longer has it",
             Failure::Retired => "it is retired",
+            Failure::Full => "its pool has no room for its records",
             _ => "its pool refused it",
         };
         let member = self.members[index].member;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::store::{ReplicaMeta, ReplicaStore};
-use super::{Replica, ReplicaAction};
+use super::store::{ReplicaMeta, ReplicaStore, StoreError};
+use super::{Replica, ReplicaAction, ReplicaNote};
 use quoin_types::message::{Failure, FromReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
@@ -37,10 +37,14 @@ impl Replica {
                 closed_continuous: meta.closed_continuous || untouched,
                 ..meta.clone()
             };
-            if let Err(error) = store.put_meta(next) {
-                return self.disk_failed(error, store, actions);
+            match store.put_meta(next) {
+                Ok(()) => drop(store.request_sync()),
+                // It is told again with each assignment.
+                Err(StoreError::RingFull) => {
+                    return actions.push(ReplicaAction::Note(ReplicaNote::RingFull));
+                }
+                Err(error) => return self.disk_failed(error, store, actions),
             }
-            store.request_sync();
         }
         if let Some(pending) = self.pending.take_if(|pending| pending.key.epoch < epoch) {
             let message = FromReplica::Refuse { promised: epoch, failure: Failure::Fenced };

@@ -98,7 +98,10 @@ pub enum ReplicaNote {
     DiskFailed(StoreError),
     /// The disk refuses to read what a session needs; this may be transient.
     Unreadable(StoreError),
+    /// The pool has no room for an entry.
     Full,
+    /// The pool's metadata ring has no room for a record of the replica.
+    RingFull,
     Rebuilt {
         position: quoin_types::Position,
     },
@@ -416,8 +419,14 @@ impl Replica {
         if mutant::is("lease-forgotten-at-open") {
             self.lease = None;
         }
-        if let Err(error) = store.put_meta(next) {
-            return self.disk_failed(error, store, actions);
+        match store.put_meta(next) {
+            Ok(()) => {}
+            // Nothing was promised, and the disk is as good as before.
+            Err(StoreError::RingFull) => {
+                actions.push(ReplicaAction::Note(ReplicaNote::RingFull));
+                return refuse(Failure::Full, store.meta().promised, actions);
+            }
+            Err(error) => return self.disk_failed(error, store, actions),
         }
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
@@ -531,6 +540,8 @@ impl Replica {
         let meta = ReplicaMeta { closed_continuous: true, ..meta.clone() };
         match store.put_meta(meta) {
             Ok(()) => drop(store.request_sync()),
+            // The next start finds out what is on media.
+            Err(StoreError::RingFull) => actions.push(ReplicaAction::Note(ReplicaNote::RingFull)),
             Err(error) => self.disk_failed(error, store, actions),
         }
     }
@@ -568,6 +579,10 @@ impl Replica {
         match failure {
             session::Fault::Store(StoreError::Full) => {
                 actions.push(ReplicaAction::Note(ReplicaNote::Full));
+                self.end_all(Failure::Full, store, actions);
+            }
+            session::Fault::Store(StoreError::RingFull) => {
+                actions.push(ReplicaAction::Note(ReplicaNote::RingFull));
                 self.end_all(Failure::Full, store, actions);
             }
             session::Fault::Store(StoreError::Rule(what)) => {

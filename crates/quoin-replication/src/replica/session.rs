@@ -509,7 +509,7 @@ impl Session {
         }
         match store.append(entries) {
             Ok(()) => (self.applied, self.full) = (last.lsn, false),
-            Err(StoreError::Full) => {
+            Err(error) if error.is_lack_of_room() => {
                 let applied = store.state().position.lsn;
                 self.barriers.retain(|lsn| *lsn <= applied);
                 let taken = entries.iter().take_while(|e| e.lsn <= applied);
@@ -519,7 +519,9 @@ impl Session {
                 });
                 self.applied = applied;
                 if !std::mem::replace(&mut self.full, true) {
-                    actions.push(ReplicaAction::Note(ReplicaNote::Full));
+                    let of_ring = error == StoreError::RingFull;
+                    let note = if of_ring { ReplicaNote::RingFull } else { ReplicaNote::Full };
+                    actions.push(ReplicaAction::Note(note));
                 }
                 self.send(FromReplica::NoRoom { applied }, actions);
             }

@@ -78,6 +78,11 @@ pub struct StoreState {
 pub enum StoreError {
     #[error("the pool is full")]
     Full,
+    /// Records of replicas have no room, however much there is for data.
+    #[error(
+        "the pool's metadata ring is full: delete replicas or snapshots in this pool, or add pools"
+    )]
+    RingFull,
     #[error("the disk failed: {0}")]
     Io(IoFault),
     #[error("damaged data in the pool: {0}")]
@@ -92,6 +97,11 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// Returns true if the pool lacks room, for data or for records. Its disk is as good as before.
+    pub fn is_lack_of_room(&self) -> bool {
+        matches!(self, StoreError::Full | StoreError::RingFull)
+    }
+
     /// Returns true if the disk refused to read. Unlike a refused write this loses nothing, and it
     /// may be transient.
     pub fn is_refused_read(&self) -> bool {
@@ -122,7 +132,8 @@ pub struct PullChunk {
 pub trait ReplicaStore {
     fn identity(&self) -> &ReplicaIdentity;
     fn meta(&self) -> &ReplicaMeta;
-    /// Stores the small state; durable with the next requested sync. Has room even in a full pool.
+    /// Stores the small state; durable with the next requested sync. Has room even in a full pool;
+    /// `RingFull` only where the pool's metadata ring itself has none.
     fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError>;
 
     fn state(&self) -> StoreState;

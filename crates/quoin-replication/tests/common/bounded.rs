@@ -19,6 +19,8 @@ pub struct Bounded<'a, S> {
     pub room: &'a mut Option<u64>,
     pub reserve: &'a mut (u64, Epoch),
     pub unreadable: bool,
+    /// The pool's metadata ring has room for no record.
+    pub ring_full: bool,
 }
 
 impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
@@ -49,6 +51,9 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
         self.inner.meta()
     }
     fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
+        if self.ring_full {
+            return Err(StoreError::RingFull);
+        }
         self.inner.put_meta(meta)
     }
     fn state(&self) -> StoreState {

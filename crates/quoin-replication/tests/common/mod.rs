@@ -481,7 +481,7 @@ impl Cluster {
                 let inner = state.pool.replica(state.member.guid).unwrap();
                 let unreadable = state.unreadable;
                 let (room, reserve) = (&mut state.room, &mut state.reserve);
-                let mut store = Bounded { inner, room, reserve, unreadable };
+                let mut store = Bounded { inner, room, reserve, unreadable, ring_full: false };
                 let mut actions = Vec::new();
                 replica.on(self.now, event, &mut store, &mut actions);
                 replica.flush(&mut actions);

@@ -360,13 +360,16 @@ impl Replica {
         }
     }
 
-    /// Writes what the current state refers to and asks for the sync that its record waits for.
+    /// Writes what the current state refers to and asks for the sync that its record waits for. Where
+    /// the table of segments has to be written anew, it does some of that, and is called again.
     pub fn begin_commit<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         if self.maintenance.commit.is_some() {
             return Ok(());
         }
         self.merge_shadow(core)?;
-        self.write_table(core)?;
+        if !self.write_table(core)? {
+            return Ok(());
+        }
         self.io(core).flush()?;
         let record = self.checkpoint_state(core).encode();
         let mut frees = std::mem::take(&mut self.maintenance.pending_free);

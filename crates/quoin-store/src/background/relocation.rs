@@ -88,11 +88,11 @@ impl Replica {
         parts.push(IoSlice::new(&core.header));
         parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
         core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
-        core.disk.write_out(start * BLOCK_SIZE as u64, u64::from(total) * BLOCK_SIZE as u64);
         segment.state.used_blocks += (header + blocks.len()) as u32;
         segment.state.live_bytes += (blocks.len() * BLOCK_SIZE) as u64;
         segment.next_index += 1;
         segment.previous = check;
+        segment.write_out(core);
         let first = start + header as u64;
         places.extend((first..).take(blocks.len()));
         Ok(())

@@ -3,7 +3,8 @@
 //! Writes are buffered: when they return the kernel holds the bytes, and only a sync makes them
 //! durable. Those that wait for the next sync anyway ([`Disk::write_with_sync`]) are collected
 //! in memory meanwhile and go out with it as few, large direct writes: no copy into the page
-//! cache, nothing for the sync to look for, and the thread that took them never waits.
+//! cache, nothing for the sync to look for, and the thread that took them never waits. Long runs of
+//! buffered writes are written out behind the writer, on another thread.
 //! The descriptor holds an exclusive lock, so that two processes never share a pool.
 
 use std::fs::File;
@@ -22,6 +23,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use crate::disk::cache_identity::{CacheIdentity, cookie_of_this_open};
 use crate::disk::fill::Filling;
 use crate::disk::pending_writes::{Held, Piece, stretches, zeros};
+use crate::disk::write_behind::WriteBehind;
 use crate::disk::{Disk, Reader, Syncer};
 
 /// The kernel takes no more parts in one call.
@@ -76,8 +78,9 @@ pub struct FileDisk {
 
 /// The descriptors of a disk and what waits to be written through them.
 struct Files {
-    /// Goes before the lock that `file` holds.
+    /// These two go before the lock that `file` holds.
     filling: Mutex<Filling>,
+    behind: Mutex<WriteBehind>,
     file: File,
     /// The file opened for direct IO, where its file system supports that.
     direct: Option<Arc<File>>,
@@ -194,6 +197,7 @@ impl FileDisk {
             is_in_memory,
             held: Mutex::default(),
             filling: Mutex::default(),
+            behind: Mutex::default(),
             failed: Mutex::default(),
         };
         Ok(FileDisk {
@@ -509,13 +513,8 @@ impl Disk for FileDisk {
     }
 
     fn write_out(&self, offset: u64, length: u64) {
-        let (Ok(offset), Ok(length)) = (offset.try_into(), length.try_into()) else { return };
-        // SAFETY: the descriptor is open as long as `self`; the call takes no pointers. It only
-        // starts write-back, so its result is of no consequence.
-        unsafe {
-            let fd = self.files.file.as_raw_fd();
-            libc::sync_file_range(fd, offset, length, libc::SYNC_FILE_RANGE_WRITE);
-        }
+        let mut behind = self.files.behind.lock().unwrap_or_else(PoisonError::into_inner);
+        behind.add(&self.files.file, offset..offset.saturating_add(length));
     }
 
     fn forget_cached(&self, offset: u64, length: u64) {

@@ -11,6 +11,7 @@ pub mod file;
 mod fill;
 mod pending_writes;
 pub mod read_buffer;
+mod write_behind;
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -84,7 +85,7 @@ pub trait Disk: Send {
     /// A handle that syncs from another thread.
     fn syncer(&self) -> Syncer;
 
-    /// Starts writing the range out without waiting and without any promise.
+    /// Has the range written out soon, by another thread. Nothing is promised, and nothing waits.
     fn write_out(&self, offset: u64, length: u64);
 
     /// Forgets what is cached of the range and is on media already, so that the next read shows

@@ -91,11 +91,14 @@ struct EntryOnDisk {
 }
 const _: () = assert!(size_of::<EntryOnDisk>() == 40);
 
+/// Blocks of a small segment of most pools; a longer one has no longer batches.
+const LONGEST_BATCH_BLOCKS: u32 = 1024;
+
 /// Blocks of the longest batch, its header included: each fits into a small segment, wherever there
 /// is room for it. Recovery looks so far behind a header that is no more, for the one that says
 /// whether it was flushed.
 pub fn batch_blocks_max(unit_blocks: u32) -> u32 {
-    unit_blocks - 1
+    unit_blocks.min(LONGEST_BATCH_BLOCKS) - 1
 }
 
 /// The three open segments of a family, and the kinds of batches in them.

@@ -122,8 +122,9 @@ pub struct Superblock {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FormatOptions {
     pub pool: PoolId,
-    /// Blocks of a small segment; a large one is eight of them. 4 MiB unless set. Entries must
-    /// fit in a small segment, so a pool for entries of 1 MiB needs at least 512.
+    /// Blocks of a small segment; a large one is eight of them. 0: 4 MiB, or more where the pool
+    /// would have too many units. Entries must fit in a small segment, so a pool for entries of
+    /// 1 MiB needs at least 512.
     pub unit_blocks: u32,
     /// Make a pool over whatever lies there.
     pub overwrite: bool,
@@ -138,10 +139,25 @@ pub const SECOND_EDITION: u64 = 1;
 /// Incompatible features that this build knows.
 const KNOWN_INCOMPAT: u64 = SECOND_EDITION;
 const UNIT_BLOCKS_MAX: u32 = 1 << 16;
+/// Blocks of a unit unless the pool is made otherwise.
+const UNIT_BLOCKS: u32 = 1024;
+/// Units of a pool unless it is made otherwise: a segment takes up to 100 bytes of memory, where many
+/// replicas share a page of the table, and a start reads each leaf of it. That is 8 TiB of units of
+/// 4 MiB.
+const UNITS_MAX: u64 = 1 << 21;
+
+/// Blocks of a unit of a pool of so many blocks.
+fn unit_blocks_of(blocks: u64) -> u32 {
+    let mut unit_blocks = UNIT_BLOCKS;
+    while blocks / u64::from(unit_blocks) > UNITS_MAX && unit_blocks < UNIT_BLOCKS_MAX {
+        unit_blocks *= 2;
+    }
+    unit_blocks
+}
 
 impl FormatOptions {
     pub fn new(pool: PoolId) -> Self {
-        Self { pool, unit_blocks: 1024, overwrite: false, keeps_space: false }
+        Self { pool, unit_blocks: 0, overwrite: false, keeps_space: false }
     }
 
     /// Whether a pool of this shape can be made of so many bytes.
@@ -153,8 +169,12 @@ impl FormatOptions {
 impl Superblock {
     pub fn new(size: u64, options: &FormatOptions) -> Result<Self, PoolError> {
         let blocks = size / BLOCK_SIZE as u64;
+        let unit_blocks = match options.unit_blocks {
+            0 => unit_blocks_of(blocks),
+            unit_blocks => unit_blocks,
+        };
         let (least_unit, most_unit) = (16, UNIT_BLOCKS_MAX);
-        if !(least_unit..=most_unit).contains(&options.unit_blocks) {
+        if !(least_unit..=most_unit).contains(&unit_blocks) {
             return Err(PoolError::Unfit("a segment must have 16 to 65536 blocks"));
         }
         let ring_blocks = (blocks / 512).clamp(128, 65536) as u32 & !1;
@@ -166,12 +186,12 @@ impl Superblock {
                 ..Features::default()
             },
             blocks,
-            unit_blocks: options.unit_blocks,
+            unit_blocks,
             ring_blocks,
             starts: 0,
         };
         let needed = 2 * (SUPERBLOCKS + u64::from(ring_blocks))
-            + SMALLEST_POOL_UNITS * u64::from(options.unit_blocks);
+            + SMALLEST_POOL_UNITS * u64::from(unit_blocks);
         if blocks < needed {
             return Err(PoolError::TooSmall {
                 size_bytes: size,

@@ -13,9 +13,12 @@
 //! may be a promise, so the ring is not opened.
 //!
 //! A half whose first record is broken, or was never written, was being written when the power
-//! went, and the half before it holds the same. Records behind the broken one prove otherwise: they
-//! were appended after the sync, so it was whole once, and the older half is out of date. Then the
-//! metadata are lost.
+//! went, and the half before it holds the same. That half itself proves otherwise: it ends with a
+//! **note** once the other one has taken over, written before anything is appended there. So the
+//! newer state was whole once, the older half is out of date, and the metadata are lost. An open
+//! that finds a note and goes on with its half all the same, since the newer state does not count
+//! yet, removes the note before it writes that state anew. Versions of before wrote no notes. Behind
+//! their states all of the other half is searched for records of the newer one.
 
 use std::io::IoSlice;
 
@@ -25,7 +28,10 @@ use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
-use crate::format::ring_block::{AHEAD, FIRST, LAST, PAYLOAD, RingBlock, blocks_of, encode};
+use crate::format::record::LOG_SEGMENT_LENGTH;
+use crate::format::ring_block::{
+    AHEAD, FIRST, LAST, NOTED, PAYLOAD, RingBlock, SUCCEEDED, blocks_of, encode,
+};
 use crate::format::superblock::Superblock;
 
 pub struct Ring {
@@ -39,6 +45,8 @@ pub struct Ring {
     generation_max: u64,
     /// Where the other half may hold records behind a state that does not count.
     leftovers_from: Option<u32>,
+    /// Where the half in use has a note of a switch that does not count.
+    void_note_at: Option<u32>,
     ahead: Option<Ahead>,
     /// Records since a state was written ahead did not fit behind it.
     ahead_failed: bool,
@@ -64,7 +72,14 @@ struct Half {
     next: u32,
     state_blocks: u32,
     is_ahead: bool,
+    /// Its version of Quoin writes notes.
+    is_noted: bool,
+    /// Where the note is that the other half has taken over.
+    succeeded_at: Option<u32>,
 }
+
+/// Block that a half keeps for its note.
+const NOTE_BLOCKS: u32 = 1;
 
 impl Ring {
     fn blank(superblock: &Superblock) -> Self {
@@ -77,6 +92,7 @@ impl Ring {
             state_blocks: half_blocks,
             generation_max: 0,
             leftovers_from: None,
+            void_note_at: None,
             ahead: None,
             ahead_failed: false,
             counts_with: None,
@@ -96,7 +112,13 @@ impl Ring {
 
     /// Bytes that the whole state may take.
     pub fn capacity(&self) -> usize {
-        self.half_blocks as usize * PAYLOAD
+        (self.half_blocks - NOTE_BLOCKS) as usize * PAYLOAD
+    }
+
+    /// Segments of which a record may state each, where there is no room for their table: a quarter
+    /// of what the ring holds is left to other replicas.
+    pub fn segments_in_a_record(&self) -> usize {
+        self.capacity() / 4 * 3 / LOG_SEGMENT_LENGTH
     }
 
     /// Reads the records of the newest complete half, oldest first.
@@ -124,10 +146,13 @@ impl Ring {
                 continue;
             }
             // However old its first block looks: the disk may have lost what was written there.
-            if ahead.is_none() && ring.was_appended_to(disk, 1 - generation % 2)? {
+            if ahead.is_none() && ring.was_succeeded(disk, &half)? {
                 return Err(PoolError::MetadataLost);
             }
-            ring.leftovers_from = ahead.map(|(_, half): (u64, Half)| half.next);
+            match half.is_noted {
+                true => ring.void_note_at = half.succeeded_at,
+                false => ring.leftovers_from = ahead.map(|(_, half): (u64, Half)| half.next),
+            }
             return Ok(ring.found(half));
         }
         // The half before it is lost, and had nothing that is known to be newer.
@@ -141,11 +166,19 @@ impl Ring {
         (self, half.records)
     }
 
-    /// Whether a half holds a record behind its first one that is newer than this generation.
-    fn was_appended_to<D: Disk>(&self, disk: &D, half: u64) -> Result<bool, IoFault> {
+    /// Whether the other half has taken over from the one in use.
+    fn was_succeeded<D: Disk>(&self, disk: &D, half: &Half) -> Result<bool, IoFault> {
         if mutant::is("newer-half-of-the-ring-forgotten") {
             return Ok(false);
         }
+        match half.is_noted {
+            true => Ok(half.succeeded_at.is_some()),
+            false => self.was_appended_to(disk, 1 - self.generation % 2),
+        }
+    }
+
+    /// Whether a half holds a record behind its first one that is newer than this generation.
+    fn was_appended_to<D: Disk>(&self, disk: &D, half: u64) -> Result<bool, IoFault> {
         let mut buffer = vec![0; BLOCK_SIZE];
         let mut refused = None;
         for (index, copy) in (1..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
@@ -171,6 +204,10 @@ impl Ring {
             let Some(block) = self.read_block(disk, half, index, Some(self.generation))? else {
                 break;
             };
+            if block.flags & SUCCEEDED != 0 {
+                found.succeeded_at = Some(index);
+                break;
+            }
             if block.flags & FIRST != 0 {
                 open = Some(BytesMut::new());
             }
@@ -184,6 +221,7 @@ impl Ring {
                 if found.records.len() == 1 {
                     found.state_blocks = found.next;
                     found.is_ahead = block.flags & AHEAD != 0;
+                    found.is_noted = block.flags & NOTED != 0;
                 }
             }
         }
@@ -256,7 +294,7 @@ impl Ring {
     /// Appends a record to both copies; `Ok(false)`: no room, restate first.
     pub fn append<D: Disk>(&mut self, disk: &D, record: &[u8]) -> Result<bool, StoreError> {
         let blocks = blocks_of(record);
-        if self.next + blocks > self.half_blocks {
+        if self.next + blocks + NOTE_BLOCKS > self.half_blocks {
             return Ok(false);
         }
         self.put(disk, (self.generation, self.next), record, 0)?;
@@ -281,6 +319,15 @@ impl Ring {
         Ok(())
     }
 
+    /// Notes in the half in use that the other one takes over: its state is on media.
+    fn note_successor<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
+        // A version of before may have filled the half, which has no note then.
+        match self.next < self.half_blocks && !mutant::is("switch-of-the-ring-not-noted") {
+            true => self.put(disk, (self.generation, self.next), &[], SUCCEEDED),
+            false => Ok(()),
+        }
+    }
+
     /// A generation above all, of the half that is not in use.
     fn next_generation(&self) -> u64 {
         let next = self.generation_max.max(self.generation) + 1;
@@ -290,7 +337,7 @@ impl Ring {
     /// Writes the whole state to the other half, durably.
     pub fn restate<D: Disk>(&mut self, disk: &D, state: &[u8]) -> Result<(), StoreError> {
         if state.len() > self.capacity() {
-            return Err(StoreError::Full);
+            return Err(StoreError::RingFull);
         }
         let generation = self.next_generation();
         if self.counts_with.is_some() {
@@ -299,9 +346,13 @@ impl Ring {
         if let Some(from) = self.leftovers_from {
             self.remove_leftovers(disk, generation % 2, from)?;
         }
+        if let Some(at) = self.void_note_at {
+            self.remove_note(disk, at)?;
+        }
         (self.generation_max, self.ahead) = (generation, None);
-        self.put(disk, (generation, 0), state, 0)?;
+        self.put(disk, (generation, 0), state, NOTED)?;
         disk.sync().map_err(StoreError::Io)?;
+        self.note_successor(disk)?;
         self.in_use(generation, blocks_of(state), 0);
         Ok(())
     }
@@ -309,13 +360,14 @@ impl Ring {
     fn in_use(&mut self, generation: u64, state_blocks: u32, more_blocks: u32) {
         (self.generation, self.next) = (generation, state_blocks + more_blocks);
         (self.state_blocks, self.ahead_failed) = (state_blocks, false);
-        (self.leftovers_from, self.counts_with) = (None, None);
+        (self.leftovers_from, self.void_note_at, self.counts_with) = (None, None, None);
     }
 
     /// Whether the state is to be written ahead now: half of the room behind the state is used.
     pub fn is_restatement_due(&self) -> bool {
         let (room, left) = (self.half_blocks - self.state_blocks, self.half_blocks - self.next);
-        let may = self.ahead.is_none() && !self.ahead_failed && self.leftovers_from.is_none();
+        let is_clean = self.leftovers_from.is_none() && self.void_note_at.is_none();
+        let may = self.ahead.is_none() && !self.ahead_failed && is_clean;
         may && self.counts_with.is_none() && left < room / 2
     }
 
@@ -328,12 +380,12 @@ impl Ring {
         with: SyncTicket,
     ) -> Result<(), StoreError> {
         let (generation, next) = (self.next_generation(), blocks_of(state));
-        if next >= self.half_blocks {
+        if next + NOTE_BLOCKS >= self.half_blocks {
             self.ahead_failed = true;
             return Ok(());
         }
         self.generation_max = generation;
-        self.put(disk, (generation, 0), state, AHEAD)?;
+        self.put(disk, (generation, 0), state, AHEAD | NOTED)?;
         self.ahead = Some(Ahead { generation, next, with, since: Vec::new() });
         Ok(())
     }
@@ -352,10 +404,11 @@ impl Ring {
             since = &[];
         }
         let more = blocks_of(since);
-        if ahead.next + more > self.half_blocks {
+        if ahead.next + more + NOTE_BLOCKS > self.half_blocks {
             self.ahead_failed = true;
             return Ok(());
         }
+        self.note_successor(disk)?;
         self.put(disk, (ahead.generation, ahead.next), since, 0)?;
         self.in_use(ahead.generation, ahead.next, more);
         self.counts_with = Some(request());
@@ -368,6 +421,18 @@ impl Ring {
         let zeroes = vec![0; BLOCK_SIZE];
         for (index, copy) in (from..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
             write(disk, self.block_of(copy, half, index), &zeroes)?;
+        }
+        disk.sync().map_err(StoreError::Io)
+    }
+
+    /// Removes the note of a switch that does not count: once the newer state is written over, it
+    /// would say that a state was whole which never was.
+    fn remove_note<D: Disk>(&self, disk: &D, at: u32) -> Result<(), StoreError> {
+        if mutant::is("note-of-a-switch-that-does-not-count-kept") {
+            return Ok(());
+        }
+        for copy in 0..2 {
+            write(disk, self.block_of(copy, self.generation % 2, at), &[0; BLOCK_SIZE])?;
         }
         disk.sync().map_err(StoreError::Io)
     }
@@ -413,6 +478,36 @@ mod tests {
         }
         let (_, found) = Ring::open(&disk, &superblock).expect("the mirror");
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn an_open_reads_what_is_in_use_and_not_the_ring() {
+        let disk = MemoryDisk::new(4 << 30);
+        let superblock = Superblock::new(disk.size(), &FormatOptions::new(PoolId(1)));
+        let superblock = superblock.expect("a fit pool");
+        assert_eq!(superblock.ring_blocks, 2048);
+        let mut ring = Ring::format(&disk, &superblock).expect("a ring");
+        for round in 0..4 {
+            ring.restate(&disk, &counted(round)).expect("a restatement");
+            for _ in 0..100 {
+                assert!(ring.append(&disk, &[1; 100]).expect("a write"));
+            }
+            let before = disk.reads();
+            let (_, found) = Ring::open(&disk, &superblock).expect("a ring");
+            let reads = disk.reads() - before;
+            assert_eq!(found.len(), 101);
+            assert!(reads < 2 * (103 + 4), "{reads} reads in round {round}");
+        }
+        // The newer half is lost: the older one says so itself.
+        let lost = disk.fork();
+        let start = u64::from(superblock.ring_blocks / 2) * (ring.generation % 2);
+        for ring in superblock.rings() {
+            lost.rot((ring + start) * BLOCK_SIZE as u64 + 100, 3);
+        }
+        let before = lost.reads();
+        assert!(matches!(Ring::open(&lost, &superblock), Err(PoolError::MetadataLost)));
+        let reads = lost.reads() - before;
+        assert!(reads < 2 * (103 + 4), "{reads} reads of what was lost");
     }
 
     /// A state that says how many records there were, in three blocks.

@@ -19,7 +19,7 @@ use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit, Part};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper, may_lack};
-use crate::space::table::NewTable;
+use crate::space::table::{NextStep, Successor};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
 const EDITS_PENDING_MAX: usize = 8192;
@@ -48,20 +48,11 @@ pub struct Shadow {
     leaves: u64,
     /// The end it was prepared for, and the sync that must be over before the flip.
     pub prepared: Option<(Box<IncrementEnd>, u64)>,
-    /// The table of its segments, where it gives up all others.
-    table: Option<NewTable>,
 }
 
 impl Shadow {
     pub fn restored(state: ShadowState) -> Self {
-        Shadow {
-            state,
-            edits: Vec::new(),
-            crcs: Vec::new(),
-            leaves: 0,
-            prepared: None,
-            table: None,
-        }
+        Shadow { state, edits: Vec::new(), crcs: Vec::new(), leaves: 0, prepared: None }
     }
 
     fn push(&mut self, edit: Edit) {
@@ -120,6 +111,11 @@ fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize) -> (usize, usize) 
 }
 
 impl Replica {
+    /// A rebuild from nothing is over, or given up.
+    fn end_table_of_flip(&mut self) {
+        self.family.segments.next[Successor::AtFlip as usize] = None;
+    }
+
     fn shadow_of(&mut self, rebuild: u64) -> Result<&mut Shadow, StoreError> {
         let shadow = self.shadow.as_mut().filter(|s| s.state.rebuild == rebuild);
         shadow.ok_or(StoreError::Rule("no such increment was begun"))
@@ -133,9 +129,15 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         core.check_usable()?;
         self.maintenance.fold_for_increment = None;
-        if self.shadow.as_ref().is_some_and(|s| (s.state.rebuild, s.state.from) == (rebuild, from))
-        {
-            return Ok(true);
+        let resumed = self.shadow.as_ref().map(|s| &s.state);
+        let resumed = resumed.filter(|state| (state.rebuild, state.from) == (rebuild, from));
+        if let Some(state) = resumed {
+            if from > Lsn::ZERO || mutant::is("table-of-a-flip-in-one-step") {
+                return Ok(true);
+            }
+            let first_sequence = state.first_sequence;
+            self.begin_next_table(Successor::AtFlip, first_sequence, false);
+            return Ok(self.step_next_table(core, Successor::AtFlip)? != NextStep::GoesOn);
         }
         if from > self.stable {
             return Err(StoreError::Rule("an increment starts above stable"));
@@ -156,6 +158,10 @@ impl Replica {
         let (cursor, first_sequence) = (0, core.sequence + 1);
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
+        self.end_table_of_flip();
+        if from == Lsn::ZERO && !mutant::is("table-of-a-flip-in-one-step") {
+            self.begin_next_table(Successor::AtFlip, first_sequence, true);
+        }
         self.family.changes += 1;
         self.maintenance.dirty = true;
         Ok(true)
@@ -167,6 +173,7 @@ impl Replica {
     /// the entry, and while it waits neither fold nor commit gives anything back.
     pub fn abandon_shadow(&mut self) {
         if self.shadow.take().is_some() {
+            self.end_table_of_flip();
             self.count.request();
             self.maintenance.dirty = true;
             self.family.changes += 1;
@@ -269,7 +276,8 @@ impl Replica {
         }
         self.shadow_of(rebuild)?.state.cursor = cursor;
         self.maintenance.dirty = true;
-        Ok(())
+        // Where there is no room now, there may be at the end.
+        self.step_next_table(core, Successor::AtFlip).map(drop)
     }
 
     /// Merges what waits if it is much, or if an edit at `lba` would not follow it.
@@ -355,8 +363,7 @@ impl Replica {
         let state = &self.shadow_of(rebuild)?.state;
         let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
         if empty_start {
-            let table = self.new_table(core, first_sequence)?;
-            self.shadow_of(rebuild)?.table = table;
+            self.complete_table_of_flip(core, first_sequence)?;
         }
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
@@ -399,23 +406,13 @@ impl Replica {
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before.
         let frees_old = empty_start && self.pins.is_empty();
-        let keeps_table = !frees_old;
-        let new_table = self.shadow_of(rebuild)?.table.take().filter(|_| !keeps_table);
-        let segments: Vec<SegmentState> = match keeps_table {
-            true => self.family.segments.unrecorded(),
-            false => {
-                let has = |unit| new_table.as_ref().is_some_and(|t| t.units.contains(&unit));
-                let segments = self.family.segments.iter();
-                segments.filter(|s| s.sequence >= first_sequence && !has(s.unit)).collect()
-            }
-        };
-        let table = match keeps_table {
-            true => self.table_state(),
-            false => new_table
-                .as_ref()
-                .map(|table| TableState { root: table.root, ..TableState::default() }),
-        };
         let forgets = mutant::is("count-forgotten-at-a-flip");
+        let of = &self.family.segments;
+        let next = of.next[Successor::AtFlip as usize].as_ref();
+        let (segments, table): (Vec<SegmentState>, _) = match frees_old {
+            true => (of.unrecorded_at_flip(), next.and_then(|next| next.state(!forgets))),
+            false => (of.unrecorded(), self.table_state()),
+        };
         let log = LogStart {
             index: self.end.next_index,
             previous: self.end.previous,
@@ -438,14 +435,12 @@ impl Replica {
         let ticket = core.tickets.request().0;
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
         if frees_old {
-            for (unit, units) in self.family.segments.remove_older(first_sequence) {
-                core.freed.add(ticket, unit, units);
-            }
+            core.freed.add_all(ticket, self.family.segments.leave_older(first_sequence));
+            self.family.segments.change_tables(Successor::AtFlip);
+            // The one that was lost is given up with all else.
+            self.family.segments.next = [None, None];
         }
-        if !keeps_table {
-            let settled: Vec<u32> = self.family.segments.settled().map(|s| s.unit).collect();
-            self.family.segments.recorded.replaced(new_table, settled.into_iter());
-        }
+        self.end_table_of_flip();
         let open = self.family.open;
         self.family.open = open.map(|u| u.filter(|u| self.family.segments.busy(*u).is_some()));
         self.family.close(Stream::Log);

@@ -60,34 +60,12 @@ pub struct Upper {
     pub reverted: bool,
 }
 
-/// Where the next batch of the log goes on, and what of the log is not written out.
+/// Where the next batch of the log goes on.
 #[derive(Clone, Copy, Default)]
 pub struct LogEnd {
     pub next_index: u64,
     /// The check of the batch before it.
     pub previous: u64,
-    /// Offset and bytes of what was appended since writing out was begun.
-    unwritten: (u64, u64),
-}
-
-impl LogEnd {
-    /// Tells the disk to begin writing out, in stretches, so that a later sync finds little.
-    fn write_out<D: Disk>(&mut self, core: &Core<D>, offset: u64, length: u64) {
-        let (start, so_far) = self.unwritten;
-        self.unwritten = match start + so_far == offset && so_far > 0 {
-            true => (start, so_far + length),
-            false => {
-                if so_far > 0 {
-                    core.disk.write_out(start, so_far);
-                }
-                (offset, length)
-            }
-        };
-        if self.unwritten.1 >= core.options.write_out_bytes {
-            core.disk.write_out(self.unwritten.0, self.unwritten.1);
-            self.unwritten = (0, 0);
-        }
-    }
 }
 
 /// How far syncs of the log reach.
@@ -303,6 +281,10 @@ impl Replica {
         segment.state.live_bytes += u64::from(data_blocks) * BLOCK_SIZE as u64;
         segment.state.last_lsn = segment.state.last_lsn.max(last);
         segment.state.last_index = self.end.next_index;
+        match waits {
+            true => segment.written_out_blocks = segment.state.used_blocks,
+            false => segment.write_out(core),
+        }
         let log_start = LogStart {
             sequence: state.sequence,
             offset_blocks: state.used_blocks,
@@ -321,9 +303,6 @@ impl Replica {
             let at = if entry.crcs.is_empty() { 0 } else { place };
             self.apply(entry, at);
             place += entry.crcs.len() as u64;
-        }
-        if !waits {
-            self.end.write_out(core, offset, u64::from(total) * BLOCK_SIZE as u64);
         }
         Ok(())
     }

@@ -39,6 +39,11 @@ impl BitSet {
         set
     }
 
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        self.levels.iter().map(|level| level.capacity() * size_of::<u64>()).sum()
+    }
+
     pub fn len(&self) -> u32 {
         self.len
     }

@@ -1,5 +1,6 @@
 //! Space that no replica needs any more. It is free once the record that gives it up is on media,
-//! and later goes back to the file system below.
+//! and later goes back to the file system below. A deleted replica, and one that was rebuilt from
+//! nothing, gives up its segments as a whole: they are looked at only as they become free.
 //!
 //! Both are done a bounded number of units at a time. A file system takes about half a millisecond
 //! to give up a unit of 4 MiB, a large replica has tens of thousands of them, and the thread that
@@ -11,6 +12,7 @@ use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::space::segment_table::Leaving;
 
 /// Units that become free in one step.
 const FREED_A_STEP: u32 = 4096;
@@ -27,6 +29,8 @@ pub struct Freed {
     /// The sync that makes the removal durable, the first unit, and how many; in the order of the
     /// syncs.
     waiting: VecDeque<(u64, u32, u32)>,
+    /// The same for all segments that a replica gave up at once.
+    leaving: VecDeque<(u64, Leaving)>,
     /// Units of all of them: asked for at every turn.
     waiting_units: u32,
     /// Free units below this one hold no space but what is warm.
@@ -36,7 +40,7 @@ pub struct Freed {
 impl Freed {
     /// `swept_units`: where the disk may hold space of an earlier life.
     pub fn new(swept_units: u32) -> Self {
-        Freed { waiting: VecDeque::new(), waiting_units: 0, swept_units }
+        Freed { waiting: VecDeque::new(), leaving: VecDeque::new(), waiting_units: 0, swept_units }
     }
 
     /// These units are free once the sync of `ticket` is done.
@@ -46,14 +50,35 @@ impl Freed {
         self.waiting_units += units;
     }
 
+    /// All of these segments are free once the sync of `ticket` is done.
+    pub fn add_all(&mut self, ticket: u64, segments: Leaving) {
+        if segments.units() > 0 {
+            self.waiting_units += segments.units();
+            let at = self.leaving.partition_point(|(t, _)| *t <= ticket);
+            self.leaving.insert(at, (ticket, segments));
+        }
+    }
+
     /// Whether something is free by the syncs up to `ticket` that was not made so yet.
     pub fn is_due(&self, ticket: u64) -> bool {
         self.waiting.front().is_some_and(|(t, ..)| *t <= ticket)
+            || self.leaving.front().is_some_and(|(t, _)| *t <= ticket)
     }
 
     /// The next segment that is free by the syncs up to `ticket`.
     fn next(&mut self, ticket: u64) -> Option<(u32, u32)> {
-        let (_, unit, units) = self.waiting.pop_front_if(|(t, ..)| *t <= ticket)?;
+        let waiting = self.waiting.pop_front_if(|(t, ..)| *t <= ticket);
+        let (unit, units) = match waiting {
+            Some((_, unit, units)) => (unit, units),
+            None => {
+                let (_, segments) = self.leaving.front_mut().filter(|(t, _)| *t <= ticket)?;
+                let next = segments.next();
+                if segments.units() == 0 {
+                    self.leaving.pop_front();
+                }
+                next?
+            }
+        };
         self.waiting_units -= units;
         Some((unit, units))
     }
@@ -136,5 +161,66 @@ impl<D: Disk> Core<D> {
                 _ => self.freed.swept_units = units,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
+    use quoin_types::PoolId;
+
+    use super::*;
+    use crate::format::batch::Stream;
+    use crate::format::checkpoint::SegmentState;
+    use crate::space::segments::Segment;
+    use crate::{FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+
+    const UNITS: u32 = 12_000;
+
+    fn segment(unit: u32) -> SegmentState {
+        SegmentState {
+            unit,
+            units: 1,
+            stream: Stream::Moved,
+            sequence: u64::from(unit) + 1,
+            used_blocks: 16,
+            live_bytes: u64::from(unit % 13) * BLOCK_SIZE as u64,
+            last_lsn: 0,
+            last_index: 0,
+        }
+    }
+
+    #[test]
+    fn the_segments_of_a_deleted_replica_become_free_a_bounded_number_at_a_time() {
+        let disk = MemoryDisk::new(1 << 30);
+        let format = FormatOptions { unit_blocks: 16, ..FormatOptions::new(PoolId(1)) };
+        Pool::format(&disk, &format).expect("a fit disk");
+        let mut pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+        let (identity, guid) = (ReplicaIdentity::default(), ReplicaIdentity::default().guid);
+        pool.create(identity, ReplicaMeta::default(), 1 << 20).expect("room");
+        let free = |pool: &Pool<MemoryDisk>| pool.core.allocator.free_units();
+        let before = free(&pool);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for unit in 0..UNITS {
+            assert!(pool.core.allocator.take(unit, 1));
+            match unit % 100 {
+                0 => drop(replica.family.segments.insert(Segment::opened(segment(unit)))),
+                _ => replica.family.segments.insert_settled(&segment(unit)),
+            }
+        }
+        assert_eq!(pool.delete(guid), Ok(true));
+        assert_eq!((free(&pool), pool.core.freed.units()), (before - UNITS, UNITS));
+        let ticket = pool.sync_wanted().expect("a delete is to be durable");
+        let mut steps = 0;
+        let mut last = free(&pool);
+        pool.sync_finished(ticket, Ok(())).expect("a sync");
+        while last < before {
+            let now = free(&pool);
+            assert!(now > last && now - last <= FREED_A_STEP, "{} units in a step", now - last);
+            (last, steps) = (now, steps + 1);
+            pool.background(1).expect("background work");
+        }
+        assert_eq!((steps, pool.core.freed.units()), (3, 0));
+        assert!(!pool.core.freed.is_due(u64::MAX));
     }
 }

@@ -11,14 +11,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::relocation::packed_blocks;
 use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::format::superblock::LARGE_UNITS;
 use crate::space::segments::Segment;
-use crate::space::table::Recorded;
+use crate::space::table::{NextTable, Recorded, Successor};
 
 /// Live percent (of what a segment can hold) above which none is emptied however short space
 /// is: at 90, clean-up writes nine blocks at most for each one gained.
@@ -26,6 +26,8 @@ pub const MOST_LIVE_PERCENT: u64 = 90;
 
 /// Units of a page. A large segment lies within one, since it begins at a multiple of its size.
 pub const PAGE_UNITS: u32 = 256;
+/// Pages looked at in one step of the next table.
+const PAGES_A_LOOK: usize = 4096;
 /// Blocks of the largest segment.
 const BLOCKS_MAX: u32 = LARGE_UNITS << 16;
 
@@ -106,6 +108,50 @@ pub struct Held {
     pub live: u64,
 }
 
+/// Segments that a replica gave up as a whole, and everything that was known of them. Both are let
+/// go a little at a time, since they may be millions.
+pub struct Leaving {
+    busy: BTreeMap<u32, Segment>,
+    pages: BTreeMap<u32, Vec<Packed>>,
+    classes: BTreeMap<Class, BTreeSet<(u64, u32)>>,
+    units: u32,
+}
+
+impl Leaving {
+    /// Units of those that are left.
+    pub fn units(&self) -> u32 {
+        self.units
+    }
+
+    /// The first unit of another one, and its units.
+    pub fn next(&mut self) -> Option<(u32, u32)> {
+        let (unit, units) = match self.busy.pop_first() {
+            Some((unit, segment)) => (unit, segment.state.units),
+            None => self.next_packed()?,
+        };
+        self.units -= units;
+        Some((unit, units))
+    }
+
+    fn next_packed(&mut self) -> Option<(u32, u32)> {
+        let mut page = self.pages.first_entry()?;
+        let entry = page.get_mut().pop()?;
+        let unit = page.key() * PAGE_UNITS + entry.unit_in_page();
+        if page.get().is_empty() {
+            page.remove();
+            // With each page no more than it has had.
+            for _ in 0..PAGE_UNITS {
+                let Some(mut class) = self.classes.first_entry() else { break };
+                class.get_mut().pop_first();
+                if class.get().is_empty() {
+                    class.remove();
+                }
+            }
+        }
+        Some((unit, entry.units()))
+    }
+}
+
 pub struct Segments {
     /// Bytes of data that a small and a large segment can hold.
     capacity: [u64; 2],
@@ -126,6 +172,8 @@ pub struct Segments {
     aside_changes: u64,
     /// What the table on disk has of the pages.
     pub recorded: Recorded,
+    /// Tables that take its place, by [`Successor`].
+    pub next: [Option<NextTable>; 2],
 }
 
 impl Segments {
@@ -144,6 +192,7 @@ impl Segments {
             aside: BTreeSet::new(),
             aside_changes: 0,
             recorded: Recorded::default(),
+            next: [None, None],
         }
     }
 
@@ -164,6 +213,18 @@ impl Segments {
             let (page, at) = self.find(unit)?;
             Some(self.pages.get(&page)?.get(at)?.state(page))
         })
+    }
+
+    /// Bytes that all of them take, entries of trees counted twice: their nodes are half full.
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        let page = |entries: &Vec<Packed>| {
+            2 * size_of::<(u32, Vec<Packed>)>() + entries.capacity() * size_of::<Packed>()
+        };
+        let pages: usize = self.pages.values().map(page).sum();
+        let oldest: usize = self.classes.values().map(BTreeSet::len).sum();
+        let busy = self.busy.len() * 2 * size_of::<(u32, Segment)>();
+        pages + busy + oldest * 2 * size_of::<(u64, u32)>()
     }
 
     /// A segment that changes.
@@ -187,6 +248,9 @@ impl Segments {
     /// Adds a segment to which nothing is added any more.
     pub fn insert_settled(&mut self, state: &SegmentState) {
         self.recorded.added(state.unit);
+        for next in self.next.iter_mut().flatten() {
+            next.added(state.unit, state.sequence);
+        }
         self.insert_packed(state);
     }
 
@@ -228,6 +292,9 @@ impl Segments {
         self.recorded.removed(unit);
         let entries = self.pages.get_mut(&page)?;
         let packed = entries.remove(at);
+        for next in self.next.iter_mut().flatten() {
+            next.removed(unit, packed.sequence);
+        }
         if entries.is_empty() {
             self.pages.remove(&page);
         }
@@ -239,14 +306,41 @@ impl Segments {
         Some(packed.state(page))
     }
 
-    /// Removes those that are older than all others: the first unit and the units of each.
-    pub fn remove_older(&mut self, first_sequence: u64) -> Vec<(u32, u32)> {
-        let old = self.iter().filter(|s| s.sequence < first_sequence);
-        let old: Vec<(u32, u32)> = old.map(|s| (s.unit, s.units)).collect();
-        for (unit, _) in &old {
-            self.remove(*unit);
+    /// Gives up all of them.
+    pub fn leave(self) -> Leaving {
+        let busy_units: u32 = self.busy.values().map(|s| s.state.units).sum();
+        Leaving {
+            units: self.packed_units as u32 + busy_units,
+            busy: self.busy,
+            pages: self.pages,
+            classes: self.classes,
         }
-        old
+    }
+
+    /// Gives up those that are older than all others. The table on disk is another one from here
+    /// on: what the one before has of them is not noted.
+    pub fn leave_older(&mut self, first_sequence: u64) -> Leaving {
+        let mut older = Segments::new(1);
+        let is_old = |segment: &Segment| segment.state.sequence < first_sequence;
+        older.busy = self.busy.extract_if(.., |_, segment| is_old(segment)).collect();
+        self.aside.retain(|unit| !older.busy.contains_key(unit));
+        for (page, entries) in &mut self.pages {
+            let old: Vec<Packed> =
+                entries.extract_if(.., |entry| entry.sequence < first_sequence).collect();
+            if old.is_empty() {
+                continue;
+            }
+            for entry in &old {
+                self.aside.remove(&(page * PAGE_UNITS + entry.unit_in_page()));
+            }
+            let units: u64 = old.iter().map(|entry| u64::from(entry.units())).sum();
+            self.packed_units -= units;
+            older.packed_units += units;
+            older.pages.insert(*page, old);
+        }
+        self.pages.retain(|_, entries| !entries.is_empty());
+        self.class_anew();
+        older.leave()
     }
 
     /// The first unit of the segment that this unit is in.
@@ -291,6 +385,46 @@ impl Segments {
         let mut all: Vec<SegmentState> = settled.chain(busy).collect();
         all.sort_unstable_by_key(|state| state.unit);
         all
+    }
+
+    /// Those that a rebuild from nothing wrote and that its table does not have as they are, in the
+    /// order of their units.
+    pub fn unrecorded_at_flip(&self) -> Vec<SegmentState> {
+        let Some(next) = &self.next[Successor::AtFlip as usize] else { return Vec::new() };
+        let settled = next.changed().filter_map(|unit| {
+            let (page, at) = self.find(unit)?;
+            Some(self.pages.get(&page)?.get(at)?.state(page))
+        });
+        let busy = self.busy.values().map(|segment| segment.state);
+        let busy = busy.filter(|state| state.sequence >= next.first_sequence);
+        let mut all: Vec<SegmentState> = settled.chain(busy).collect();
+        all.sort_unstable_by_key(|state| state.unit);
+        all
+    }
+
+    /// Notes segments for another table, of pages that were not looked at yet, until these are more
+    /// than a record is to have.
+    pub fn look_on(&mut self, which: Successor, unrecorded_max: usize) {
+        let Some(next) = &mut self.next[which as usize] else { return };
+        let mut pages = self.pages.range(next.looked_at..).take(PAGES_A_LOOK);
+        while next.changes() <= unrecorded_max {
+            let Some((page, entries)) = pages.next() else {
+                let behind = self.pages.range(next.looked_at..).next();
+                next.looked_at = behind.map_or(u32::MAX, |_| next.looked_at);
+                return;
+            };
+            next.looked_at = page + 1;
+            for entry in entries {
+                next.added(page * PAGE_UNITS + entry.unit_in_page(), entry.sequence);
+            }
+        }
+    }
+
+    /// Another table takes the place of the one in use.
+    pub fn change_tables(&mut self, which: Successor) {
+        if let Some(next) = self.next[which as usize].take() {
+            self.recorded = next.recorded;
+        }
     }
 
     /// Those to which nothing is added any more, in the order of their units.
@@ -353,6 +487,9 @@ impl Segments {
             }
             if drift > 0 {
                 self.recorded.drifted(*page, drift, whole);
+                for next in self.next.iter_mut().flatten() {
+                    next.drifted(*page, drift, whole);
+                }
             }
         }
         self.class_anew();
@@ -460,6 +597,9 @@ impl Segments {
         if drift > 0 {
             let whole = self.pages.get(&page).map_or(0, |entries| entries.len() as u64);
             self.recorded.drifted(page, drift.into(), whole * self.capacity[0]);
+            for next in self.next.iter_mut().flatten() {
+                next.drifted(page, drift.into(), whole * self.capacity[0]);
+            }
         }
         let (was, is) = (self.class_of(before), self.class_of(after));
         if was != is {
@@ -487,6 +627,9 @@ impl Segments {
     /// A segment joined its class, of whose others in this page the oldest is `others`.
     fn entered(&mut self, page: u32, packed: Packed, others: Option<u64>) {
         let Some(class) = self.class_of(packed) else { return };
+        if mutant::is("candidate-forgotten-by-its-class") && packed.sequence % 4 != 0 {
+            return;
+        }
         if others.is_none_or(|oldest| packed.sequence < oldest) {
             let pages = self.classes.entry(class).or_default();
             if let Some(oldest) = others {

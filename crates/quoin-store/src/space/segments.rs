@@ -73,6 +73,11 @@ impl Allocator {
         allocator
     }
 
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        [&self.free, &self.warm, &self.partial, &self.whole].map(BitSet::held_bytes).iter().sum()
+    }
+
     pub fn units(&self) -> u32 {
         self.units
     }
@@ -219,6 +224,8 @@ pub struct Segment {
     pub from_reserve: bool,
     /// Blocks from its start that the file system has given space for, as far as is known.
     pub ready_blocks: u32,
+    /// Blocks from its start that the disk was told to write out, or writes with a sync.
+    pub written_out_blocks: u32,
 }
 
 /// How much of a log is made ready at once for small writes with a sync. Each of them would have
@@ -244,7 +251,34 @@ pub struct Family {
 impl Segment {
     /// A segment of which no more is known than its state.
     pub fn opened(state: SegmentState) -> Self {
-        Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 }
+        Segment {
+            state,
+            next_index: 0,
+            previous: 0,
+            from_reserve: false,
+            ready_blocks: 0,
+            written_out_blocks: state.used_blocks,
+        }
+    }
+
+    /// Has the disk write out what was appended, once it is a whole stretch: so a later sync finds
+    /// little, and the disk is never idle beside a writer.
+    pub fn write_out<D: Disk>(&mut self, core: &Core<D>) {
+        let blocks = self.state.used_blocks.saturating_sub(self.written_out_blocks);
+        if u64::from(blocks) * BLOCK_SIZE as u64 >= core.options.write_out_bytes {
+            self.write_out_rest(core);
+        }
+    }
+
+    /// Has the disk write out all that was appended.
+    fn write_out_rest<D: Disk>(&mut self, core: &Core<D>) {
+        let blocks = self.state.used_blocks.saturating_sub(self.written_out_blocks);
+        if blocks > 0 {
+            let first = core.superblock.unit_start(self.state.unit);
+            let offset = (first + u64::from(self.written_out_blocks)) * BLOCK_SIZE as u64;
+            core.disk.write_out(offset, u64::from(blocks) * BLOCK_SIZE as u64);
+            self.written_out_blocks = self.state.used_blocks;
+        }
     }
 
     /// How many blocks behind the next `blocks` are to be made ready with them, which counts them
@@ -357,7 +391,12 @@ impl Family {
         }
         let from_reserve = reserve_only;
         let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
-        let segment = Segment { from_reserve, ready_blocks, ..Segment::opened(state) };
+        let written_out_blocks = if waits { state.used_blocks } else { 0 };
+        let opened = Segment::opened(state);
+        let segment = Segment { from_reserve, ready_blocks, written_out_blocks, ..opened };
+        if let Some(before) = self.open[stream as usize].and_then(|u| self.segments.busy_mut(u)) {
+            before.write_out_rest(core);
+        }
         self.close(stream);
         self.open[stream as usize] = Some(unit);
         self.changes += 1;

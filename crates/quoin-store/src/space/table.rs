@@ -11,6 +11,12 @@
 //! **Counters.** A page whose live bytes drifted far from what its leaf says is written with the
 //! next commit, and at an orderly end each that drifted at all. They only choose what is emptied.
 //!
+//! **Rebuilds from nothing** give up all segments of before at their flip, with the nodes of the
+//! table among them. So a second table, of the segments that the rebuild writes, is written as it
+//! goes on ([`NextTable`]), and the flip finds no more to write than a commit does.
+//! A table with a lost node is written anew in the same way, before the next commit: what a record
+//! says of the lost one may lie in segments that it frees.
+//!
 //! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
 //! again. At an open the segments under a bad leaf are found by their headers, once all others are
 //! known. A stale header of a unit that is free claims too much, never too little, and clean-up
@@ -19,7 +25,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::cleaner::read_header;
 use crate::core::{Core, NodeIo};
@@ -57,6 +63,80 @@ pub struct Recorded {
     is_lost: bool,
 }
 
+/// When another table takes the place of the one in use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Successor {
+    /// A rebuild from nothing is done.
+    AtFlip,
+    /// A node of the one in use is lost.
+    AtLoss,
+}
+
+/// A table on its way to take the place of the one in use.
+pub struct NextTable {
+    /// Older segments are given up with the table in use.
+    pub first_sequence: u64,
+    pub recorded: Recorded,
+    /// Pages from this one on were not looked at yet.
+    pub looked_at: u32,
+}
+
+impl NextTable {
+    /// `is_new`: there are no segments for it yet.
+    pub fn new(first_sequence: u64, is_new: bool) -> Self {
+        let looked_at = if is_new { u32::MAX } else { 0 };
+        NextTable { first_sequence, recorded: Recorded::default(), looked_at }
+    }
+
+    fn has_to_know(&self, unit: u32, sequence: u64) -> bool {
+        sequence >= self.first_sequence && unit / PAGE_UNITS < self.looked_at
+    }
+
+    /// A segment changes no more.
+    pub fn added(&mut self, unit: u32, sequence: u64) {
+        if self.has_to_know(unit, sequence) {
+            self.recorded.added(unit);
+        }
+    }
+
+    pub fn removed(&mut self, unit: u32, sequence: u64) {
+        if self.has_to_know(unit, sequence) {
+            self.recorded.removed(unit);
+        }
+    }
+
+    pub fn drifted(&mut self, page: u32, bytes: u64, capacity: u64) {
+        if page < self.looked_at {
+            self.recorded.drifted(page, bytes, capacity);
+        }
+    }
+
+    /// Segments that it does not have.
+    pub fn changed(&self) -> impl Iterator<Item = u32> + '_ {
+        let forgets = mutant::is("flip-forgets-what-its-table-lacks") && self.recorded.exists();
+        self.recorded.changed().filter(move |_| !forgets)
+    }
+
+    pub fn changes(&self) -> usize {
+        self.recorded.changes()
+    }
+
+    /// What a record says of it.
+    pub fn state(&self, too_high: bool) -> Option<TableState> {
+        self.recorded.state(too_high)
+    }
+}
+
+/// How far another table has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NextStep {
+    /// A record has room for what it lacks.
+    Complete,
+    GoesOn,
+    /// There is no room for its nodes.
+    NoRoom,
+}
+
 impl Recorded {
     fn exists(&self) -> bool {
         self.root.child != Child::EMPTY
@@ -71,6 +151,20 @@ impl Recorded {
         if !self.changed.remove(&unit) && self.exists() {
             self.removed.insert(unit);
         }
+    }
+
+    /// How many changes it does not have.
+    fn changes(&self) -> usize {
+        self.changed.len() + self.removed.len()
+    }
+
+    /// What a record says of it.
+    fn state(&self, too_high: bool) -> Option<TableState> {
+        self.exists().then(|| TableState {
+            root: self.root,
+            removed: self.removed.iter().copied().collect(),
+            too_high,
+        })
     }
 
     /// Segments that the table does not have.
@@ -104,7 +198,7 @@ impl Recorded {
     /// Pages that the next commit writes.
     fn due_pages(&self, unrecorded_max: usize) -> Vec<u32> {
         let mut pages = BTreeSet::new();
-        if self.changed.len() + self.removed.len() > unrecorded_max {
+        if self.changes() > unrecorded_max {
             let units = self.changed.iter().chain(&self.removed);
             for unit in units {
                 pages.insert(unit / PAGE_UNITS);
@@ -142,20 +236,6 @@ impl Recorded {
             self.drift.remove(page);
         }
     }
-
-    /// A table takes the place of this one that has these of the settled segments.
-    pub fn replaced(&mut self, table: Option<NewTable>, settled: impl Iterator<Item = u32>) {
-        let (root, units) = table.map(|table| (table.root, table.units)).unwrap_or_default();
-        let changed = settled.filter(|unit| !units.contains(unit)).collect();
-        *self = Recorded { root, changed, ..Recorded::default() };
-    }
-}
-
-/// A table that is not in use yet.
-pub struct NewTable {
-    pub root: Root,
-    /// First units of the segments that it has.
-    pub units: BTreeSet<u32>,
 }
 
 fn pages_of(units: &BTreeSet<u32>) -> Vec<u32> {
@@ -180,61 +260,52 @@ impl Replica {
 
     /// What a record says of the table.
     pub fn table_state(&self) -> Option<TableState> {
-        let recorded = &self.family.segments.recorded;
-        recorded.exists().then(|| TableState {
-            root: recorded.root,
-            removed: recorded.removed.iter().copied().collect(),
-            too_high: self.count.is_too_high(),
-        })
+        self.family.segments.recorded.state(self.count.is_too_high())
     }
 
     /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
-    /// to have.
-    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+    /// to have. `Ok(false)`: a lost table is not written anew yet, and the commit waits for it.
+    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        if self.family.segments.recorded.is_lost {
+            return self.write_lost_table(core);
+        }
         let recorded = &self.family.segments.recorded;
         let pages = recorded.due_pages(core.options.unrecorded_segments);
-        let is_idle = pages.is_empty() || core.allocator.free_units() < UNITS_LEFT;
-        if is_idle && !recorded.is_lost {
-            return Ok(());
+        if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
+            return Ok(true);
         }
         core.begin_second_edition()?;
-        if !recorded.is_lost {
-            let (root, changes) = (recorded.root, recorded.changes_of(&pages));
-            match self.write_pages(core, root, &pages, 0) {
-                Ok(root) => {
-                    self.family.segments.recorded.written(&pages, changes, root);
-                    return Ok(());
-                }
-                Err(StoreError::Damaged(_)) => {}
-                Err(StoreError::Full) => {
-                    // The record has it. Nodes on the way to what is dropped were counted.
-                    self.count.begin_anew();
-                    return Ok(());
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        // What a record says of a table with lost nodes may lie in segments that it frees.
-        self.family.segments.recorded.is_lost = true;
-        let all = |replica: &Self| -> BTreeSet<u32> {
-            replica.family.segments.settled().map(|s| s.unit).collect()
-        };
-        let units = all(self);
-        let pages = pages_of(&units);
-        match self.write_pages(core, Root::default(), &pages, 0) {
+        let (root, changes) = (recorded.root, recorded.changes_of(&pages));
+        match self.write_pages(core, root, &pages, 0) {
             Ok(root) => {
-                let settled = all(self);
-                let table = Some(NewTable { root, units });
-                self.family.segments.recorded.replaced(table, settled.into_iter());
+                self.family.segments.recorded.written(&pages, changes, root);
+                Ok(true)
+            }
+            Err(StoreError::Damaged(_)) => {
+                self.family.segments.recorded.is_lost = true;
+                self.write_lost_table(core)
             }
             Err(StoreError::Full) => {
+                // The record has it. Nodes on the way to what is dropped were counted.
                 self.count.begin_anew();
-                let changed = all(self);
-                self.family.segments.recorded = Recorded { changed, ..Recorded::default() };
+                Ok(true)
             }
-            Err(error) => return Err(error),
+            Err(error) => Err(error),
         }
-        Ok(())
+    }
+
+    /// Writes some of the table that takes the place of a lost one; true once it does.
+    fn write_lost_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        self.begin_next_table(Successor::AtLoss, 0, false);
+        if self.step_next_table(core, Successor::AtLoss)? == NextStep::NoRoom {
+            self.list_for(core, Successor::AtLoss, 0)?;
+        } else if !self.is_next_complete(core, Successor::AtLoss) {
+            return Ok(false);
+        }
+        self.family.segments.change_tables(Successor::AtLoss);
+        // A count that went on beside it knows nothing of its nodes.
+        self.count.begin_anew();
+        Ok(true)
     }
 
     fn write_pages<D: Disk>(
@@ -244,6 +315,7 @@ impl Replica {
         pages: &[u32],
         first_sequence: u64,
     ) -> Result<Root, StoreError> {
+        let self_root = self.family.segments.recorded.root;
         let (mut edits, mut crcs) = (Vec::new(), Vec::new());
         let hole = |from: u32, until: u32| Edit {
             lba: from.into(),
@@ -268,26 +340,96 @@ impl Replica {
                 edits.push(hole(at, end));
             }
         }
-        tree::update(&mut self.table_io(core), root, &edits, &crcs, None)
+        let mut io = self.table_io(core);
+        if root != self_root {
+            // No count looks at another table than the one in use.
+            io.recount = None;
+        }
+        tree::update(&mut io, root, &edits, &crcs, None)
     }
 
-    /// Writes a table of the segments from this sequence number on, for a record that gives up all
-    /// older ones: the nodes of the table before lie in these. None where they are few.
-    pub fn new_table<D: Disk>(
+    /// Writes some of another table.
+    pub fn step_next_table<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        which: Successor,
+    ) -> Result<NextStep, StoreError> {
+        let most = core.options.unrecorded_segments;
+        self.family.segments.look_on(which, most);
+        let Some(next) = &self.family.segments.next[which as usize] else {
+            return Ok(NextStep::Complete);
+        };
+        if next.changes() <= most {
+            let is_complete = next.looked_at == u32::MAX;
+            return Ok(if is_complete { NextStep::Complete } else { NextStep::GoesOn });
+        }
+        if core.allocator.free_units() < UNITS_LEFT {
+            return Ok(NextStep::NoRoom);
+        }
+        core.begin_second_edition()?;
+        let (root, first_sequence) = (next.recorded.root, next.first_sequence);
+        let pages = next.recorded.due_pages(most);
+        let changes = next.recorded.changes_of(&pages);
+        let written = self.write_pages(core, root, &pages, first_sequence);
+        if let (Ok(root), Some(next)) = (&written, &mut self.family.segments.next[which as usize]) {
+            next.recorded.written(&pages, changes, *root);
+        }
+        match written {
+            Err(StoreError::Full) => {
+                self.count.begin_anew();
+                Ok(NextStep::NoRoom)
+            }
+            written => self.next_table_is(which, written).map(|()| NextStep::GoesOn),
+        }
+    }
+
+    fn is_next_complete<D: Disk>(&self, core: &Core<D>, which: Successor) -> bool {
+        self.family.segments.next[which as usize].as_ref().is_none_or(|next| {
+            next.looked_at == u32::MAX && next.changes() <= core.options.unrecorded_segments
+        })
+    }
+
+    /// Completes the table that takes over at a flip. Where there is no room for it, the record has
+    /// all segments, if the metadata ring has room for them.
+    pub fn complete_table_of_flip<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         first_sequence: u64,
-    ) -> Result<Option<NewTable>, StoreError> {
-        let settled = self.family.segments.settled().filter(|s| s.sequence >= first_sequence);
-        let units: BTreeSet<u32> = settled.map(|s| s.unit).collect();
-        if units.len() <= core.options.unrecorded_segments {
-            return Ok(None);
+    ) -> Result<(), StoreError> {
+        self.begin_next_table(Successor::AtFlip, first_sequence, false);
+        loop {
+            match self.step_next_table(core, Successor::AtFlip)? {
+                NextStep::Complete => return Ok(()),
+                NextStep::GoesOn => {}
+                NextStep::NoRoom => return self.list_for(core, Successor::AtFlip, first_sequence),
+            }
         }
-        core.begin_second_edition()?;
-        match self.write_pages(core, Root::default(), &pages_of(&units), first_sequence) {
-            Ok(root) => Ok(Some(NewTable { root, units })),
-            Err(StoreError::Full) => Ok(None),
-            Err(error) => Err(error),
+    }
+
+    /// Has records list all segments that another table would have: there is no room for its nodes.
+    fn list_for<D: Disk>(
+        &mut self,
+        core: &Core<D>,
+        which: Successor,
+        first_sequence: u64,
+    ) -> Result<(), StoreError> {
+        let most = core.ring.segments_in_a_record();
+        let mut next = NextTable::new(first_sequence, true);
+        for state in self.family.segments.settled() {
+            next.added(state.unit, state.sequence);
+            if next.changes() > most {
+                return Err(StoreError::RingFull);
+            }
+        }
+        self.family.segments.next[which as usize] = Some(next);
+        Ok(())
+    }
+
+    /// Begins another table, unless it was begun. `is_new`: nothing was written of what it will have.
+    pub fn begin_next_table(&mut self, which: Successor, first_sequence: u64, is_new: bool) {
+        let next = &mut self.family.segments.next[which as usize];
+        if next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
+            *next = Some(NextTable::new(first_sequence, is_new));
         }
     }
 
@@ -301,6 +443,29 @@ impl Replica {
         match tree::update(&mut self.table_io(core), root, nodes, &[], None) {
             Ok(root) => self.family.segments.recorded.root = root,
             Err(StoreError::Damaged(_)) => self.family.segments.recorded.is_lost = true,
+            Err(error) => return Err(error),
+        }
+        for which in [Successor::AtFlip, Successor::AtLoss] {
+            let Some(next) = &self.family.segments.next[which as usize] else { continue };
+            let root = next.recorded.root;
+            let mut io = NodeIo { recount: None, ..self.table_io(core) };
+            let renewed = tree::update(&mut io, root, nodes, &[], None);
+            self.next_table_is(which, renewed)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over the root of another table as it was written, or begins it anew where a node of it is
+    /// lost.
+    fn next_table_is(
+        &mut self,
+        which: Successor,
+        written: Result<Root, StoreError>,
+    ) -> Result<(), StoreError> {
+        let Some(next) = &mut self.family.segments.next[which as usize] else { return Ok(()) };
+        match written {
+            Ok(root) => next.recorded.root = root,
+            Err(StoreError::Damaged(_)) => *next = NextTable::new(next.first_sequence, false),
             Err(error) => return Err(error),
         }
         Ok(())
@@ -563,6 +728,91 @@ mod tests {
             writer.check();
         }
         assert!(longest < 4096, "{longest} bytes");
+    }
+
+    /// Segments of all kinds, every third unit or so.
+    fn segments_of_all_kinds(many: u32) -> Vec<SegmentState> {
+        let mut unit = 0;
+        let of = |n: u32| {
+            let units = if n % 16 == 0 { 8 } else { 1 };
+            unit = if units == 8 { u32::next_multiple_of(unit, 8) } else { unit };
+            let state = SegmentState {
+                unit,
+                units,
+                stream: [Stream::Log, Stream::Moved, Stream::Nodes][n as usize % 3],
+                sequence: u64::from(n) + 1,
+                used_blocks: units * 1000,
+                live_bytes: u64::from(n % 97) * 40_000,
+                last_lsn: 0,
+                last_index: 0,
+            };
+            unit += units + 2;
+            state
+        };
+        (0..many).map(of).collect()
+    }
+
+    /// Time is a matter of the machine: reads and bytes are counted.
+    #[test]
+    fn a_pool_of_100_tib_opens_with_a_read_a_leaf_and_takes_few_bytes_a_segment() {
+        const SEGMENTS: u32 = 30_000;
+        let disk = MemoryDisk::new(100 << 40);
+        Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
+        let opened = || {
+            let before = disk.reads();
+            let pool = open(&disk);
+            (pool, disk.reads() - before)
+        };
+        let (mut pool, reads) = opened();
+        let units = pool.core.allocator.units();
+        assert!((1 << 20..=1 << 21).contains(&units), "{units} units");
+        assert!(reads < 40, "{reads} reads of an empty pool");
+        assert!(pool.core.allocator.held_bytes() < 2 << 20);
+        let free = pool.core.allocator.free_units();
+        for n in 1..500 {
+            let identity = ReplicaIdentity { guid: ReplicaGuid(n), ..Default::default() };
+            pool.create(identity, Default::default(), 1 << 30).expect("room");
+        }
+        (1..500).for_each(|n| assert_eq!(pool.delete(ReplicaGuid(n)), Ok(true)));
+
+        pool.create(Default::default(), Default::default(), 1 << 34).expect("room");
+        let guid = ReplicaIdentity::default().guid;
+        pool.core.sequence += u64::from(SEGMENTS);
+        let all = segments_of_all_kinds(SEGMENTS);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for state in &all {
+            assert!(pool.core.allocator.take(state.unit, state.units));
+            replica.family.segments.insert_settled(state);
+        }
+        let held = replica.family.segments.held_bytes();
+        assert!(held < 100 * all.len(), "{held} bytes for {} segments", all.len());
+        let is_recorded = |pool: &mut Pool<MemoryDisk>| {
+            let replica = pool.replicas.get_mut(&guid).expect("it");
+            replica.maintenance.dirty = true;
+            replica.family.segments.recorded.changes() <= options().unrecorded_segments
+        };
+        while !is_recorded(&mut pool) {
+            pool.settle().expect("room");
+        }
+        pool.settle().expect("room");
+        // The first start after it still has the records of before in the ring.
+        drop(pool);
+        drop(opened());
+        let (mut pool, reads) = opened();
+        let pages = u64::from(all.last().expect("many").unit / PAGE_UNITS) + 1;
+        assert!(reads < pages + 100, "{reads} reads for {pages} leaves");
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        for state in &all {
+            assert_eq!(replica.family.segments.get(state.unit), Some(*state));
+        }
+
+        assert_eq!(pool.delete(guid), Ok(true));
+        let ticket = pool.sync_wanted().expect("a delete is to be durable");
+        pool.sync_finished(ticket, disk.sync()).expect("a sync");
+        while pool.core.freed.is_due(u64::MAX) {
+            pool.background(1).expect("background work");
+        }
+        assert_eq!(pool.core.allocator.free_units(), free);
     }
 
     #[test]

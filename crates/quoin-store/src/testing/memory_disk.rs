@@ -50,6 +50,7 @@ struct State {
     fail_reads: bool,
     reads: u64,
     discarded_bytes: u64,
+    written_out_bytes: u64,
     /// These reads fail, counted from the first one.
     refused_reads: std::ops::Range<u64>,
     /// Blocks that cannot be read until they are written again.
@@ -194,6 +195,11 @@ impl MemoryDisk {
         self.state().discarded_bytes
     }
 
+    /// Bytes of all calls of [`Disk::write_out`] so far.
+    pub fn written_out_bytes(&self) -> u64 {
+        self.state().written_out_bytes
+    }
+
     /// Bytes written so far.
     pub fn written_bytes(&self) -> u64 {
         self.state().written_bytes
@@ -307,6 +313,10 @@ impl Disk for MemoryDisk {
                     sector.copy_from_slice(new);
                 }
             }
+            if changed == 0 && old.is_none() {
+                // Zeros where nothing is: an absent block reads as such.
+                continue;
+            }
             if changed != 0 {
                 // Written anew, it will be written out.
                 let old = state.orphans.remove(&number).unwrap_or(old);
@@ -359,7 +369,9 @@ impl Disk for MemoryDisk {
         Box::new(move || disk.sync())
     }
 
-    fn write_out(&self, _offset: u64, _length: u64) {}
+    fn write_out(&self, _offset: u64, length: u64) {
+        self.state().written_out_bytes += length;
+    }
 
     fn claim(&self, _offset: u64, length: u64, spare_bytes: u64) -> bool {
         let mut state = self.state();

@@ -82,7 +82,12 @@ impl World {
             Err(StoreError::Damaged(what)) => {
                 return self.feed_pool(pool, vec![ReplicaEvent::Damaged(what)]);
             }
-            Err(StoreError::Full | StoreError::Rule(_) | StoreError::Pending(_)) => {
+            Err(
+                StoreError::Full
+                | StoreError::RingFull
+                | StoreError::Rule(_)
+                | StoreError::Pending(_),
+            ) => {
                 return process.health.scrub.postpone(moment.now, Duration::from_secs(10));
             }
         };
