@@ -58,6 +58,18 @@ pub fn pending(what: &str) -> Status {
     Status::aborted(format!("an operation on {what} is in progress; retry when it has ended"))
 }
 
+/// Reports a change that the records have and that does not rule yet: 14, and a repeat completes it.
+pub fn not_in_force(waiting_for: &str) -> Status {
+    Status::unavailable(format!(
+        "the change is recorded and not in force yet: it waits for {waiting_for}; repeat the call"
+    ))
+}
+
+/// Refuses to judge without evidence: 14. An empty answer would be taken for health.
+pub fn not_judged(what: &str, why: &str) -> Status {
+    Status::unavailable(format!("the health of {what} cannot be judged: {why}"))
+}
+
 /// Refuses an impossible size: 11.
 pub fn out_of_range(why: impl Into<String>) -> Status {
     Status::out_of_range(why)

@@ -108,7 +108,7 @@ async fn an_invalid_create_request_creates_nothing() {
         CreateVolumeRequest { parameters: map(&[("colour", "red")]), ..good() },
         CreateVolumeRequest { parameters: map(&[("replicas", "zero")]), ..good() },
         CreateVolumeRequest { parameters: map(&[("k", &"v".repeat(4096))]), ..good() },
-        CreateVolumeRequest { mutable_parameters: map(&[("replicas", "2")]), ..good() },
+        CreateVolumeRequest { mutable_parameters: map(&[("spread", "pool")]), ..good() },
         CreateVolumeRequest { secrets: map(&[("pass word", "x")]), ..good() },
         CreateVolumeRequest { capacity_range: Some(range(0, 0)), ..good() },
         CreateVolumeRequest { capacity_range: Some(range(-1, 0)), ..good() },

@@ -103,6 +103,8 @@ counters! {
         /// Times that a volume was grown.
         growths,
         snapshots,
+        /// Times that the durability was changed.
+        durability_changes,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -207,6 +209,8 @@ impl fmt::Display for Summary {
         )?;
         writeln!(f, "recovered by hand            {:>12}", s.operators.recoveries)?;
         writeln!(f, "snapshots made or deleted    {:>12}", s.operators.snapshots)?;
+        let durability_changes = s.operators.durability_changes;
+        writeln!(f, "durability changed           {durability_changes:>12}")?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{NodeHost, foreign, is_of_device, resolve};
+use super::{FaultKind, NodeHost, foreign, is_of_device, resolve};
 use crate::error::Error;
 use crate::mountinfo::{self, Mount};
 use crate::records::{Access, Publication, Record};
@@ -28,6 +28,13 @@ impl NodeHost {
     /// # Errors
     /// See [`Error`]; an existing publication stays as it is.
     pub async fn publish(&self, request: &PublishRequest) -> Result<(), Error> {
+        let outcome = self.publish_steps(request).await;
+        let how = outcome.as_ref().map(drop);
+        self.troubles.ended(&request.volume, FaultKind::PublishingFailed, how);
+        outcome
+    }
+
+    async fn publish_steps(&self, request: &PublishRequest) -> Result<(), Error> {
         let volume = &request.volume;
         let staging_path = resolve(&request.staging_path);
         let target = resolve(&request.target);

@@ -278,6 +278,7 @@ mod tests {
         let name = "db".into();
         let info = DeviceInfo { name, size_bytes: 64 << 12, block_size: 512, read_only: false };
         VolumeSetup {
+            options_version: 0,
             config,
             info,
             since_epoch: 0,

@@ -18,7 +18,8 @@ use bytes::Bytes;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
 use quoin_replication::primary::{
-    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
+    LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus,
+    VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -71,7 +72,13 @@ pub enum Input {
 
 /// Outcome of a request for an epoch.
 pub enum Grant {
-    Given { epoch: Epoch, membership: Membership, bytes: Bytes },
+    Given {
+        epoch: Epoch,
+        membership: Membership,
+        bytes: Bytes,
+        /// Options of the record that granted it; `None`: they were not sent.
+        options: Option<LiveOptions>,
+    },
     NotOwner,
     Failed,
 }
@@ -83,6 +90,8 @@ pub struct VolumeSetup {
     /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
+    /// Version of the options in `config`.
+    pub options_version: u64,
     /// `None`: no client is accepted.
     pub socket: Option<PathBuf>,
     pub replicas: Vec<ReplicaPlace>,
@@ -108,6 +117,8 @@ pub struct VolumeUpdate {
     pub read_only: bool,
     pub since_epoch: u64,
     pub size_bytes: u64,
+    pub limits: Limits,
+    pub options: LiveOptions,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
@@ -150,6 +161,8 @@ struct Volume {
     clients: Vec<u64>,
     links: Vec<(LinkName, u64)>,
     places: Vec<ReplicaPlace>,
+    /// Options that it was given last.
+    options: LiveOptions,
     desired: Desired,
     verify: Option<VerifyOrder>,
     tokens: Tokens,
@@ -337,12 +350,16 @@ impl Shard {
             }
             Input::Granted(volume, incarnation, grant) => {
                 let event = match grant {
-                    Grant::Given { epoch, membership, bytes } => {
+                    Grant::Given { epoch, membership, bytes, options } => {
                         if let Some(v) = self.volumes.get_mut(&volume)
                             && v.incarnation == incarnation
                         {
                             v.grant = bytes;
                             v.epoch = epoch;
+                            if let Some(options) = options {
+                                let event = PrimaryEvent::Options { options, granted: true };
+                                v.target.on(now, event, &mut self.actions);
+                            }
                         }
                         PrimaryEvent::Granted { incarnation, epoch, membership }
                     }
@@ -377,7 +394,7 @@ impl Shard {
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
-        let VolumeSetup { replicas, desired, verify, seed, .. } = setup;
+        let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -393,9 +410,11 @@ impl Shard {
         let timer_key = self.insert(Slot::Timer(id));
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
+        let options = LiveOptions::of(&config, options_version);
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
+        target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
         let volume = Volume {
             target,
             info,
@@ -406,6 +425,7 @@ impl Shard {
             clients: Vec::new(),
             links: Vec::new(),
             places: Vec::new(),
+            options,
             desired: Desired::default(),
             verify: None,
             tokens: Tokens::default(),
@@ -430,6 +450,8 @@ impl Shard {
     fn update(&mut self, now: Time, update: VolumeUpdate) {
         let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
         self.places(id, update.replicas);
+        self.limit(now, id, update.limits);
+        self.change_options(now, id, update.options);
         self.desire(now, id, update.desired);
         self.verify(now, id, update.verify);
         if let Some(volume) = self.volumes.get_mut(&id) {
@@ -454,6 +476,30 @@ impl Shard {
     fn places(&mut self, id: VolumeId, places: Vec<ReplicaPlace>) {
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.places = places;
+        }
+    }
+
+    /// Changes the limits; what waits for the former ones goes under the present ones.
+    fn limit(&mut self, now: Time, id: VolumeId, limits: Limits) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if let Some((throttle, _)) = &mut volume.throttle {
+            throttle.change(now, limits);
+            return self.release(now, id);
+        }
+        let Some(throttle) = Throttle::new(now, limits) else { return };
+        let key = self.insert(Slot::Throttle(id));
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.throttle = Some((throttle, key));
+        }
+    }
+
+    fn change_options(&mut self, now: Time, id: VolumeId, options: LiveOptions) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if volume.options != options {
+            volume.options = options;
+            self.event(now, id, PrimaryEvent::Options { options, granted: false });
+            // The controller waits for the report that they are in force.
+            let _ = self.asks.send(Ask::Changed);
         }
     }
 

@@ -1,6 +1,7 @@
 //! Those who change a volume or its surroundings while everything else goes on. Each draws from a
 //! chance of its own, so that runs without it stay what they were.
 
+use super::durability::DurabilityChanges;
 use super::growth::Growth;
 use super::members::Members;
 use super::memory::Memory;
@@ -13,4 +14,5 @@ pub(crate) struct Operators {
     pub growth: Growth,
     pub memory: Memory,
     pub snapshots: Snapshots,
+    pub durability: DurabilityChanges,
 }
