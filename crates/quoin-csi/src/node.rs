@@ -32,6 +32,7 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::ExpandVolume,
     rpc::Type::VolumeCondition,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::VolumeMountGroup,
     rpc::Type::GetVolumeHealth,
     rpc::Type::GetStorageHealth,
 ];
@@ -165,6 +166,7 @@ impl Node for NodeService {
                 mode: capability.mode_name().to_owned(),
                 read_only: request.readonly || capability.is_reader_only(),
                 several_targets: capability.several_targets(),
+                group: capability.group(),
                 volume: request.volume_id,
                 staging_path,
                 target,

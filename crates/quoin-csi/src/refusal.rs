@@ -31,6 +31,11 @@ pub fn precondition(why: impl std::fmt::Display) -> Status {
     Status::failed_precondition(why.to_string())
 }
 
+/// Refuses the name of a volume that does not offer what is requested: 6.
+pub fn exists_without(why: &str) -> Status {
+    Status::already_exists(format!("a volume of that name exists and does not offer that: {why}"))
+}
+
 /// Refuses a path at which no volume of this node can be: 5.
 pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
     Status::not_found(format!("volume {volume_id:?} is not at that path: {}", why.message()))

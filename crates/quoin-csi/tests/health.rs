@@ -177,7 +177,7 @@ async fn a_node_knows_why_staging_failed_and_which_volumes_there_are() {
     assert_eq!(code(&answer), Code::Unavailable, "nothing is known of it, here or elsewhere");
 }
 
-/// Proves CSIN-HEALTH-04, CSIN-HEALTH-10: with real mounts and devices.
+/// Proves CSIN-HEALTH-04, CSIN-HEALTH-10, CSI-CTRLCAPS-15: with real mounts and devices.
 #[tokio::test]
 async fn a_node_sees_a_lost_mount_and_a_lost_device_also_of_a_block_volume() {
     if !can_mount() {
@@ -209,7 +209,16 @@ async fn a_node_sees_a_lost_mount_and_a_lost_device_also_of_a_block_volume() {
         let health = world.node.node_get_volume_health(ask()).await.unwrap().into_inner();
         assert_eq!(reasons(&health.volume_health.unwrap()), [("MountMissing", 2)]);
         let answer = world.node.node_get_volume_stats(stats()).await.unwrap().into_inner();
-        assert!(answer.volume_condition.unwrap().abnormal, "the same judgement");
+        let condition = answer.volume_condition.unwrap();
+        assert!(condition.abnormal && condition.message.contains("MountMissing"));
+        world.cluster.degrade(id, NODE).await;
+        let request = ControllerGetVolumeRequest { volume_id: id.to_owned() };
+        let got = world.controller.controller_get_volume(request).await.unwrap().into_inner();
+        let message = got.status.unwrap().volume_condition.unwrap().message;
+        assert!(message.contains("ReplicaOffline") && !message.contains("Mount"), "{message}");
+        let answer = world.node.node_get_volume_stats(stats()).await.unwrap().into_inner();
+        let message = answer.volume_condition.unwrap().message;
+        assert!(!message.contains("Replica"), "each side has its own view: {message}");
         let _ = Command::new("umount").arg("-l").arg(&stage.staging_target_path).status();
         world.attacher.detach_all();
         let mut found = Vec::new();

@@ -106,7 +106,7 @@ async fn every_unserved_call_returns_unimplemented() {
 }
 
 /// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03, CSIN-HEALTH-02,
-/// CSIN-MODIFY-01: modes differ in active
+/// CSIN-MODIFY-01, CSI-CTRLCAPS-20, CSI-NODECAPS-09: modes differ in active
 /// services, not in the plugin's identity.
 #[tokio::test]
 async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {

@@ -17,7 +17,7 @@ use crate::backend::Backend;
 use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::in_flight::run_to_completion;
-use crate::refusal::{invalid, missing, not_served, out_of_range};
+use crate::refusal::{self, invalid, missing, not_served, out_of_range};
 use crate::{Plugin, context, health, limits, parameters, topology};
 
 /// Serves Controller in the modes that have it.
@@ -84,6 +84,7 @@ impl Controller for ControllerService {
                 any_size: range.required_bytes == 0,
             };
             let volume = backend.create_volume(wanted).await?;
+            refuse_not_offered(&capabilities, &volume)?;
             let volume = Some(response::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })
@@ -441,6 +442,14 @@ fn refuse_too_small(capabilities: &[Capability], size_bytes: u64) -> Result<(), 
         )));
     }
     Ok(())
+}
+
+/// Refuses an existing volume that cannot be used as the request wants it: a new one could.
+fn refuse_not_offered(capabilities: &[Capability], volume: &api::Volume) -> Result<(), Status> {
+    match refuse_too_small(capabilities, volume.size_bytes) {
+        Ok(()) => Ok(()),
+        Err(why) => Err(refusal::exists_without(why.message())),
+    }
 }
 
 fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {

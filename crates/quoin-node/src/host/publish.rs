@@ -2,10 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Gid, Mode, OFlags};
+
+use super::volume_stats::staged_read_only;
 use super::{FaultKind, NodeHost, foreign, is_of_device, resolve};
 use crate::error::Error;
 use crate::mountinfo::{self, Mount};
-use crate::records::{Access, Publication, Record};
+use crate::records::{Access, Publication, Record, Staging};
 use crate::{device, mount};
 
 /// A staged volume to be published.
@@ -20,6 +23,8 @@ pub struct PublishRequest {
     pub read_only: bool,
     /// The access mode allows several targets on this node.
     pub several_targets: bool,
+    /// Group that the root directory of a writable file system is to belong to.
+    pub group: Option<u32>,
 }
 
 impl NodeHost {
@@ -66,7 +71,8 @@ impl NodeHost {
                 return Err(Error::PublishedDifferently { volume: volume.clone(), target });
             }
             if *present == wanted && in_place {
-                return Ok(());
+                // The call before may have ended between both steps.
+                return give_to_group(request, &staging, &target);
             }
         }
         if request.access != staging.access || request.mode != staging.mode {
@@ -99,10 +105,13 @@ impl NodeHost {
                 device::set_read_only(&device, request.read_only || staging.read_only)?;
                 device
             }
-            Access::Mount { .. } => staging.path,
+            Access::Mount { .. } => staging.path.clone(),
         };
         let read_only = request.read_only;
-        crate::blocking(move || mount::bind(&source, &target, read_only)).await
+        let bound = target.clone();
+        crate::blocking(move || mount::bind(&source, &bound, read_only)).await?;
+        self.step("giving it to its group")?;
+        give_to_group(request, &staging, &target)
     }
 
     /// Undoes a publication. True if anything of it was found and removed.
@@ -186,6 +195,28 @@ pub(super) fn is_in_place(
         (Access::Block, Some(device)) => device::number(&publication.target)
             .is_some_and(|number| device::number(device) == Some(number)),
     }
+}
+
+/// Gives the root directory of a writable file system to the group that the request names, with the
+/// right to write, and has new files belong to that group. What lies below is its owner's.
+fn give_to_group(
+    request: &PublishRequest,
+    staging: &Staging,
+    target: &Path,
+) -> Result<(), Error> {
+    /// Read, write and search for the group; new entries inherit it.
+    const GROUP_MODE: u32 = 0o2070;
+    let is_mount = matches!(request.access, Access::Mount { .. });
+    let Some(group) = request.group.filter(|_| is_mount) else { return Ok(()) };
+    if request.read_only || staging.read_only || staged_read_only(&staging.access) {
+        return Ok(());
+    }
+    let failed = |errno: rustix::io::Errno| Error::io("giving to a group", target)(errno.into());
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let root = rustix::fs::open(target, flags, Mode::empty()).map_err(failed)?;
+    rustix::fs::fchown(&root, None, Some(Gid::from_raw(group))).map_err(failed)?;
+    let mode = rustix::fs::fstat(&root).map_err(failed)?.st_mode & 0o7777;
+    rustix::fs::fchmod(&root, Mode::from_raw_mode(mode | GROUP_MODE)).map_err(failed)
 }
 
 fn check_target(target: &Path, access: &Access, mounts: &[Mount]) -> Result<(), Error> {
