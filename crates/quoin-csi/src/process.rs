@@ -201,7 +201,7 @@ async fn keep_reporting(
         metrics.record_report(outcome.as_ref().err().map(problem));
         let fit = plugin.check_node().await;
         metrics.health.set("node", fit.err().map(|status| status.message().to_owned()));
-        if outcome.is_ok() && reports % LEARN_POOLS_EVERY == 0 {
+        if outcome.is_ok() && reports.is_multiple_of(LEARN_POOLS_EVERY) {
             // So that their reach can be judged while the controller is away.
             let _ = plugin.pools().learn(plugin.backend()).await;
         }

@@ -48,7 +48,7 @@ pub(super) enum WaitReason {
 }
 
 impl WaitReason {
-    /// Kind of the wait, for other processes: the words of `docs/health.md`.
+    /// Kind of the wait, for other processes.
     pub fn kind(self) -> &'static str {
         match self {
             Self::Grant | Self::UsedEpoch | Self::OlderGrant | Self::NotFormed => "grant",
