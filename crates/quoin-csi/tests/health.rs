@@ -31,8 +31,8 @@ fn reasons(health: &VolumeHealth) -> Vec<(&str, i32)> {
 #[tokio::test]
 async fn health_and_conditions_are_both_advertised() {
     let mut world = World::start().await;
-    let controller =
-        world.controller.controller_get_capabilities(Default::default()).await.unwrap();
+    let request = ControllerGetCapabilitiesRequest::default();
+    let controller = world.controller.controller_get_capabilities(request).await.unwrap();
     let controller: Vec<i32> = controller
         .into_inner()
         .capabilities
@@ -41,7 +41,8 @@ async fn health_and_conditions_are_both_advertised() {
         .map(|controller_service_capability::Type::Rpc(rpc)| rpc.r#type)
         .collect();
     assert!([11, 16, 17].iter().all(|kind| controller.contains(kind)), "{controller:?}");
-    let node = world.node.node_get_capabilities(Default::default()).await.unwrap();
+    let node = world.node.node_get_capabilities(NodeGetCapabilitiesRequest::default()).await;
+    let node = node.unwrap();
     let node: Vec<i32> = node
         .into_inner()
         .capabilities

@@ -154,9 +154,9 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
                     .await,
             ),
             code(&controller.controller_get_volume(ControllerGetVolumeRequest::default()).await),
-            code(&controller.controller_modify_volume(Default::default()).await),
-            code(&controller.controller_list_volume_health(Default::default()).await),
-            code(&controller.controller_get_volume_health(Default::default()).await),
+            code(&controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await),
+            code(&controller.controller_list_volume_health(ControllerListVolumeHealthRequest::default()).await),
+            code(&controller.controller_get_volume_health(ControllerGetVolumeHealthRequest::default()).await),
         ] {
             assert_eq!(served(answer), mode.controller, "{mode:?}");
         }
@@ -169,8 +169,8 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
             code(&world.node.node_unpublish_volume(NodeUnpublishVolumeRequest::default()).await),
             code(&world.node.node_get_volume_stats(NodeGetVolumeStatsRequest::default()).await),
             code(&world.node.node_expand_volume(NodeExpandVolumeRequest::default()).await),
-            code(&world.node.node_get_volume_health(Default::default()).await),
-            code(&world.node.node_get_storage_health(Default::default()).await),
+            code(&world.node.node_get_volume_health(NodeGetVolumeHealthRequest::default()).await),
+            code(&world.node.node_get_storage_health(NodeGetStorageHealthRequest::default()).await),
         ] {
             assert_eq!(served(answer), mode.node, "{mode:?}");
         }
