@@ -79,16 +79,19 @@ impl Modifications {
     pub async fn wait(&self, changed: &VolumeRecord) -> String {
         let began = Instant::now();
         loop {
-            let waits = match self.state.volumes.get(&changed.id.0.to_string()) {
-                Some(volume) => self.waits_for(&volume, changed.generation),
-                None => None,
-            };
-            match waits {
-                Some(_) if began.elapsed() < IN_FORCE_MAX => {}
-                waits => return waits.unwrap_or_default(),
+            let waits = self.waiting_for(changed);
+            if waits.is_empty() || began.elapsed() >= IN_FORCE_MAX {
+                return waits;
             }
             tokio::time::sleep(LOOK_AGAIN).await;
         }
+    }
+
+    /// Returns what the options of this record wait for now; empty: they rule all IO.
+    pub fn waiting_for(&self, changed: &VolumeRecord) -> String {
+        let volume = self.state.volumes.get(&changed.id.0.to_string());
+        let waits = volume.and_then(|volume| self.waits_for(&volume, changed.generation));
+        waits.unwrap_or_default()
     }
 
     /// What options of this version wait for; `None`: they rule, or nobody has the volume open.

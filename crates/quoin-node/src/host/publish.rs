@@ -163,10 +163,8 @@ impl NodeHost {
         let staging = record.staging.clone().ok_or_else(missing)?;
         let published = record.publications.iter().find(|one| one.target == path).cloned();
         let path_use = match published {
-            Some(one) => PathUse { path, access: one.access, read_only: one.read_only },
-            None if staging.path == path => {
-                PathUse { path, access: staging.access, read_only: staging.read_only }
-            }
+            Some(one) => PathUse { path, access: one.access },
+            None if staging.path == path => PathUse { path, access: staging.access },
             None => return Err(missing()),
         };
         Ok((record, path_use))
@@ -177,7 +175,6 @@ impl NodeHost {
 pub(super) struct PathUse {
     pub path: PathBuf,
     pub access: Access,
-    pub read_only: bool,
 }
 
 /// Returns whether the kernel shows the volume at the publication's target.
