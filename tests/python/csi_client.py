@@ -317,6 +317,53 @@ def look_only(driver, pb, volume, node_id, capability, directory, is_block):
     step(f"published read-only; a write: {refusal}")
 
 
+def modify(driver, pb, volume):
+    """Changes options of a volume in use; the answer says that they rule."""
+    request = pb.ControllerModifyVolumeRequest(
+        volume_id=volume.volume_id,
+        mutable_parameters={"durability": "media", "iopsLimit": "100000"},
+    )
+    for _ in range(2):
+        driver.call(driver.controller.ControllerModifyVolume, request)
+    request.mutable_parameters["durabilty"] = "media"
+    message = driver.refused(
+        driver.controller.ControllerModifyVolume, request, grpc.StatusCode.INVALID_ARGUMENT
+    )
+    check("durabilty" in message and '"durability"' in message, "no hint at the known key")
+    shown = driver.call(
+        driver.controller.ControllerGetVolume,
+        pb.ControllerGetVolumeRequest(volume_id=volume.volume_id),
+    )
+    check(shown.volume.volume_context == volume.volume_context, "the context has changed")
+    step("modified while it is used")
+
+
+def judge(driver, pb, volume, has_node):
+    """A volume that is well has no entry, on either side."""
+    request = pb.ControllerGetVolumeHealthRequest(volume_id=volume.volume_id)
+    deadline = time.monotonic() + driver.patience_s
+    while True:
+        health = driver.call(driver.controller.ControllerGetVolumeHealth, request).volume_health
+        check(health.volume_id == volume.volume_id, "the health is another volume's")
+        if not health.health_statuses:
+            break
+        check(time.monotonic() < deadline, f"it is not well: {health}")
+        time.sleep(0.1)
+    driver.refused(
+        driver.controller.ControllerGetVolumeHealth,
+        pb.ControllerGetVolumeHealthRequest(volume_id=UNKNOWN),
+        grpc.StatusCode.NOT_FOUND,
+    )
+    driver.call(driver.controller.ControllerListVolumeHealth, pb.ControllerListVolumeHealthRequest())
+    if has_node:
+        request = pb.NodeGetVolumeHealthRequest(volume_id=volume.volume_id)
+        health = driver.call(driver.node.NodeGetVolumeHealth, request).volume_health
+        check(not health.health_statuses, f"the node finds a fault: {health}")
+        storage = driver.call(driver.node.NodeGetStorageHealth, pb.NodeGetStorageHealthRequest())
+        check(not storage.backend_health, f"the node does not reach the storage: {storage}")
+    step("well, in the controller's view" + (" and the node's" if has_node else ""))
+
+
 def grow(driver, pb, volume):
     bigger = volume.capacity_bytes * 2
     answer = driver.call(
@@ -380,6 +427,8 @@ def main():
             volume = create(driver, pb, name, capability, options.size_mib * MIB, parameters)
             validate(driver, pb, volume, capability)
             node_id, context = publish(driver, pb, volume, capability, options.controller_only)
+            modify(driver, pb, volume)
+            judge(driver, pb, volume, options.controller_only is None)
             if options.controller_only is None:
                 with tempfile.TemporaryDirectory(prefix="quoin-csi-") as directory:
                     path = pathlib.Path(directory)

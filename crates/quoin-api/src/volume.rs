@@ -143,6 +143,11 @@ impl BlockSize {
 /// The smallest limit of bytes a second: with less than a block a volume would seem to hang.
 pub const BANDWIDTH_LIMIT_MIN: u64 = 4096;
 
+/// A limit in a request that says that there is to be none; 0 says nothing.
+pub const NO_LIMIT: u64 = u64::MAX;
+/// Word for it.
+const OFF: &str = "off";
+
 /// The options of a volume, complete. Serialized in the form of the records.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VolumeOptions {
@@ -196,6 +201,7 @@ impl VolumeOptions {
             }
         }
         let size = |bytes: &u32| BlockSize::ALL.iter().copied().find(|s| s.bytes() == *bytes);
+        let limit = |asked: u64| if asked == NO_LIMIT { 0 } else { asked };
         Ok(Self {
             durability: asked.durability().try_into().unwrap_or_default(),
             spread: asked.spread().try_into().unwrap_or(spread),
@@ -205,8 +211,8 @@ impl VolumeOptions {
             block_size: Some(&asked.block_size).and_then(size).unwrap_or_default(),
             fs_type: asked.fs_type.parse().ok(),
             frontend: asked.frontend.parse().ok(),
-            iops_limit: asked.iops_limit,
-            bandwidth_limit: asked.bandwidth_limit,
+            iops_limit: limit(asked.iops_limit),
+            bandwidth_limit: limit(asked.bandwidth_limit),
             replace_after: asked.replace_after.parse().ok(),
         })
     }
@@ -229,6 +235,47 @@ impl VolumeOptions {
     }
 }
 
+/// One change of an option.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Changed {
+    pub key: &'static str,
+    pub before: String,
+    pub after: String,
+}
+
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} to {}", self.key, self.before, self.after)
+    }
+}
+
+/// Returns the known word that is most like an unknown one; `None`: none is alike.
+pub fn nearest<'a>(unknown: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    /// Bound on what is compared, whatever was sent.
+    const LETTERS_MAX: usize = 64;
+    let letters = |word: &str| -> Vec<char> {
+        word.chars().flat_map(char::to_lowercase).take(LETTERS_MAX).collect()
+    };
+    let unknown = letters(unknown);
+    let distance = |known: &str| {
+        let known = letters(known);
+        let mut row: Vec<usize> = (0..=known.len()).collect();
+        for (i, one) in unknown.iter().enumerate() {
+            let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+            for (j, other) in known.iter().enumerate() {
+                let replaced = diagonal + usize::from(one != other);
+                diagonal = row[j + 1];
+                row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+            }
+        }
+        row[known.len()]
+    };
+    let all = known.into_iter().map(|known| (distance(known), known));
+    // Half of the word may differ; beyond that, a suggestion is noise.
+    let alike = |(distance, known): &(usize, &str)| 2 * distance <= known.chars().count();
+    all.filter(alike).min_by_key(|(distance, _)| *distance).map(|(_, known)| known)
+}
+
 /// Kind of the values of an option.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Values {
@@ -245,7 +292,7 @@ impl fmt::Display for Values {
         match self {
             Self::Words(words) => f.write_str(words),
             Self::Rate { what, least } => {
-                write!(f, "a number of {what} a second, at least {least}")
+                write!(f, "a number of {what} a second, at least {least} | off")
             }
             Self::Time => f.write_str("a time, as in 90s, 10m or 2h | off"),
         }
@@ -283,6 +330,51 @@ impl VolumeOption {
         (self.set)(spec, value)
     }
 
+    /// Applies the options of a request that may change to complete ones. Returns them, and each
+    /// change with the value before and after it.
+    ///
+    /// # Errors
+    /// The first option whose value is none of its choices.
+    pub fn change(
+        asked: &VolumeSpec,
+        options: &VolumeOptions,
+    ) -> Result<(VolumeOptions, Vec<Changed>), WrongOption> {
+        let (mut now, mut changes) = (options.clone(), Vec::new());
+        for option in OPTIONS.iter().filter(|option| option.changes) {
+            let Some(wanted) = option.given(asked) else { continue };
+            let mut message = VolumeSpec::default();
+            now.write(&mut message);
+            let before = option.shown(&message);
+            let taken = option.set(&mut message, &wanted);
+            taken.map_err(|rule| WrongOption { key: option.key, rule })?;
+            let next = VolumeOptions::complete(&message, now.spread)?;
+            if next != now {
+                next.write(&mut message);
+                changes.push(Changed { key: option.key, before, after: option.shown(&message) });
+                now = next;
+            }
+        }
+        Ok((now, changes))
+    }
+
+    /// Returns the option that may not change and that a request gives another value, with the
+    /// value that the volume has.
+    pub fn fixed(asked: &VolumeSpec, options: &VolumeOptions) -> Option<(&'static str, String)> {
+        let mut has = VolumeSpec::default();
+        options.write(&mut has);
+        let differs = |option: &&Self| {
+            let asked = option.given(asked);
+            asked.is_some_and(|asked| asked != option.given(&has).unwrap_or_default())
+        };
+        let fixed = OPTIONS.iter().filter(|option| !option.changes).find(differs)?;
+        Some((fixed.key, fixed.shown(&has)))
+    }
+
+    /// The value for people.
+    fn shown(&self, spec: &VolumeSpec) -> String {
+        self.given(spec).unwrap_or_else(|| self.absent.to_owned())
+    }
+
     /// Returns the option of this key or alias.
     pub fn find(key: &str) -> Option<&'static Self> {
         OPTIONS.iter().find(|one| one.key == key || one.aliases.contains(&key))
@@ -299,10 +391,18 @@ fn checked<T: FromStr<Err: fmt::Display>>(text: &str) -> Result<String, String> 
 
 /// Parses digits alone: `parse` accepts a leading plus sign, which no user means.
 fn rate(text: &str, what: &'static str, least: u64) -> Result<u64, String> {
+    if text == OFF {
+        return Ok(NO_LIMIT);
+    }
     let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
     let number = text.parse().ok().filter(|number| is_number && *number >= least);
     let given: String = text.chars().take(40).collect();
     number.ok_or_else(|| format!("{given:?} is not {}", Values::Rate { what, least }))
+}
+
+/// Writes a limit of a message.
+fn limit(limit: u64) -> String {
+    if limit == NO_LIMIT { OFF.to_owned() } else { limit.to_string() }
 }
 
 const IOS: &str = "IOs";
@@ -316,7 +416,7 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Words(Durability::CHOICES),
         help: "When a write counts as held: by the operating systems of a majority, or on their media",
         absent: "",
-        changes: false,
+        changes: true,
         given: |spec| {
             Durability::try_from(spec.durability()).map_or(String::new(), |one| one.to_string())
         },
@@ -344,7 +444,7 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Words(OnQuorumLoss::CHOICES),
         help: "What IO does without a quorum",
         absent: "",
-        changes: false,
+        changes: true,
         given: |spec| spec.on_quorum_loss.clone(),
         set: |spec, text| {
             spec.on_quorum_loss = checked::<OnQuorumLoss>(text)?;
@@ -357,7 +457,7 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Words(OnFull::CHOICES),
         help: "What writes do when the pools are full: wait for room, or fail with ENOSPC",
         absent: "",
-        changes: false,
+        changes: true,
         given: |spec| spec.on_full.clone(),
         set: |spec, text| {
             spec.on_full = checked::<OnFull>(text)?;
@@ -370,7 +470,7 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Words(Reads::CHOICES),
         help: "When a read is answered: under the target's lease, or after a quorum confirmed it",
         absent: "",
-        changes: false,
+        changes: true,
         given: |spec| spec.reads.clone(),
         set: |spec, text| {
             spec.reads = checked::<Reads>(text)?;
@@ -422,8 +522,8 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Rate { what: IOS, least: 1 },
         help: "IOs a second that the volume serves; more wait [default: no limit]",
         absent: "no limit",
-        changes: false,
-        given: |spec| spec.iops_limit.to_string(),
+        changes: true,
+        given: |spec| limit(spec.iops_limit),
         set: |spec, text| {
             spec.iops_limit = rate(text, IOS, 1)?;
             Ok(())
@@ -435,8 +535,8 @@ pub static OPTIONS: [VolumeOption; 11] = [
         values: Values::Rate { what: BYTES, least: BANDWIDTH_LIMIT_MIN },
         help: "Bytes a second that are read and written; more wait [default: no limit]",
         absent: "no limit",
-        changes: false,
-        given: |spec| spec.bandwidth_limit.to_string(),
+        changes: true,
+        given: |spec| limit(spec.bandwidth_limit),
         set: |spec, text| {
             spec.bandwidth_limit = rate(text, BYTES, BANDWIDTH_LIMIT_MIN)?;
             Ok(())
@@ -553,6 +653,40 @@ mod tests {
         assert_eq!((options.durability, options.spread), (Durability::Cache, Spread::Pool));
         assert_eq!((options.block_size.bytes(), options.replace_after), (4096, None));
         assert_eq!((options.fs_type, options.frontend), (None, None));
+    }
+
+    #[test]
+    fn options_that_may_change_are_changed_one_by_one_and_told_with_both_values() {
+        let made = VolumeOptions::complete(
+            &VolumeSpec { iops_limit: 500, ..VolumeSpec::default() },
+            Spread::Host,
+        )
+        .unwrap();
+        let mut asked = VolumeSpec::default();
+        for (key, value) in [("durability", "media"), ("iopsLimit", "off"), ("onFull", "wait")] {
+            VolumeOption::find(key).unwrap().set(&mut asked, value).unwrap();
+        }
+        let (now, changes) = VolumeOption::change(&asked, &made).unwrap();
+        assert_eq!((now.durability, now.iops_limit), (Durability::Media, 0));
+        let words: Vec<_> = changes.iter().map(ToString::to_string).collect();
+        assert_eq!(words, ["durability cache to media", "iopsLimit 500 to no limit"]);
+        assert_eq!(VolumeOption::change(&asked, &now).unwrap(), (now.clone(), Vec::new()));
+        assert_eq!(VolumeOption::fixed(&asked, &now), None);
+        let asked = VolumeSpec { block_size: 512, ..VolumeSpec::default() };
+        assert_eq!(VolumeOption::fixed(&asked, &now), Some(("blockSize", "4096".to_owned())));
+        let asked = VolumeSpec { on_full: "explode".into(), ..VolumeSpec::default() };
+        assert_eq!(VolumeOption::change(&asked, &now).unwrap_err().key, "onFull");
+    }
+
+    #[test]
+    fn the_nearest_known_word_is_suggested_and_none_where_all_differ() {
+        let known = || OPTIONS.iter().map(|option| option.key);
+        assert_eq!(nearest("iopslimit", known()), Some("iopsLimit"));
+        assert_eq!(nearest("durabilty", known()), Some("durability"));
+        assert_eq!(nearest("onQuorum", known()), Some("onQuorumLoss"));
+        assert_eq!(nearest("colour", known()), None);
+        assert_eq!(nearest("", known()), None);
+        assert_eq!(nearest(&"x".repeat(1 << 20), known()), None);
     }
 
     #[test]

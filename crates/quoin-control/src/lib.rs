@@ -39,6 +39,7 @@ pub use run::{
     run, serve,
 };
 pub use state::{events, records, store};
+pub use status::health;
 pub use status::metrics::Metrics;
 pub use volume::attach::Publish;
 pub use volume::epochs::{Granted, MembershipSwap};

@@ -1,4 +1,4 @@
-//! Numbers in messages, as people read them.
+//! Numbers and names in messages, as people read and type them.
 
 /// "3 GiB" where that is exact, else "1.3 GiB (1395864371 bytes)": a refusal that hides the
 /// bytes which are too many explains nothing.
@@ -13,8 +13,23 @@ pub(crate) fn bytes(count: u64) -> String {
     }
 }
 
+/// A name as a shell takes it whole.
+pub(crate) fn quoted(name: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    match !name.starts_with('-') && name.bytes().all(is_plain) {
+        true => name.to_owned(),
+        false => format!("'{}'", name.replace('\'', "'\\''")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn names_with_other_than_plain_letters_are_quoted() {
+        assert_eq!(super::quoted("db-1"), "db-1");
+        assert_eq!(super::quoted("it's; rm"), "'it'\\''s; rm'");
+    }
+
     #[test]
     fn sizes_are_exact_or_say_both() {
         assert_eq!(super::bytes(0), "0 bytes");

@@ -106,9 +106,32 @@ impl Backend {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<api::Volume>, String), Status> {
+        self.list(max_entries, starting_token, false).await
+    }
+
+    /// As [`Self::list_volumes`], of those with a condition and those that cannot be judged.
+    pub async fn list_ill_volumes(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<api::Volume>, String), Status> {
+        self.list(max_entries, starting_token, true).await
+    }
+
+    async fn list(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+        ill_only: bool,
+    ) -> Result<(Vec<api::Volume>, String), Status> {
         let starting_token = starting_token.to_owned();
         let is_first = starting_token.is_empty();
-        let wanted = api::ListVolumesRequest { max_entries, starting_token, ..Default::default() };
+        let wanted = api::ListVolumesRequest {
+            max_entries,
+            starting_token,
+            ill_only,
+            ..Default::default()
+        };
         let answer = self.client.clone().list_volumes(Self::request(wanted)).await;
         let page = answer
             .map_err(|status| match status.code() {
@@ -158,6 +181,28 @@ impl Backend {
         let wanted = api::ResizeVolumeRequest { volume: by_id(id), size_bytes, limit_bytes };
         let answer = self.client.clone().resize_volume(Self::request(wanted)).await;
         Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// Changes options of a volume, and how many replicas it is to have.
+    pub async fn modify_volume(
+        &self,
+        id: &str,
+        spec: api::VolumeSpec,
+        dry_run: bool,
+    ) -> Result<api::ModifyVolumeResponse, Status> {
+        if !is_id(id) {
+            return Err(crate::refusal::no_volume(id));
+        }
+        let wanted = api::ModifyVolumeRequest { volume: by_id(id), spec: Some(spec), dry_run };
+        let answer = self.client.clone().modify_volume(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// Returns the addresses of all pools.
+    pub async fn pool_addresses(&self) -> Result<Vec<String>, Status> {
+        let answer = self.client.clone().list_pools(Self::request(api::ListPoolsRequest {})).await;
+        let pools = answer.map_err(|status| from_control(&status))?.into_inner().pools;
+        Ok(pools.into_iter().map(|pool| pool.address).collect())
     }
 
     pub async fn capacity(

@@ -26,7 +26,7 @@ pub struct Capability {
 #[derive(Clone, PartialEq, Eq)]
 enum Wanted {
     Block,
-    Mount { file_system: Option<FileSystem>, flags: Vec<String> },
+    Mount { file_system: Option<FileSystem>, flags: Vec<String>, group: Option<u32> },
 }
 
 /// Why a capability was refused.
@@ -86,16 +86,17 @@ impl Capability {
                 if mount.fs_type.len() > 128 || mount.volume_mount_group.len() > 128 {
                     return Err(malformed("has a field of more than 128 bytes"));
                 }
-                if !mount.volume_mount_group.is_empty() {
-                    return Err(malformed(
-                        "has a volume_mount_group, which needs a capability that is not offered",
-                    ));
-                }
+                let group = match mount.volume_mount_group.as_str() {
+                    "" => None,
+                    text => Some(group_id(text).ok_or_else(|| {
+                        malformed("has a volume_mount_group that is not the number of a group")
+                    })?),
+                };
                 let file_system = match mount.fs_type.as_str() {
                     "" => None,
                     text => Some(text.parse().map_err(CapabilityError::Unsupported)?),
                 };
-                Wanted::Mount { file_system, flags: mount.mount_flags.clone() }
+                Wanted::Mount { file_system, flags: mount.mount_flags.clone(), group }
             }
         };
         if matches!(
@@ -144,9 +145,17 @@ impl Capability {
     pub fn access(&self, default: FileSystem) -> Access {
         match &self.wanted {
             Wanted::Block => Access::Block,
-            Wanted::Mount { file_system, flags } => {
+            Wanted::Mount { file_system, flags, .. } => {
                 Access::Mount { file_system: file_system.unwrap_or(default), flags: flags.clone() }
             }
+        }
+    }
+
+    /// Returns the group that the root directory of the file system is to belong to.
+    pub fn group(&self) -> Option<u32> {
+        match &self.wanted {
+            Wanted::Block => None,
+            Wanted::Mount { group, .. } => *group,
         }
     }
 
@@ -157,6 +166,12 @@ impl Capability {
         let readonly = if readonly { " readonly" } else { "" };
         format!("{access} {}{readonly}", self.mode_name())
     }
+}
+
+/// Parses the number of a group; the largest one stands for none in system calls.
+fn group_id(text: &str) -> Option<u32> {
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|group| is_number && *group != u32::MAX)
 }
 
 /// Reads a list that may not be empty.
@@ -262,6 +277,21 @@ mod tests {
             panic!("the flag loop was accepted")
         };
         assert!(!status.message().contains("hunter2"));
+    }
+
+    #[test]
+    fn a_mount_group_is_the_number_of_a_group() {
+        let with = |group: &str| {
+            let Some(AccessType::Mount(mount)) = mount("", &[]) else { panic!() };
+            let group = group.to_owned();
+            let mount = MountVolume { volume_mount_group: group, ..mount };
+            given(Some(AccessType::Mount(mount)), 1)
+        };
+        let group = |text| Capability::read("c", Some(&with(text))).ok().unwrap().group();
+        assert_eq!((group(""), group("0"), group("4294967294")), (None, Some(0), Some(4294967294)));
+        for wrong in ["staff", "-1", "+7", "4294967295", "1e3", " 7"] {
+            assert!(malformed(&with(wrong)), "{wrong}");
+        }
     }
 
     #[test]

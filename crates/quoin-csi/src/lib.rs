@@ -17,6 +17,7 @@ mod context;
 mod controller;
 mod endpoint;
 mod group;
+mod health;
 mod identity;
 mod in_flight;
 mod limits;
@@ -29,10 +30,11 @@ mod refusal;
 mod topology;
 
 pub use backend::Backend;
+pub use health::{CONTROLLER_UNREACHABLE, NO_POOL_REACHED};
 pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
 pub use identity::is_driver_name;
 pub use metrics::Metrics;
-pub use parameters::keys as parameter_keys;
+pub use parameters::{keys as parameter_keys, mutable_keys as mutable_parameter_keys};
 pub use plugin::{ConfigError, Mode, NodeSide, Plugin, PluginOptions};
 pub use process::{Error, Options, run};
 

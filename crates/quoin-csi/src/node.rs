@@ -14,9 +14,10 @@ use tonic::{Code, Request, Response, Status};
 use crate::backend::Backend;
 use crate::capability::{Capability, CapabilityError};
 use crate::capacity::{Range, signed};
+use crate::controller::cut;
 use crate::in_flight::run_to_completion;
 use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
-use crate::{NodeSide, Plugin, context, limits, topology};
+use crate::{NodeSide, Plugin, context, health, limits, topology};
 
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
@@ -24,7 +25,6 @@ pub(crate) struct NodeService(pub Plugin);
 const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
      or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
      printed why at its start";
-const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::StageUnstageVolume,
@@ -32,6 +32,9 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::ExpandVolume,
     rpc::Type::VolumeCondition,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::VolumeMountGroup,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::GetStorageHealth,
 ];
 
 impl NodeService {
@@ -163,6 +166,7 @@ impl Node for NodeService {
                 mode: capability.mode_name().to_owned(),
                 read_only: request.readonly || capability.is_reader_only(),
                 several_targets: capability.several_targets(),
+                group: capability.group(),
                 volume: request.volume_id,
                 staging_path,
                 target,
@@ -229,7 +233,9 @@ impl Node for NodeService {
             }
             let condition = VolumeCondition {
                 abnormal: stats.abnormal.is_some(),
-                message: stats.abnormal.unwrap_or_else(|| "present and usable on this node".into()),
+                message: cut(
+                    stats.abnormal.unwrap_or_else(|| "present and usable on this node".into()),
+                ),
             };
             let volume_condition = Some(condition);
             Ok(Response::new(NodeGetVolumeStatsResponse { usage, volume_condition }))
@@ -315,15 +321,46 @@ impl Node for NodeService {
 
     async fn node_get_volume_health(
         &self,
-        _: Request<NodeGetVolumeHealthRequest>,
+        request: Request<NodeGetVolumeHealthRequest>,
     ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
-        Err(not_served("NodeGetVolumeHealth", NOT_ADVERTISED))
+        let (backend, node) = self.served("NodeGetVolumeHealth")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        let target = limits::optional_path("volume_publish_path", &request.volume_publish_path)?;
+        let staging = limits::optional_path("staging_target_path", &request.staging_target_path)?;
+        let host = node.host.clone();
+        run_to_completion("NodeGetVolumeHealth", async move {
+            let volume_id = request.volume_id;
+            let found = host.health(&volume_id, staging.as_deref(), target.as_deref()).await;
+            let faults = match found.map_err(|error| from_node(&error))? {
+                Some(faults) => faults,
+                // Nothing of it is here: is there such a volume?
+                None => match backend.find_volume(&volume_id).await {
+                    Ok(Some(_)) => Vec::new(),
+                    Ok(None) => return Err(no_volume(&volume_id)),
+                    Err(status) => {
+                        let what = format!("volume {volume_id}, of which nothing is here,");
+                        return Err(refusal::not_judged(&what, status.message()));
+                    }
+                },
+            };
+            let volume_health = Some(health::of_node(volume_id, &faults));
+            Ok(Response::new(NodeGetVolumeHealthResponse { volume_health }))
+        })
+        .await
     }
     async fn node_get_storage_health(
         &self,
-        _: Request<NodeGetStorageHealthRequest>,
+        request: Request<NodeGetStorageHealthRequest>,
     ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
-        Err(not_served("NodeGetStorageHealth", NOT_ADVERTISED))
+        let (backend, _) = self.served("NodeGetStorageHealth")?;
+        limits::secrets(&request.into_inner().secrets)?;
+        let plugin = self.0.clone();
+        run_to_completion("NodeGetStorageHealth", async move {
+            let backend_health = plugin.pools().health(&backend).await?;
+            Ok(Response::new(NodeGetStorageHealthResponse { backend_health }))
+        })
+        .await
     }
 }
 

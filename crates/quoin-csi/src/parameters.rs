@@ -12,6 +12,10 @@ use tonic::Status;
 
 use crate::refusal::invalid;
 
+const PARAMETERS: &str = "parameters";
+const MUTABLE: &str = "mutable_parameters";
+const REPLICAS: &str = "replicas";
+
 /// Prefix of keys that sidecars add; they are not the user's.
 const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
 
@@ -29,7 +33,7 @@ struct Other {
 
 const OTHERS: [Other; 6] = [
     Other {
-        key: "replicas",
+        key: REPLICAS,
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
         values: "1 to as many as the cluster allows (5, at most 8); its default is 3",
         // The controller decides how many are allowed.
@@ -96,35 +100,113 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Result<&'static str, Op
     taken.ok_or_else(|| Some(other.values.to_owned()))
 }
 
+/// Returns whether a key may be changed while the volume exists.
+fn is_mutable(key: &str) -> bool {
+    key == REPLICAS || VolumeOption::find(key).is_some_and(|option| option.changes)
+}
+
+/// Returns the keys that may be changed while a volume exists.
+pub fn mutable_keys() -> impl Iterator<Item = &'static str> {
+    keys().filter(|key| is_mutable(key))
+}
+
+/// Returns whether a key is one that sidecars add, which Quoin ignores.
+pub fn is_foreign(key: &str) -> bool {
+    key.starts_with(FOREIGN_PREFIX)
+}
+
+/// Reads one map: the values by the keys in the project's spelling, each valid by itself.
+fn canonical(
+    field: &str,
+    given: &HashMap<String, String>,
+) -> Result<BTreeMap<&'static str, String>, Status> {
+    let mut values: BTreeMap<&'static str, String> = BTreeMap::new();
+    let mut spelled: BTreeMap<&'static str, &str> = BTreeMap::new();
+    // Sorted, so that the same request is always refused for the same key.
+    let sorted: BTreeMap<_, _> = given.iter().filter(|(key, _)| !is_foreign(key)).collect();
+    for (key, value) in sorted {
+        let own = set(&mut VolumeSpec::default(), key, value).map_err(|values| match values {
+            None => unknown(field, key),
+            Some(values) => {
+                invalid(field, format!("has {key:?} with a value that is none of: {values}"))
+            }
+        })?;
+        if let Some(other) = spelled.insert(own, key) {
+            let why = format!("has both {other:?} and {key:?}, which mean the same");
+            return Err(invalid(field, why));
+        }
+        values.insert(own, value.clone());
+    }
+    Ok(values)
+}
+
+/// Reads mutable parameters.
+fn canonical_mutable(
+    given: &HashMap<String, String>,
+) -> Result<BTreeMap<&'static str, String>, Status> {
+    let values = canonical(MUTABLE, given)?;
+    match values.keys().find(|key| !is_mutable(key)) {
+        None => Ok(values),
+        Some(key) => Err(invalid(
+            MUTABLE,
+            format!(
+                "has {key:?}, which cannot be changed once a volume is made; {} can",
+                mutable_keys().collect::<Vec<_>>().join(", ")
+            ),
+        )),
+    }
+}
+
+fn spec_of<'a>(values: impl IntoIterator<Item = (&'a &'static str, &'a String)>) -> VolumeSpec {
+    let mut spec = VolumeSpec::default();
+    for (key, value) in values {
+        set(&mut spec, key, value).expect("checked when it was read");
+    }
+    spec
+}
+
+fn texts(values: BTreeMap<&'static str, String>) -> HashMap<String, String> {
+    values.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
 /// Reads parameters into a specification, its `parameters` in the project's spelling.
 ///
 /// # Errors
 /// 3 with the key, and for a wrong value with the valid ones.
 pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
-    let mut spec = VolumeSpec::default();
-    let mut seen: BTreeMap<&str, &str> = BTreeMap::new();
-    // Sorted, so that the same request is always refused for the same key.
-    let sorted: BTreeMap<_, _> = given.iter().collect();
-    for (key, value) in sorted {
-        if key.starts_with(FOREIGN_PREFIX) {
-            continue;
-        }
-        let own = set(&mut spec, key, value).map_err(|values| match values {
-            None => unknown(key),
-            Some(values) => {
-                invalid("parameters", format!("has {key:?} with a value that is none of: {values}"))
-            }
-        })?;
-        if let Some(other) = seen.insert(own, key) {
-            let why = format!("has both {other:?} and {key:?}, which mean the same");
-            return Err(invalid("parameters", why));
-        }
-        spec.parameters.insert(own.to_owned(), value.clone());
-    }
+    read_new(given, &HashMap::new())
+}
+
+/// Reads the parameters of a new volume. A mutable one holds against a fixed one.
+///
+/// # Errors
+/// As [`read`].
+pub fn read_new(
+    given: &HashMap<String, String>,
+    mutable: &HashMap<String, String>,
+) -> Result<VolumeSpec, Status> {
+    let (parameters, mutable) = (canonical(PARAMETERS, given)?, canonical_mutable(mutable)?);
+    let mut merged = parameters.clone();
+    merged.extend(mutable.iter().map(|(key, value)| (*key, value.clone())));
+    let spec = spec_of(&merged);
+    check_factors(&spec)?;
+    Ok(VolumeSpec { parameters: texts(parameters), mutable_parameters: texts(mutable), ..spec })
+}
+
+/// Reads mutable parameters into a request for a change; `None`: there are none.
+///
+/// # Errors
+/// 3 with the key: it is unknown, its value is wrong, or it cannot be changed.
+pub fn read_change(mutable: &HashMap<String, String>) -> Result<Option<VolumeSpec>, Status> {
+    let values = canonical_mutable(mutable)?;
+    Ok((!values.is_empty()).then(|| spec_of(&values)))
+}
+
+fn check_factors(spec: &VolumeSpec) -> Result<(), Status> {
     let most = if spec.replicas == 0 { REPLICAS_HARD_MAX } else { spec.replicas };
     if spec.consistency_factor > most {
         let why = "has a consistencyFactor above replicas";
-        return Err(invalid("parameters", why));
+        return Err(invalid(PARAMETERS, why));
     }
     let majority = most / 2 + 1;
     if spec.replicas != 0
@@ -137,14 +219,29 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
              acknowledged writes with one failure; set allowLossOnSingleFailure: \"true\" to \
              accept that"
         );
-        return Err(invalid("parameters", why));
+        return Err(invalid(PARAMETERS, why));
     }
-    Ok(spec)
+    Ok(())
 }
 
-fn unknown(key: &str) -> Status {
-    let known: Vec<_> = keys().collect();
-    invalid("parameters", format!("has the unknown key {key:?}; known are {}", known.join(", ")))
+/// Every spelling that is accepted.
+fn spellings() -> impl Iterator<Item = &'static str> {
+    let aliases = OTHERS.iter().flat_map(|other| other.aliases);
+    let of_options = OPTIONS.iter().flat_map(|option| option.aliases);
+    keys().chain(aliases.copied()).chain(of_options.copied())
+}
+
+fn unknown(field: &str, key: &str) -> Status {
+    let known: Vec<_> = match field {
+        MUTABLE => mutable_keys().collect(),
+        _ => keys().collect(),
+    };
+    let hint = match quoin_api::volume::nearest(key, spellings()) {
+        Some(nearest) => format!(" (did you mean {nearest:?}?)"),
+        None => String::new(),
+    };
+    let shown: String = key.chars().take(64).collect();
+    invalid(field, format!("has the unknown key {shown:?}{hint}; known are {}", known.join(", ")))
 }
 
 #[cfg(test)]
@@ -219,6 +316,40 @@ mod tests {
         let foreign = of(&[("csi.storage.k8s.io/pvc/name", "claim")]);
         assert_eq!(read(&foreign).unwrap(), VolumeSpec::default());
         assert_eq!(read(&HashMap::new()).unwrap(), VolumeSpec::default());
+    }
+
+    /// Proves CSIN-MODIFY-03, CSIN-MODIFY-04: the rule itself.
+    #[test]
+    fn mutable_parameters_hold_against_fixed_ones_and_are_refused_by_name() {
+        let fixed = of(&[("repl", "3"), ("durability", "cache"), ("spread", "pool")]);
+        let mutable = of(&[("durability", "media"), ("replicaCount", "5"), ("iopsLimit", "off")]);
+        let spec = read_new(&fixed, &mutable).unwrap();
+        assert_eq!((spec.durability(), spec.replicas), (Durability::Media, 5));
+        assert_eq!(spec.parameters["durability"], "cache");
+        assert_eq!(spec.mutable_parameters["replicas"], "5");
+        for (key, value, words) in [
+            ("durabilty", "media", "did you mean \"durability\""),
+            ("colour", "red", "known are"),
+            ("durability", "disk", "cache | media"),
+            ("blockSize", "512", "cannot be changed"),
+            ("fstype", "xfs", "cannot be changed"),
+            ("consistencyFactor", "2", "cannot be changed"),
+        ] {
+            for refused in [
+                read_new(&HashMap::new(), &of(&[(key, value)])).unwrap_err(),
+                read_change(&of(&[("reads", "leased"), (key, value)])).unwrap_err(),
+            ] {
+                assert_eq!(refused.code(), Code::InvalidArgument);
+                let message = refused.message();
+                let own = if key == "fstype" { "fsType" } else { key };
+                assert!(message.contains(own) && message.contains(words), "{message}");
+                assert!(message.starts_with("mutable_parameters"), "{message}");
+            }
+        }
+        assert_eq!(read_change(&of(&[("csi.storage.k8s.io/x", "y")])).unwrap(), None);
+        let change = read_change(&of(&[("iopsLimit", "off"), ("repl", "3")])).unwrap().unwrap();
+        assert_eq!((change.iops_limit, change.replicas), (quoin_api::volume::NO_LIMIT, 3));
+        assert!(change.parameters.is_empty() && change.mutable_parameters.is_empty());
     }
 
     #[test]

@@ -21,6 +21,7 @@ use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::controller::ControllerService;
 use crate::group::{GroupService, MetadataService};
+use crate::health::Pools;
 use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
 use crate::metrics::Metrics;
@@ -106,6 +107,7 @@ struct Inner {
     backend: Backend,
     node: Option<NodeSide>,
     metrics: Metrics,
+    pools: Pools,
     controller_calls: InFlight,
     node_calls: InFlight,
 }
@@ -135,6 +137,7 @@ impl Plugin {
             backend: options.backend,
             node: options.node.filter(|_| options.mode.node),
             metrics: options.metrics,
+            pools: Pools::default(),
             controller_calls: InFlight::default(),
             node_calls: InFlight::default(),
         };
@@ -152,6 +155,10 @@ impl Plugin {
     }
     pub(crate) fn node(&self) -> Option<&NodeSide> {
         self.inner.node.as_ref()
+    }
+    /// This node's way to the pools.
+    pub(crate) fn pools(&self) -> &Pools {
+        &self.inner.pools
     }
     /// Controller and node calls are tracked separately: they may run in different processes
     /// anyway.

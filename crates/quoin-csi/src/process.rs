@@ -22,6 +22,9 @@ use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginO
 /// Interval of reports. The control plane considers a node offline after slightly more than three.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 
+/// Reports between two questions for the addresses of the pools.
+const LEARN_POOLS_EVERY: u64 = 15;
+
 /// Options of `quoin node`.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -180,6 +183,7 @@ async fn keep_reporting(
 ) -> Option<String> {
     let mut client = AgentClient::new(channel);
     let mut is_reachable = true;
+    let mut reports = 0u64;
     loop {
         let reported = devices.report().await;
         let mut request = Request::new(NodeReport {
@@ -197,6 +201,11 @@ async fn keep_reporting(
         metrics.record_report(outcome.as_ref().err().map(problem));
         let fit = plugin.check_node().await;
         metrics.health.set("node", fit.err().map(|status| status.message().to_owned()));
+        if outcome.is_ok() && reports.is_multiple_of(LEARN_POOLS_EVERY) {
+            // So that their reach can be judged while the controller is away.
+            let _ = plugin.pools().learn(plugin.backend()).await;
+        }
+        reports += 1;
         match outcome {
             Ok(_) if !is_reachable => {
                 tracing::info!("the controller is reachable again");

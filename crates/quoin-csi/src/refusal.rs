@@ -31,6 +31,11 @@ pub fn precondition(why: impl std::fmt::Display) -> Status {
     Status::failed_precondition(why.to_string())
 }
 
+/// Refuses the name of a volume that does not offer what is requested: 6.
+pub fn exists_without(why: &str) -> Status {
+    Status::already_exists(format!("a volume of that name exists and does not offer that: {why}"))
+}
+
 /// Refuses a path at which no volume of this node can be: 5.
 pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
     Status::not_found(format!("volume {volume_id:?} is not at that path: {}", why.message()))
@@ -56,6 +61,18 @@ pub fn no_volume(volume_id: &str) -> Status {
 /// Refuses while another call works on the same volume: 10.
 pub fn pending(what: &str) -> Status {
     Status::aborted(format!("an operation on {what} is in progress; retry when it has ended"))
+}
+
+/// Reports a change that the records have and that does not rule yet: 14, and a repeat completes it.
+pub fn not_in_force(waiting_for: &str) -> Status {
+    Status::unavailable(format!(
+        "the change is recorded and not in force yet: it waits for {waiting_for}; repeat the call"
+    ))
+}
+
+/// Refuses to judge without evidence: 14. An empty answer would be taken for health.
+pub fn not_judged(what: &str, why: &str) -> Status {
+    Status::unavailable(format!("the health of {what} cannot be judged: {why}"))
 }
 
 /// Refuses an impossible size: 11.

@@ -52,8 +52,8 @@ async fn a_repeated_create_returns_the_same_volume() {
     assert_eq!(listed[0].volume.as_ref().unwrap().volume_context, first.volume_context);
 }
 
-/// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38, CSI-CAPACITY-01: a
-/// compatible request stays compatible.
+/// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-36, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38,
+/// CSI-CAPACITY-01: a compatible request stays compatible.
 #[tokio::test]
 async fn the_name_of_another_volume_is_refused() {
     let mut world = World::start().await;
@@ -82,6 +82,16 @@ async fn the_name_of_another_volume_is_refused() {
         let request = CreateVolumeRequest { accessibility_requirements, ..create("db", 64 * MIB) };
         assert_eq!(code(&world.controller.create_volume(request).await), expected);
     }
+    let too_small_for_xfs = CreateVolumeRequest {
+        capacity_range: None,
+        volume_capabilities: vec![
+            writer(),
+            mount_capability("xfs", AccessMode::SingleNodeWriter),
+        ],
+        ..create("db", 0)
+    };
+    let answer = world.controller.create_volume(too_small_for_xfs).await;
+    assert_eq!(code(&answer), Code::AlreadyExists, "the volume cannot be used so");
     let any_size = CreateVolumeRequest { capacity_range: None, ..create("db", 0) };
     let again = world.controller.create_volume(any_size).await.unwrap().into_inner();
     assert_eq!(again.volume.unwrap(), first, "without a range, any size matches");
@@ -108,7 +118,7 @@ async fn an_invalid_create_request_creates_nothing() {
         CreateVolumeRequest { parameters: map(&[("colour", "red")]), ..good() },
         CreateVolumeRequest { parameters: map(&[("replicas", "zero")]), ..good() },
         CreateVolumeRequest { parameters: map(&[("k", &"v".repeat(4096))]), ..good() },
-        CreateVolumeRequest { mutable_parameters: map(&[("replicas", "2")]), ..good() },
+        CreateVolumeRequest { mutable_parameters: map(&[("spread", "pool")]), ..good() },
         CreateVolumeRequest { secrets: map(&[("pass word", "x")]), ..good() },
         CreateVolumeRequest { capacity_range: Some(range(0, 0)), ..good() },
         CreateVolumeRequest { capacity_range: Some(range(-1, 0)), ..good() },

@@ -25,6 +25,24 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
     }
 }
 
+/// Proves CSIN-HEALTH-06: for the reasons of a node and of its storage.
+#[test]
+fn the_document_of_health_lists_every_reason_of_a_node() {
+    let text = std::fs::read_to_string(root().join("docs/health.md")).unwrap();
+    for kind in quoin_node::FaultKind::ALL {
+        let severity = if kind.is_degraded() { "degraded" } else { "inaccessible" };
+        let row = format!("| `{}` | {severity} | ", kind.as_str());
+        assert!(text.contains(&row), "{row}");
+    }
+    for reason in [quoin_csi::CONTROLLER_UNREACHABLE, quoin_csi::NO_POOL_REACHED] {
+        assert!(text.contains(&format!("| `{reason}` | ")), "{reason}");
+    }
+    let text = std::fs::read_to_string(root().join("docs/csi.md")).unwrap();
+    let mutable: Vec<_> =
+        quoin_csi::mutable_parameter_keys().map(|key| format!("`{key}`")).collect();
+    assert!(text.contains(&mutable.join(", ")), "{mutable:?}");
+}
+
 /// Proves CSI-ENV-02.
 #[test]
 fn no_variable_of_quoin_starts_with_the_prefix_of_the_interface() {

@@ -5,7 +5,9 @@ mod common;
 
 mod controller;
 mod documents;
+mod health;
 mod interrupted;
+mod modify;
 mod node;
 mod process;
 mod services;

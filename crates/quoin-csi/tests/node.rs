@@ -78,6 +78,49 @@ async fn a_mounted_volume_passes_all_steps_forth_and_back_twice() {
     }
 }
 
+/// Proves CSI-VOLCAP-06: the root directory belongs to the group and lets it write, and what lies
+/// below stays its owner's.
+#[tokio::test]
+async fn a_mount_group_gets_the_root_directory_of_a_writable_publication() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    if !can_mount() {
+        return;
+    }
+    let mut world = World::start().await;
+    let with_group = |group: &str| VolumeCapability {
+        access_type: Some(AccessType::Mount(MountVolume {
+            fs_type: "ext4".into(),
+            mount_flags: Vec::new(),
+            volume_mount_group: group.into(),
+        })),
+        ..writer()
+    };
+    let stage = world.published(with_group("4242")).await;
+    world.node.node_stage_volume(stage.clone()).await.unwrap();
+    fs::write(world.path("stage/own"), "x").unwrap();
+    let root = || fs::metadata(world.path("stage")).unwrap();
+    let before = (root().gid(), root().mode());
+    let publish = world.publish_at(&stage, "pods/a");
+    let mut node = world.node.clone();
+    let read_only = NodePublishVolumeRequest { readonly: true, ..publish.clone() };
+    node.node_publish_volume(read_only).await.unwrap();
+    assert_eq!((root().gid(), root().mode()), before, "a reader changes nothing");
+    node.node_unpublish_volume(unpublish_of(&publish)).await.unwrap();
+    for _ in 0..2 {
+        node.node_publish_volume(publish.clone()).await.unwrap();
+        assert_eq!(root().gid(), 4242);
+        assert_eq!(root().permissions().mode() & 0o2070, 0o2070);
+        // A repeat completes what a call that was cut off left.
+        std::os::unix::fs::chown(world.path("stage"), None, Some(0)).unwrap();
+    }
+    assert_eq!(fs::metadata(world.path("stage/own")).unwrap().gid(), before.0);
+    let wrong = NodePublishVolumeRequest {
+        volume_capability: Some(with_group("staff")),
+        ..publish.clone()
+    };
+    assert_eq!(code(&node.node_publish_volume(wrong).await), Code::InvalidArgument);
+}
+
 /// Proves CSI-NODEPUBLISH-29, CSI-NODEPUBLISH-36: for block access.
 #[tokio::test]
 async fn a_read_only_block_volume_is_a_device_that_refuses_writes() {

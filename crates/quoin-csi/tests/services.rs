@@ -89,19 +89,6 @@ async fn every_unserved_call_returns_unimplemented() {
         code(&controller.delete_snapshot(DeleteSnapshotRequest::default()).await),
         code(&controller.list_snapshots(ListSnapshotsRequest::default()).await),
         code(&controller.get_snapshot(GetSnapshotRequest::default()).await),
-        code(&controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await),
-        code(
-            &controller
-                .controller_list_volume_health(ControllerListVolumeHealthRequest::default())
-                .await,
-        ),
-        code(
-            &controller
-                .controller_get_volume_health(ControllerGetVolumeHealthRequest::default())
-                .await,
-        ),
-        code(&world.node.node_get_volume_health(NodeGetVolumeHealthRequest::default()).await),
-        code(&world.node.node_get_storage_health(NodeGetStorageHealthRequest::default()).await),
         code(
             &group
                 .group_controller_get_capabilities(GroupControllerGetCapabilitiesRequest::default())
@@ -115,10 +102,11 @@ async fn every_unserved_call_returns_unimplemented() {
         ),
         code(&group.get_volume_group_snapshot(GetVolumeGroupSnapshotRequest::default()).await),
     ];
-    assert_eq!(codes, [Code::Unimplemented; 13]);
+    assert_eq!(codes, [Code::Unimplemented; 8]);
 }
 
-/// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03: modes differ in active
+/// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03, CSIN-HEALTH-02,
+/// CSIN-MODIFY-01, CSI-CTRLCAPS-20, CSI-NODECAPS-09: modes differ in active
 /// services, not in the plugin's identity.
 #[tokio::test]
 async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
@@ -166,6 +154,9 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
                     .await,
             ),
             code(&controller.controller_get_volume(ControllerGetVolumeRequest::default()).await),
+            code(&controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await),
+            code(&controller.controller_list_volume_health(ControllerListVolumeHealthRequest::default()).await),
+            code(&controller.controller_get_volume_health(ControllerGetVolumeHealthRequest::default()).await),
         ] {
             assert_eq!(served(answer), mode.controller, "{mode:?}");
         }
@@ -178,6 +169,8 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
             code(&world.node.node_unpublish_volume(NodeUnpublishVolumeRequest::default()).await),
             code(&world.node.node_get_volume_stats(NodeGetVolumeStatsRequest::default()).await),
             code(&world.node.node_expand_volume(NodeExpandVolumeRequest::default()).await),
+            code(&world.node.node_get_volume_health(NodeGetVolumeHealthRequest::default()).await),
+            code(&world.node.node_get_storage_health(NodeGetStorageHealthRequest::default()).await),
         ] {
             assert_eq!(served(answer), mode.node, "{mode:?}");
         }

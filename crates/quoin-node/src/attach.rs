@@ -23,6 +23,17 @@ pub struct AttachRequest {
     pub read_only: bool,
 }
 
+/// A volume's block device, and the way of its IO.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Session {
+    /// `None`: it has none.
+    pub device: Option<PathBuf>,
+    /// The target answers; IO waits otherwise.
+    pub is_connected: bool,
+    /// Why all its IO fails for good.
+    pub dead: Option<String>,
+}
+
 /// Attaches and detaches block devices. Every call is idempotent. Devices outlive their caller.
 #[async_trait]
 pub trait Attacher: Send + Sync {
@@ -34,6 +45,11 @@ pub trait Attacher: Send + Sync {
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error>;
     /// Returns the device of the volume, if it is attached.
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error>;
+    /// Returns the device of the volume and whether its IO gets through now.
+    async fn session(&self, volume: &str) -> Result<Session, Error> {
+        let device = self.device(volume).await?;
+        Ok(Session { device, is_connected: true, dead: self.dead(volume).await? })
+    }
     /// Returns why all IO of the volume's device fails for good: another node has used the volume
     /// since the device was made. `None`: the device is usable.
     async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {

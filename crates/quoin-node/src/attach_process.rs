@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use quoin_attach::AttachClient;
 use quoin_attach::protocol::{AttachVolume, Kind};
 
-use crate::attach::{AttachRequest, Attacher};
+use crate::attach::{AttachRequest, Attacher, Session};
 use crate::error::Error;
 
 /// Time for which a device that was just unmounted may still be held by others: the kernel's own
@@ -65,6 +65,15 @@ impl Attacher for AttachProcess {
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
         let attached = self.client.list().await.map_err(refused)?;
         Ok(attached.into_iter().find(|one| one.volume == volume).map(|one| one.device))
+    }
+
+    async fn session(&self, volume: &str) -> Result<Session, Error> {
+        let attached = self.client.list().await.map_err(refused)?;
+        let Some(own) = attached.into_iter().find(|one| one.volume == volume) else {
+            return Ok(Session::default());
+        };
+        let dead = Some(own.dead).filter(|why| !why.is_empty());
+        Ok(Session { device: Some(own.device), is_connected: own.connected, dead })
     }
 
     async fn dead(&self, volume: &str) -> Result<Option<String>, Error> {
@@ -136,6 +145,11 @@ mod tests {
         assert_eq!(process.dead("2").await.unwrap(), None);
         assert_eq!(process.dead("3").await.unwrap(), None);
         assert_eq!(process.device("2").await.unwrap(), Some("/dev/of-2".into()));
+        let session = process.session("1").await.unwrap();
+        assert_eq!(session.device, Some("/dev/of-1".into()));
+        assert_eq!(session.dead.as_deref(), Some("another node has it"));
+        assert!(session.is_connected && process.session("2").await.unwrap().dead.is_none());
+        assert_eq!(process.session("3").await.unwrap(), Session::default());
     }
 
     /// The orchestrator retries what is unavailable, and reports everything else to a user.

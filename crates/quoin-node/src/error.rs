@@ -181,6 +181,44 @@ impl Error {
         }
     }
 
+    /// Returns whether the host or the volume failed, and not the request.
+    #[must_use]
+    pub fn is_fault(&self) -> bool {
+        match self {
+            Self::StagedElsewhere { .. }
+            | Self::StagedDifferently { .. }
+            | Self::NotStaged { .. }
+            | Self::StillPublished { .. }
+            | Self::PublishedDifferently { .. }
+            | Self::PublishedElsewhere { .. }
+            | Self::OtherCapability { .. }
+            | Self::MixedReadOnly { .. }
+            | Self::NotPresent { .. }
+            | Self::Path { .. }
+            | Self::TooSmall { .. }
+            | Self::GrowNotPermitted { .. }
+            | Self::ReadOnlyGrow { .. }
+            | Self::AboveLimit { .. } => false,
+            Self::ForeignMount { .. }
+            | Self::OtherContent { .. }
+            | Self::EmptyReadOnly { .. }
+            | Self::MissingTool { .. }
+            | Self::ImageTooLarge { .. }
+            | Self::Tool { .. }
+            | Self::Damaged { .. }
+            | Self::NotPermitted { .. }
+            | Self::MountFlag { .. }
+            | Self::Busy { .. }
+            | Self::Waiting { .. }
+            | Self::DeadStaging { .. }
+            | Self::Attach(_)
+            | Self::AttachImpossible(_)
+            | Self::Io { .. }
+            | Self::Record { .. }
+            | Self::Stopped(_) => true,
+        }
+    }
+
     /// Wraps an I/O error with the attempted action and its path.
     pub(crate) fn io(
         operation: &'static str,

@@ -24,12 +24,14 @@ mod records;
 mod superblock;
 mod tools;
 
-pub use attach::{AttachRequest, Attacher, wait_for_socket};
+pub use attach::{AttachRequest, Attacher, Session, wait_for_socket};
 pub use attach_process::AttachProcess;
 pub use device_reports::{DeviceReports, DeviceUse};
 pub use error::{Error, Kind};
 pub use format::FileSystem;
-pub use host::{HostOptions, NodeHost, PublishRequest, StageRequest, VolumeStats};
+pub use host::{
+    FaultKind, HostOptions, NodeHost, PublishRequest, StageRequest, VolumeFault, VolumeStats,
+};
 pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
 pub use probe::{Content, content as device_content};

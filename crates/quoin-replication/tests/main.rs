@@ -18,6 +18,7 @@ mod increments;
 mod late_answers;
 mod membership;
 mod moments;
+mod options;
 mod owed;
 mod parked;
 mod rebuilds;

@@ -2,6 +2,7 @@
 //! of the next epoch, also if a pool has no room for the entries that are sequenced again.
 
 use crate::hand::*;
+use quoin_replication::primary::{LiveOptions, OnFull, OnQuorumLoss, PrimaryEvent, ReadMode};
 use quoin_types::block::Operation;
 use quoin_types::message::{Content, FromReplica, OpenAck, Ping, Slot, ToReplica};
 use quoin_types::*;
@@ -20,12 +21,20 @@ impl Owed {
     /// their caches, so many times in a row. One pool has no room for the write when it is
     /// sequenced again.
     fn after(holders: u128, reopens: usize) -> Self {
+        Self::after_events(holders, reopens, Vec::new())
+    }
+
+    /// The same, where these events come after the write reached its holders.
+    fn after_events(holders: u128, reopens: usize, events: Vec<PrimaryEvent>) -> Self {
         let table = [row(5, 1, HELD.0, 55)];
         let mut hand = Hand::new(config());
         hand.serve(&table, HELD.0);
         hand.write(1, 3);
         for id in 1..=holders {
             hand.applied(id, false);
+        }
+        for event in events {
+            hand.on(event);
         }
         let mut first = hand.entries_of(1)[0].clone();
         let mut rows = table.to_vec();
@@ -110,4 +119,21 @@ fn beside_a_full_pool_no_read_waits_for_what_was_never_acknowledged() {
     assert!(!owed.is_answered(1));
     assert!(owed.read() < owed.written);
     assert!(owed.is_answered(2));
+}
+
+/// Under `media` nothing above stable is owed, but for what `cache` had acknowledged before.
+#[test]
+fn what_was_acknowledged_before_a_change_to_media_is_owed_after_it() {
+    let options = LiveOptions {
+        version: 1,
+        durability: Durability::Media,
+        on_quorum_loss: OnQuorumLoss::Wait,
+        on_full: OnFull::Wait,
+        reads: ReadMode::Leased,
+    };
+    let change = PrimaryEvent::Options { options, granted: false };
+    let mut owed = Owed::after_events(2, 1, vec![change]);
+    assert!(owed.is_answered(1), "it was acknowledged under cache");
+    assert_eq!(owed.read(), owed.written);
+    assert!(!owed.is_answered(2));
 }

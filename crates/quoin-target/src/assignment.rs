@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use quoin_api::control::{self, NodeAssignment, TargetAssignment};
+use quoin_api::control::{self, NodeAssignment, TargetAssignment, VolumeSpec};
 use quoin_api::volume::{self, VolumeOptions};
 use quoin_identity::convert::id;
-use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode, VerifyOrder};
+use quoin_replication::primary::{
+    LiveOptions, OnFull, OnQuorumLoss, PrimaryConfig, ReadMode, VerifyOrder,
+};
 use quoin_replication::replica::LEASE_MS;
 use quoin_types::block::DeviceInfo;
 use quoin_types::membership::{Desired, Durability, Member, Newcomer};
@@ -29,6 +31,8 @@ pub struct Assigned {
     /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
+    /// Options that may change while it is served.
+    pub options: LiveOptions,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     /// Opened for work on its replicas alone: no client is accepted.
@@ -47,6 +51,7 @@ impl Assigned {
             info: self.info.clone(),
             since_epoch: self.since_epoch,
             limits: self.limits,
+            options_version: self.options.version,
             socket,
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
@@ -98,12 +103,47 @@ fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
     Ok(VerifyOrder { request: order.request, repair: order.repair, from })
 }
 
+fn complete(spec: &VolumeSpec) -> Result<VolumeOptions, String> {
+    // The spread of its placement does not concern a target.
+    let options = VolumeOptions::complete(spec, volume::Spread::Host);
+    options.map_err(|wrong| format!("{}: {}", wrong.key, wrong.rule))
+}
+
+fn live(options: &VolumeOptions, version: u64) -> LiveOptions {
+    LiveOptions {
+        version,
+        durability: match options.durability {
+            volume::Durability::Cache => Durability::Cache,
+            volume::Durability::Media => Durability::Media,
+        },
+        on_quorum_loss: match options.on_quorum_loss {
+            volume::OnQuorumLoss::Wait => OnQuorumLoss::Wait,
+            volume::OnQuorumLoss::Fail => OnQuorumLoss::Fail,
+        },
+        on_full: match options.on_full {
+            volume::OnFull::Wait => OnFull::Wait,
+            volume::OnFull::NoSpace => OnFull::NoSpace,
+        },
+        reads: match options.reads {
+            volume::Reads::Leased => ReadMode::Leased,
+            volume::Reads::Confirmed => ReadMode::Confirmed,
+        },
+    }
+}
+
+/// Parses the options that come with a grant.
+///
+/// # Errors
+/// An option that this version does not know.
+pub fn granted_options(spec: &VolumeSpec, version: u64) -> Result<LiveOptions, String> {
+    Ok(live(&complete(spec)?, version))
+}
+
 fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     let volume_id = id("volume", &target.volume_id)?;
     let spec = target.spec.clone().unwrap_or_default();
-    // The spread of its placement does not concern a target.
-    let options = VolumeOptions::complete(&spec, volume::Spread::Host);
-    let options = options.map_err(|wrong| format!("{}: {}", wrong.key, wrong.rule))?;
+    let options = complete(&spec)?;
+    let live = live(&options, target.options_version);
     let volume_blocks = target.size_bytes.div_ceil(BLOCK_SIZE as u64);
     if volume_blocks == 0 || volume_blocks > VOLUME_BLOCKS_MAX {
         return Err(format!("a size of {} bytes is out of range", target.size_bytes));
@@ -145,22 +185,10 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             volume: volume_id,
             volume_blocks,
             logical_block_size: options.block_size.bytes(),
-            durability: match options.durability {
-                volume::Durability::Cache => Durability::Cache,
-                volume::Durability::Media => Durability::Media,
-            },
-            on_quorum_loss: match options.on_quorum_loss {
-                volume::OnQuorumLoss::Wait => OnQuorumLoss::Wait,
-                volume::OnQuorumLoss::Fail => OnQuorumLoss::Fail,
-            },
-            on_full: match options.on_full {
-                volume::OnFull::Wait => OnFull::Wait,
-                volume::OnFull::NoSpace => OnFull::NoSpace,
-            },
-            reads: match options.reads {
-                volume::Reads::Leased => ReadMode::Leased,
-                volume::Reads::Confirmed => ReadMode::Confirmed,
-            },
+            durability: live.durability,
+            on_quorum_loss: live.on_quorum_loss,
+            on_full: live.on_full,
+            reads: live.reads,
             read_only: target.read_only,
             lease_ms: LEASE_MS,
             open_grace_ms: OPEN_GRACE_MS,
@@ -179,6 +207,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         },
         since_epoch: target.used_since_epoch,
         limits: Limits { ios_per_s: options.iops_limit, bytes_per_s: options.bandwidth_limit },
+        options: live,
         replicas,
         desired,
         maintenance: target.maintenance,
@@ -189,7 +218,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
 
 #[cfg(test)]
 mod tests {
-    use quoin_api::control::{ReplicaAddress, VolumeSpec};
+    use quoin_api::control::ReplicaAddress;
     use quoin_types::{ReplicaGuid, ReplicaId};
 
     use super::*;
@@ -219,6 +248,7 @@ mod tests {
             verify: None,
             membership_version: 7,
             used_since_epoch: 5,
+            options_version: 9,
         }
     }
 
@@ -289,6 +319,23 @@ mod tests {
         assert_eq!(assigned.desired, desired);
         changing.desired_replication_factor = 300;
         assert!(parse_one(changing).unwrap_err().contains("out of range"));
+    }
+
+    #[test]
+    fn options_come_with_their_version_in_an_assignment_and_in_a_grant() {
+        let spec = VolumeSpec {
+            reads: "confirmed".into(),
+            on_full: "enospc".into(),
+            iops_limit: quoin_api::volume::NO_LIMIT,
+            ..VolumeSpec::default()
+        };
+        let assigned = parse_one(TargetAssignment { spec: Some(spec.clone()), ..target() }).unwrap();
+        let options = assigned.options;
+        assert_eq!((options.version, options.reads), (9, ReadMode::Confirmed));
+        assert_eq!(assigned.limits, Limits::default());
+        assert_eq!(granted_options(&spec, 9).unwrap(), options);
+        let odd = VolumeSpec { on_quorum_loss: "explode".into(), ..VolumeSpec::default() };
+        assert!(granted_options(&odd, 1).unwrap_err().contains("explode"));
     }
 
     #[test]

@@ -27,7 +27,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::Status;
 
 use crate::Options;
-use crate::assignment::{self, Assigned};
+use crate::assignment::{self, Assigned, granted_options};
 use crate::dial::{Dials, Reach};
 use crate::nbd_listener::{NbdListener, NewClient};
 use crate::requested_devices::RequestedDevices;
@@ -161,6 +161,8 @@ impl Control {
                     read_only: assigned.info.read_only,
                     since_epoch: assigned.since_epoch,
                     size_bytes: assigned.info.size_bytes,
+                    limits: assigned.limits,
+                    options: assigned.options,
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
                     verify: assigned.verify,
@@ -332,11 +334,14 @@ impl Control {
             acquire_epoch_response::Outcome::NotOwner => Grant::NotOwner,
             acquire_epoch_response::Outcome::Granted => {
                 let membership = answer.membership.as_ref().map(convert::membership);
-                match membership {
-                    Some(Ok(membership)) => Grant::Given {
+                let version = answer.options_version;
+                let options = answer.spec.as_ref().map(|spec| granted_options(spec, version));
+                match (membership, options.transpose()) {
+                    (Some(Ok(membership)), Ok(options)) => Grant::Given {
                         epoch: quoin_types::Epoch(answer.epoch),
                         membership,
                         bytes: answer.grant.into(),
+                        options,
                     },
                     other => {
                         tracing::error!(%volume, ?other, "a grant that makes no sense");
@@ -492,6 +497,8 @@ impl Control {
             device: device.path,
             device_message: device.message,
             device_refused: device.refused,
+            options_version: status.options_version,
+            waiting_kind: status.waiting_kind.to_owned(),
             goes_by: (status.membership.rf > 0).then(|| GoesBy {
                 granted: Some(convert::membership_message(&status.granted)),
                 held: Some(convert::membership_message(&status.membership)),

@@ -256,6 +256,7 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
         info: DeviceInfo { name, size_bytes, block_size: 512, read_only: false },
         since_epoch: 0,
         limits: Limits::default(),
+        options_version: 0,
         socket: Some(socket.clone()),
         replicas: places,
         desired: Default::default(),

@@ -65,6 +65,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
             },
             since_epoch: 0,
             limits: Limits::default(),
+            options_version: 0,
             socket: None,
             replicas: vec![ReplicaPlace {
                 member: known[0],

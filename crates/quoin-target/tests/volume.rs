@@ -10,11 +10,11 @@ use bytes::Bytes;
 use quoin_identity::{Authority, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
 use quoin_pool::shard::Ended;
-use quoin_replication::primary::ReplicaStanding;
+use quoin_replication::primary::{LiveOptions, ReplicaStanding};
 use quoin_store::model::ModelPool;
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
-use quoin_target::shard::{Limits, ReplicaPlace};
+use quoin_target::shard::{Input, Limits, ReplicaPlace, VolumeUpdate};
 use quoin_types::PoolId;
 use quoin_types::membership::{Member, Membership};
 use quoin_wire::Mode;
@@ -245,6 +245,62 @@ fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() 
 }
 
 /// Its write waits for the volume's open, which a second pool ends: by then nobody wants it.
+#[test]
+fn limits_and_durability_of_an_open_volume_change_with_its_next_assignment() {
+    let volume = Plain::new(3, 2, 3);
+    let (target, socket) = volume.open();
+    let mut client = Nbd::connect(&socket);
+    client.write(0, &[1; 4096]);
+    let assign = |version: u64, media: bool, limits: Limits| {
+        let config = config(BLOCKS, media);
+        target.handle.send(Input::Update(Box::new(VolumeUpdate {
+            volume: config.volume,
+            socket: Some(socket.clone()),
+            read_only: false,
+            since_epoch: 0,
+            size_bytes: BLOCKS * 4096,
+            limits,
+            options: LiveOptions::of(&config, version),
+            replicas: volume.places(),
+            desired: Default::default(),
+            verify: None,
+        })));
+        eventually("the options are in force", || target.status().options_version == version);
+    };
+    assign(1, true, Limits { ios_per_s: 10, bytes_per_s: 0 });
+    let began = Instant::now();
+    for n in 0..25 {
+        client.write(n * 4096, &[2; 4096]);
+    }
+    assert!(began.elapsed() > Duration::from_millis(1200), "{:?}", began.elapsed());
+    let status = target.status();
+    assert_eq!(status.stable, status.last.lsn, "on media before it is acknowledged");
+    assign(2, false, Limits::default());
+    let began = Instant::now();
+    for n in 0..25 {
+        client.write(n * 4096, &[3; 4096]);
+    }
+    assert!(began.elapsed() < Duration::from_millis(1200), "{:?}", began.elapsed());
+    // An older assignment that comes late takes nothing back.
+    let config = config(BLOCKS, true);
+    target.handle.send(Input::Update(Box::new(VolumeUpdate {
+        volume: config.volume,
+        socket: Some(socket.clone()),
+        read_only: false,
+        since_epoch: 0,
+        size_bytes: BLOCKS * 4096,
+        limits: Limits::default(),
+        options: LiveOptions::of(&config, 1),
+        replicas: volume.places(),
+        desired: Default::default(),
+        verify: None,
+    })));
+    client.write(0, &[4; 4096]);
+    assert_eq!(target.status().options_version, 2);
+    drop(client);
+    target.stop();
+}
+
 #[test]
 fn a_client_that_is_gone_leaves_no_write_behind_for_those_who_come_after_it() {
     let volume = Plain::new(2, 2, 2);

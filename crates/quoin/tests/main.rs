@@ -33,6 +33,7 @@ mod known_list;
 mod limits;
 mod lost_records;
 mod members;
+mod modifying;
 mod namespaces;
 mod nbd_tcp;
 mod nodes;

@@ -113,6 +113,8 @@ pub const ALL: &[Defect] = &[
     core("view-applied-before-durable", Swarm::PowerCuts),
     core("media-acknowledged-at-commit", Swarm::PowerCuts),
     core("read-at-commit-under-media", Swarm::PowerCuts).like("read-at-commit-under-media"),
+    core("cache-to-media-acknowledged-at-commit", Swarm::PowerCuts),
+    core("shown-under-cache-not-owed", Swarm::Blackouts),
     core("repair-of-another-version", Swarm::Damage),
     core("page-changed-between-sends", Swarm::Few),
     core("dropped-below-cf", Swarm::Rebuilds).like("drop-below-cf"),

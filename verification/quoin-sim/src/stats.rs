@@ -105,6 +105,8 @@ counters! {
         snapshots,
         /// Blocks that were trimmed while a replica was away.
         holes,
+        /// Times that the durability was changed.
+        durability_changes,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -209,6 +211,8 @@ impl fmt::Display for Summary {
         )?;
         writeln!(f, "recovered by hand            {:>12}", s.operators.recoveries)?;
         writeln!(f, "snapshots made or deleted    {:>12}", s.operators.snapshots)?;
+        let durability_changes = s.operators.durability_changes;
+        writeln!(f, "durability changed           {durability_changes:>12}")?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 use super::Services;
 use crate::Error;
 
-use crate::api::assignments::{NodeStream, PoolStream};
+use crate::api::assignments::{NodeStream, PoolStream, spec};
 use crate::api::reports::id;
 use crate::state::changes::{Concern, News};
 use crate::volume::epochs::MembershipSwap;
@@ -188,6 +188,8 @@ impl Agent for Services {
                 answer.epoch = granted.epoch.0;
                 answer.membership = Some(membership_message(&granted.membership));
                 answer.grant = granted.grant;
+                answer.spec = Some(spec(&granted.record));
+                answer.options_version = granted.record.generation;
             }
             Err(why) => {
                 answer.set_outcome(Acquired::NotOwner);

@@ -142,6 +142,7 @@ impl Assignments {
             membership_version: volume.membership.version,
             device: volume.attachments.iter().any(|a| a.node == node && a.device),
             used_since_epoch: volume.used.since_of(node),
+            options_version: volume.generation,
         })
     }
 

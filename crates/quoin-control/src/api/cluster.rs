@@ -131,14 +131,18 @@ impl Cluster for Services {
         request: Request<ListVolumesRequest>,
     ) -> Result<Response<ListVolumesResponse>, Status> {
         let scope = self.look(&request)?;
-        let ListVolumesRequest { max_entries, starting_token, include_deleting } =
+        let ListVolumesRequest { max_entries, starting_token, include_deleting, ill_only } =
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let (page, next_token) = self.controller.volumes.catalog.list_with(
-            max_entries,
-            &starting_token,
-            include_deleting,
-        )?;
+        let is_listed =
+            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
+        let catalog = &self.controller.volumes.catalog;
+        let (page, next_token) = match ill_only {
+            true => catalog.list_where(max_entries, &starting_token, |volume| {
+                self.controller.status.is_ill(volume)
+            })?,
+            false => catalog.list_with(max_entries, &starting_token, is_listed)?,
+        };
         let seen = page.iter().filter(|volume| scope.sees(volume));
         let volumes = seen.map(|volume| self.controller.status.volume(volume)).collect();
         Ok(Response::new(ListVolumesResponse { volumes, next_token }))
@@ -255,6 +259,24 @@ impl Cluster for Services {
         let volume =
             self.controller.disaster.volumes.recover(asked.volume.as_ref(), &recovery).await?;
         Ok(Response::new(self.controller.status.volume(&volume)))
+    }
+
+    async fn modify_volume(
+        &self,
+        request: Request<ModifyVolumeRequest>,
+    ) -> Result<Response<ModifyVolumeResponse>, Status> {
+        self.manage(&request)?;
+        let ModifyVolumeRequest { volume, spec, dry_run } = request.into_inner();
+        let spec = spec.unwrap_or_default();
+        let modifications = &self.controller.volumes.modifications;
+        let (record, changes) = modifications.modify(volume.as_ref(), &spec, dry_run).await?;
+        let waiting_for = match dry_run {
+            true => String::new(),
+            false => modifications.wait(&record).await,
+        };
+        let record = self.controller.state.volumes.get(&record.id.0.to_string()).unwrap_or(record);
+        let volume = Some(self.controller.status.volume(&record));
+        Ok(Response::new(ModifyVolumeResponse { volume, changes, waiting_for }))
     }
 
     async fn apply_volume(

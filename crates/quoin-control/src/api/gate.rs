@@ -73,6 +73,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/ScaleVolume", OpenTo::Users, ASKED),
     ("Cluster/MoveReplica", OpenTo::Users, ASKED),
     ("Cluster/RemoveReplicas", OpenTo::Users, ASKED),
+    ("Cluster/ModifyVolume", OpenTo::Users, ASKED),
     ("Cluster/ApplyVolume", OpenTo::Users, ASKED),
     ("Cluster/RecoverVolume", OpenTo::Governors, ASKED),
     ("Cluster/VerifyVolume", OpenTo::Users, ASKED),

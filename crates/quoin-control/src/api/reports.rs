@@ -19,6 +19,7 @@ use crate::state::observed::{
 };
 use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use crate::state::{State, about};
+use crate::status::health::Conditions;
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
@@ -30,6 +31,8 @@ const REPLICAS_MAX: usize = 16_384;
 const EVENTS_MAX: usize = 64;
 const TEXT_BYTES_MAX: usize = 1024;
 const TOPOLOGY_MAX: usize = 64;
+/// Reason of the event of a block without any good copy.
+const BLOCK_LOST: &str = "BlockLost";
 
 pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
     if text.len() > TEXT_BYTES_MAX {
@@ -64,6 +67,7 @@ fn counts(pool: &PoolRecord) -> PoolCounts {
 pub struct Reports {
     state: Arc<State>,
     lifecycle: Arc<Lifecycle>,
+    conditions: Arc<Conditions>,
     verifier: Arc<Verifier>,
     dying: Arc<DyingPools>,
     absence: Arc<Absence>,
@@ -78,6 +82,7 @@ impl Reports {
     pub(crate) fn new(state: Arc<State>, work: &reconcile::Parts, volumes: &volume::Parts) -> Self {
         Self {
             lifecycle: work.lifecycle.clone(),
+            conditions: work.conditions.clone(),
             verifier: volumes.verifier.clone(),
             dying: work.dying.clone(),
             absence: work.absence.clone(),
@@ -385,6 +390,7 @@ impl Reports {
         short("waiting_for", &report.waiting_for)?;
         short("device", &report.device)?;
         short("device_message", &report.device_message)?;
+        short("waiting_kind", &report.waiting_kind)?;
         self.state.check_ruling()?;
         let record = self
             .state
@@ -443,11 +449,19 @@ impl Reports {
                 message: report.device_message.clone(),
                 refused: report.device_refused,
             },
+            options_version: report.options_version,
+            waiting_kind: report.waiting_kind.clone(),
         };
         let confirms = (report.epoch, report.membership_version)
             == (record.epoch, record.membership.version)
             && report.state == "serving";
         self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
+        let is_lost = |event: &api::AgentEvent| {
+            event.reason == BLOCK_LOST && event.volume_id == report.volume_id
+        };
+        if report.events.iter().any(is_lost) {
+            self.conditions.block_lost(volume);
+        }
         let is_news;
         {
             let mut observed = self.state.observed();

@@ -16,6 +16,7 @@ use crate::state::events::{Object, Severity};
 use crate::state::observed::ReplicaState;
 use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
 use crate::state::{State, about, random_id};
+use crate::status::health::Conditions;
 use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
@@ -30,6 +31,7 @@ pub struct Lifecycle {
     state: Arc<State>,
     verifier: Arc<Verifier>,
     fences: Fences,
+    conditions: Arc<Conditions>,
     queue: Arc<Queue<VolumeId>>,
     /// Last announced health of each volume.
     health: Mutex<HashMap<VolumeId, &'static str>>,
@@ -61,10 +63,14 @@ impl Reconciler for Lifecycle {
 }
 
 impl Lifecycle {
-    pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
+    pub(crate) fn new(
+        state: Arc<State>,
+        verifier: Arc<Verifier>,
+        conditions: Arc<Conditions>,
+    ) -> Self {
         let queue = queue_of_volumes(&state, PAUSE);
         let fences = Fences::new(state.clone());
-        Self { state, verifier, fences, queue, health: Mutex::default() }
+        Self { state, verifier, fences, conditions, queue, health: Mutex::default() }
     }
 
     fn health(&self) -> MutexGuard<'_, HashMap<VolumeId, &'static str>> {
@@ -158,10 +164,12 @@ impl Lifecycle {
         observed.openings.remove(&volume.id.0);
         drop(observed);
         self.health().remove(&volume.id.0);
+        self.conditions.forget(volume.id.0);
     }
 
     /// An event when a volume's health turns.
     pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
+        self.conditions.look(volume);
         let status = crate::status::shown(&self.state, volume);
         let now = status.health;
         // Who was taken in since the target's last report is not in that: the next one tells.

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use crate::Error;
 use crate::state::State;
+use crate::status::health::Conditions;
 use crate::volume::verification::Verifier;
 
 pub(crate) mod absence;
@@ -112,6 +113,7 @@ pub struct Parts {
     pub balancer: Arc<rebalance::Balancer>,
     pub tender: Arc<tending::Tender>,
     pub cordons: cordon::Cordons,
+    pub(crate) conditions: Arc<Conditions>,
     pub(crate) absence: Arc<absence::Absence>,
     pub(crate) dying: Arc<dying::DyingPools>,
 }
@@ -121,8 +123,12 @@ impl Parts {
         let balancer = Arc::new(rebalance::Balancer::new(state.clone()));
         let healer = Arc::new(heal::Healer::new(state.clone(), balancer.clone()));
         let dying = Arc::new(dying::DyingPools::new(state.clone()));
+        let conditions = Arc::new(Conditions::new(state.clone()));
+        let lifecycle =
+            lifecycle::Lifecycle::new(state.clone(), verifier.clone(), conditions.clone());
         Self {
-            lifecycle: Arc::new(lifecycle::Lifecycle::new(state.clone(), verifier.clone())),
+            lifecycle: Arc::new(lifecycle),
+            conditions,
             tender: Arc::new(tending::Tender::new(state.clone(), verifier.clone())),
             cordons: cordon::Cordons::new(state.clone(), healer.clone(), dying.clone()),
             absence: Arc::new(absence::Absence::new(state.clone())),

@@ -133,6 +133,10 @@ pub struct VolumeSeen {
     /// Configuration that it was given and holds; `None`: it did not report it.
     pub goes_by: Option<Arc<GoesBy>>,
     pub device: DeviceMade,
+    /// Version of the options that rule all its IO; 0: it does not report it.
+    pub options_version: u64,
+    /// Kind of the wait, in the words of [`quoin_api::control::VolumeReport`].
+    pub waiting_kind: String,
 }
 
 /// The block device that its node made of it, where one was asked for.
@@ -150,7 +154,9 @@ impl VolumeSeen {
             let states = seen.replicas.iter().map(|(guid, r)| (*guid, r.state.clone()));
             states.collect::<HashMap<_, _>>()
         };
-        (&self.node, self.epoch, &self.state, &self.silent, self.membership_version)
+        let ruled = |seen: &Self| (seen.options_version, seen.waiting_kind.clone());
+        ruled(self) != ruled(before)
+            || (&self.node, self.epoch, &self.state, &self.silent, self.membership_version)
             != (
                 &before.node,
                 before.epoch,

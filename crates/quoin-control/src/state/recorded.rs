@@ -49,6 +49,8 @@ fn spec() -> Spec {
         allow_loss_on_single_failure: true,
         parameters: words(&[("purpose", "test")]),
         accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
+        mutable_parameters: BTreeMap::new(),
+        created_options: None,
     }
 }
 

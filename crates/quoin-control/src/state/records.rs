@@ -88,6 +88,28 @@ pub struct Spec {
     pub parameters: BTreeMap<String, String>,
     /// Any of these; empty: anywhere.
     pub accessible_topology: Vec<BTreeMap<String, String>>,
+    /// CSI's mutable parameters, as the volume was made with them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub mutable_parameters: BTreeMap<String, String>,
+    /// The options that it was made with, where they were changed since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub created_options: Option<Box<VolumeOptions>>,
+}
+
+impl Spec {
+    /// Replaces the options. A repeated creation is compared with those that it asked for.
+    pub(crate) fn change_options(&mut self, options: VolumeOptions) {
+        let before = std::mem::replace(&mut self.options, options);
+        if before != self.options {
+            self.created_options.get_or_insert_with(|| Box::new(before));
+        }
+    }
+
+    /// As it was made.
+    pub(crate) fn as_created(&self) -> Self {
+        let created = self.created_options.as_deref().unwrap_or(&self.options);
+        Self { options: created.clone(), created_options: None, ..self.clone() }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

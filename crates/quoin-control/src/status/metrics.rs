@@ -12,6 +12,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use crate::controller::Controller;
 use crate::disaster::scheduled_backup::BackupRecord;
+use crate::status::health::{Judgement, Reason};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Named {
@@ -21,6 +22,19 @@ struct Named {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Health {
     health: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Condition {
+    reason: String,
+    severity: String,
+}
+
+impl Condition {
+    fn of(reason: Reason) -> Self {
+        let severity = reason.severity().as_str().to_owned();
+        Self { reason: reason.as_str().to_owned(), severity }
+    }
 }
 
 /// A handle that can be made before the controller runs and asked while it does.
@@ -114,14 +128,31 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
     for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
         family.get_or_create(&Health { health: health.to_owned() }).set(0);
     }
+    let conditions = Family::<Condition, Gauge>::default();
+    for reason in Reason::ALL {
+        conditions.get_or_create(&Condition::of(*reason)).set(0);
+    }
+    let not_judged = Gauge::<i64>::default();
     let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
     for volume in controller.state.volumes.list() {
+        match controller.status.judge(&volume) {
+            Judgement::NotYet(_) => drop(not_judged.inc()),
+            Judgement::Known(found) => {
+                for found in found {
+                    conditions.get_or_create(&Condition::of(found.reason)).inc();
+                }
+            }
+        }
         let health = crate::status::shown(&controller.state, &volume).health.to_owned();
         family.get_or_create(&Health { health }).inc();
         attached.inc_by(i64::from(!volume.attachments.is_empty()));
         bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));
     }
     registry.register("volumes", "Volumes by health", family);
+    let help = "Volumes with a condition, by its reason and severity (docs/health.md)";
+    registry.register("volume_conditions", help, conditions);
+    let help = "Volumes whose health cannot be judged yet";
+    registry.register("volumes_not_judged", help, not_judged);
     registry.register("volumes_attached", "Volumes attached to a node", attached);
     registry.register_with_unit("volumes_size", "Sum of the volumes' sizes", Unit::Bytes, bytes);
 }

@@ -1,5 +1,6 @@
 //! Records and observations as people see them: phase, health, use, and what is waited for.
 
+pub mod health;
 pub(crate) mod metrics;
 pub(crate) mod target_config;
 
@@ -14,6 +15,7 @@ use tokio::time::Instant;
 use crate::api::assignments;
 use crate::membership::admission::Admission;
 use crate::reconcile::rebalance::Balancer;
+use crate::status::health::{Conditions, Judgement};
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
 use crate::state::records::{
@@ -278,6 +280,7 @@ pub struct Status {
     balancer: Arc<Balancer>,
     devices: Arc<Devices>,
     admission: Arc<Admission>,
+    conditions: Arc<Conditions>,
 }
 
 impl Status {
@@ -292,12 +295,14 @@ impl Status {
             balancer: work.balancer.clone(),
             devices: volumes.devices.clone(),
             admission: members.admission.clone(),
+            conditions: work.conditions.clone(),
             state,
         }
     }
 
     pub fn volume(&self, volume: &VolumeRecord) -> api::Volume {
         let status = shown(&self.state, volume);
+        let (conditions, not_judged) = self.conditions.messages(volume);
         let revision = self.state.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
         let phase = match volume.phase {
             VolumePhase::Pending => "Pending",
@@ -335,7 +340,19 @@ impl Status {
             replace_after: self.state.replace_after(volume).to_string(),
             verification: self.verifier.message(volume),
             devices: self.devices.of(volume),
+            conditions,
+            not_judged,
         }
+    }
+
+    /// Judges the health of a volume.
+    pub fn judge(&self, volume: &VolumeRecord) -> Judgement {
+        self.conditions.judge(volume)
+    }
+
+    /// Whether a volume has a condition, or cannot be judged.
+    pub(crate) fn is_ill(&self, volume: &VolumeRecord) -> bool {
+        self.conditions.is_ill(volume)
     }
 
     pub fn attachment(

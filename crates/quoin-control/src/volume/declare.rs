@@ -9,7 +9,6 @@
 use std::sync::Arc;
 
 use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
-use quoin_api::volume::{OPTIONS, VolumeOptions};
 use quoin_types::ReplicaId;
 
 use crate::api::reports;
@@ -20,7 +19,7 @@ use crate::volume::placement::Candidate;
 use crate::volume::scale::{self, Scale};
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
 use crate::volume::volumes::Catalog;
-use crate::volume::{spec, volumes};
+use crate::volume::{modify, spec, volumes};
 use crate::{Error, text};
 
 /// Place where a replica is to be.
@@ -31,7 +30,7 @@ struct Place {
 }
 
 /// Change that was made: reason of its event, and message for the user.
-type Said = (&'static str, String);
+pub(super) type Said = (&'static str, String);
 
 /// Volumes as documents declare them.
 pub struct Declarations {
@@ -177,7 +176,7 @@ fn fields(
     declared: &VolumeSpec,
     candidates: &[Candidate],
 ) -> Result<Vec<Said>, Error> {
-    check_fixed(volume, declared)?;
+    modify::check_fixed(volume, declared)?;
     let mut said = Vec::new();
     if declared.size_bytes != 0 {
         let size = spec::size(declared.size_bytes, 0)?;
@@ -194,40 +193,8 @@ fn fields(
             said.push(("VolumeResized", message));
         }
     }
-    for option in OPTIONS.iter().filter(|option| option.changes) {
-        let Some(asked) = option.given(declared) else { continue };
-        let mut message = VolumeSpec::from(&volume.spec);
-        let has = option.given(&message);
-        if has.as_ref() == Some(&asked) {
-            continue;
-        }
-        option.set(&mut message, &asked).map_err(|rule| Error::invalid(option.key, rule))?;
-        let options = VolumeOptions::complete(&message, volume.spec.options.spread);
-        volume.spec.options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
-        let has = has.unwrap_or_else(|| option.absent.to_owned());
-        said.push(("VolumeChanged", format!("{} {has} to {asked}", option.key)));
-    }
+    said.extend(modify::change_options(volume, declared)?);
     Ok(said)
-}
-
-/// Refuses changes of options that are fixed when a volume is made.
-fn check_fixed(volume: &VolumeRecord, declared: &VolumeSpec) -> Result<(), Error> {
-    let has = VolumeSpec::from(&volume.spec);
-    let differs = OPTIONS.iter().filter(|option| !option.changes).find_map(|option| {
-        let (asked, has) = (option.given(declared)?, option.given(&has).unwrap_or_default());
-        (asked != has)
-            .then(|| (option.key, if has.is_empty() { option.absent.into() } else { has }))
-    });
-    match differs {
-        None => Ok(()),
-        Some((field, has)) => Err(Error::invalid(
-            field,
-            format!(
-                "volume {:?} has {has}, which cannot be changed once it is made",
-                declared.name
-            ),
-        )),
-    }
 }
 
 /// Ids of the replicas that stay, and the pool where each is to be.

@@ -22,6 +22,8 @@ pub struct Granted {
     pub membership: Membership,
     /// Grant with the controller's signature, which pools verify.
     pub grant: Vec<u8>,
+    /// Record that granted it: the target opens with no older options.
+    pub record: Arc<VolumeRecord>,
 }
 
 /// Complete known list and factors that a target requests.
@@ -91,6 +93,7 @@ impl Epochs {
             epoch: record.epoch(),
             membership: (&record.membership).into(),
             grant: self.state.identity.sign_grant(&grant)?,
+            record,
         }))
     }
 

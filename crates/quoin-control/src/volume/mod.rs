@@ -6,6 +6,7 @@ pub(crate) mod declare;
 pub(crate) mod devices;
 pub(crate) mod epochs;
 pub(crate) mod fencing;
+pub(crate) mod modify;
 pub mod placement;
 pub mod policy;
 pub(crate) mod scale;
@@ -24,6 +25,7 @@ pub struct Parts {
     pub replicas: scale::Replicas,
     pub attachments: attach::Attachments,
     pub declarations: declare::Declarations,
+    pub modifications: modify::Modifications,
     pub epochs: Arc<epochs::Epochs>,
     pub devices: Arc<devices::Devices>,
     pub verifier: Arc<verification::Verifier>,
@@ -36,6 +38,7 @@ impl Parts {
             replicas: scale::Replicas::new(state.clone()),
             attachments: attach::Attachments::new(state.clone()),
             declarations: declare::Declarations::new(state.clone(), catalog.clone()),
+            modifications: modify::Modifications::new(state.clone()),
             epochs: Arc::new(epochs::Epochs::new(state.clone(), terms.clone())),
             devices: Arc::new(devices::Devices::new(state.clone())),
             verifier: Arc::new(verification::Verifier::new(state.clone())),

@@ -90,9 +90,13 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         return Err(Error::invalid("consistencyFactor", rule));
     }
     let accessible_topology = topologies(&asked.accessible_topology)?;
-    let bytes: usize = asked.parameters.iter().map(|(key, value)| key.len() + value.len()).sum();
-    if bytes > MAP_BYTES_MAX {
-        return Err(Error::invalid("parameters", format!("more than {MAP_BYTES_MAX} bytes")));
+    let maps =
+        [("parameters", &asked.parameters), ("mutableParameters", &asked.mutable_parameters)];
+    for (field, map) in maps {
+        let bytes: usize = map.iter().map(|(key, value)| key.len() + value.len()).sum();
+        if bytes > MAP_BYTES_MAX {
+            return Err(Error::invalid(field, format!("more than {MAP_BYTES_MAX} bytes")));
+        }
     }
     let options = VolumeOptions::complete(asked, defaults.spread);
     let options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
@@ -104,6 +108,8 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
+        mutable_parameters: asked.mutable_parameters.clone().into_iter().collect(),
+        created_options: None,
     })
 }
 
@@ -170,6 +176,7 @@ impl From<&Spec> for VolumeSpec {
             consistency_factor: spec.consistency_factor.into(),
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
             parameters: spec.parameters.clone().into_iter().collect(),
+            mutable_parameters: spec.mutable_parameters.clone().into_iter().collect(),
             accessible_topology: spec
                 .accessible_topology
                 .iter()

@@ -149,7 +149,7 @@ impl Catalog {
             let (has, most) = (text::bytes(size), text::bytes(limit_bytes));
             differences.push(format!("size: it has {has}, at most {most} are asked for"));
         }
-        let (has, wants) = (in_words(&volume.spec), in_words(asked));
+        let (has, wants) = (in_words(&volume.spec.as_created()), in_words(asked));
         for ((field, has), (_, wants)) in has.into_iter().zip(wants) {
             if has != wants {
                 differences.push(format!("{field}: it was made with {has}, {wants} is asked for"));
@@ -157,6 +157,9 @@ impl Catalog {
         }
         if volume.spec.parameters != asked.parameters {
             differences.push("parameters: it was made with others".to_owned());
+        }
+        if volume.spec.mutable_parameters != asked.mutable_parameters {
+            differences.push("mutable parameters: it was made with others".to_owned());
         }
         if !self.within(volume, asked) {
             differences.push("topology: not all of its replicas are where it is asked for".into());
@@ -256,15 +259,41 @@ impl Catalog {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
-        self.list_with(max_entries, starting_token, false)
+        self.list_with(max_entries, starting_token, |v| v.phase != VolumePhase::Deleting)
     }
 
-    /// See [`Self::list`]; with the volumes that are deleted and still being cleared away.
+    /// As [`Self::list`], of those volumes for which `is_wanted` is true. It is asked while no lock
+    /// is held, so it may look at other records.
+    pub(crate) fn list_where(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+        is_wanted: impl Fn(&VolumeRecord) -> bool,
+    ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        const LOOK_AT: u32 = 256;
+        let (mut wanted, mut token) = (Vec::new(), starting_token.to_owned());
+        loop {
+            let (page, next) = self.list(LOOK_AT, &token)?;
+            for volume in page.into_iter().filter(|volume| is_wanted(volume)) {
+                if max_entries != 0 && wanted.len() == max_entries as usize {
+                    let last = wanted.last().map(|v: &Arc<VolumeRecord>| v.id.0.to_string());
+                    return Ok((wanted, self.token_after(&last.unwrap_or_default())));
+                }
+                wanted.push(volume);
+            }
+            if next.is_empty() {
+                return Ok((wanted, next));
+            }
+            token = next;
+        }
+    }
+
+    /// As [`Self::list`], of the volumes for which `is_listed` is true by their record alone.
     pub(crate) fn list_with(
         &self,
         max_entries: u32,
         starting_token: &str,
-        include_deleting: bool,
+        is_listed: impl Fn(&VolumeRecord) -> bool,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
         // A list that lacks volumes would be taken for their absence.
         self.state.check_ruling()?;
@@ -277,11 +306,9 @@ impl Catalog {
             0 => usize::MAX,
             n => n as usize,
         };
-        let is_listed =
-            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
-        let page = self.state.volumes.page_of(after, count, is_listed);
+        let page = self.state.volumes.page_of(after, count, &is_listed);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
-        let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, is_listed).is_empty();
+        let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, &is_listed).is_empty();
         Ok((page, if more { self.token_after(&last) } else { String::new() }))
     }
 

@@ -165,8 +165,13 @@ async fn other_fields_change_where_they_can_and_are_refused_by_name_where_they_c
         s.size_bytes = 0;
         s.set_durability(Durability::Media);
     });
-    let text = refused(&cluster, &media).await;
-    assert!(text.starts_with("durability:") && text.contains("cannot be changed"), "{text}");
+    assert_eq!(apply(&mut cluster, &media).await, ["durability cache to media"]);
+    let blocks = with(|s| {
+        s.size_bytes = 0;
+        s.block_size = 512;
+    });
+    let text = refused(&cluster, &blocks).await;
+    assert!(text.starts_with("blockSize:") && text.contains("cannot be changed"), "{text}");
     let low = ApplyVolumeRequest { consistency_factor: Some(1), ..grown.clone() };
     assert!(refused(&cluster, &low).await.contains("allowLossOnSingleFailure"));
     // A version from before another change.

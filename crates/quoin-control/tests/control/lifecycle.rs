@@ -473,3 +473,19 @@ async fn an_event_about_a_replica_names_its_pool() {
         ]
     );
 }
+
+/// Proves CSI-DELETEVOLUME-03: the record's part.
+#[tokio::test]
+async fn a_volume_of_which_replicas_are_gone_already_is_deleted_with_all_that_is_left() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.pools[0].wipe();
+    cluster.pools[1].wipe();
+    let db = by_name("db");
+    for _ in 0..2 {
+        cluster.controller.volumes.catalog.delete(db.as_ref()).await.unwrap();
+        cluster.settle().await.unwrap();
+    }
+    assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()));
+    assert!(cluster.store.keys("volume/").is_empty(), "no record is left");
+}

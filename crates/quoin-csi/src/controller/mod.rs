@@ -1,7 +1,10 @@
 //! The Controller service: checks requests, passes them to the control plane and converts the
 //! answers. It holds no state of volumes, so it runs on any host, in any number.
 
+mod modify;
 mod response;
+
+pub(crate) use response::cut;
 
 use quoin_api::control as api;
 use quoin_api::csi::controller_server::Controller;
@@ -14,14 +17,13 @@ use crate::backend::Backend;
 use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::in_flight::run_to_completion;
-use crate::refusal::{invalid, missing, not_served, out_of_range};
-use crate::{Plugin, context, limits, parameters, topology};
+use crate::refusal::{self, invalid, missing, not_served, out_of_range};
+use crate::{Plugin, context, health, limits, parameters, topology};
 
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
 const NO_SNAPSHOTS: &str = "the plugin does not advertise it; this version has no snapshots";
-const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 /// Capabilities of this controller, in the order of the interface's numbers.
 const CAPABILITIES: &[rpc::Type] = &[
@@ -35,6 +37,9 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::VolumeCondition,
     rpc::Type::GetVolume,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::ModifyVolume,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::ListVolumeHealth,
 ];
 
 impl ControllerService {
@@ -59,13 +64,12 @@ impl Controller for ControllerService {
         limits::secrets(&request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
-        refuse_mutable(&request.mutable_parameters)?;
         let capabilities =
             capability::read_all(&request.volume_capabilities).map_err(CapabilityError::invalid)?;
         refuse_source(request.volume_content_source.as_ref())?;
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
-        let mut spec = parameters::read(&request.parameters)?;
+        let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
@@ -80,6 +84,7 @@ impl Controller for ControllerService {
                 any_size: range.required_bytes == 0,
             };
             let volume = backend.create_volume(wanted).await?;
+            refuse_not_offered(&capabilities, &volume)?;
             let volume = Some(response::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })
@@ -184,18 +189,18 @@ impl Controller for ControllerService {
                     context::compare(&request.volume_context, &own)
                         .map_err(|why| format!("volume_context {why}"))
                 })
-                .and_then(|()| response::same_parameters(&volume, &request.parameters))
-                .and_then(|()| match refuse_mutable(&request.mutable_parameters) {
-                    Ok(()) => Ok(()),
-                    Err(status) => Err(status.message().to_owned()),
-                });
+                .and_then(|()| response::same_parameters(&volume, &request.parameters));
+            let verdict = match verdict {
+                Ok(()) => modify::is_possible(&backend, &volume, &request.mutable_parameters).await?,
+                refused => refused,
+            };
             let answer = match verdict {
                 Ok(()) => ValidateVolumeCapabilitiesResponse {
                     confirmed: Some(validate_volume_capabilities_response::Confirmed {
                         volume_context: context::issued(&request.volume_context, &own),
                         volume_capabilities: request.volume_capabilities,
                         parameters: request.parameters,
-                        mutable_parameters: Default::default(),
+                        mutable_parameters: modify::checked(request.mutable_parameters),
                     }),
                     message: String::new(),
                 },
@@ -351,9 +356,21 @@ impl Controller for ControllerService {
 
     async fn controller_modify_volume(
         &self,
-        _: Request<ControllerModifyVolumeRequest>,
+        request: Request<ControllerModifyVolumeRequest>,
     ) -> Result<Response<ControllerModifyVolumeResponse>, Status> {
-        Err(not_served("ControllerModifyVolume", NOT_ADVERTISED))
+        let backend = self.served("ControllerModifyVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::secrets(&request.secrets)?;
+        limits::map("mutable_parameters", &request.mutable_parameters)?;
+        let change = parameters::read_change(&request.mutable_parameters)?;
+        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        run_to_completion("ControllerModifyVolume", async move {
+            let _held = held;
+            modify::modify(&backend, &request.volume_id, change).await?;
+            Ok(Response::new(ControllerModifyVolumeResponse {}))
+        })
+        .await
     }
     async fn create_snapshot(
         &self,
@@ -381,26 +398,36 @@ impl Controller for ControllerService {
     }
     async fn controller_list_volume_health(
         &self,
-        _: Request<ControllerListVolumeHealthRequest>,
+        request: Request<ControllerListVolumeHealthRequest>,
     ) -> Result<Response<ControllerListVolumeHealthResponse>, Status> {
-        Err(not_served("ControllerListVolumeHealth", NOT_ADVERTISED))
+        let backend = self.served("ControllerListVolumeHealth")?;
+        let request = request.into_inner();
+        let max_entries = u32::try_from(request.max_entries)
+            .map_err(|_| invalid("max_entries", "is negative"))?;
+        limits::optional("starting_token", &request.starting_token)?;
+        limits::secrets(&request.secrets)?;
+        run_to_completion("ControllerListVolumeHealth", async move {
+            let page = backend.list_ill_volumes(max_entries, &request.starting_token).await?;
+            let (volumes, next_token) = page;
+            let entries = volumes.iter().map(health::of_controller).collect::<Result<_, _>>()?;
+            Ok(Response::new(ControllerListVolumeHealthResponse { entries, next_token }))
+        })
+        .await
     }
     async fn controller_get_volume_health(
         &self,
-        _: Request<ControllerGetVolumeHealthRequest>,
+        request: Request<ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<ControllerGetVolumeHealthResponse>, Status> {
-        Err(not_served("ControllerGetVolumeHealth", NOT_ADVERTISED))
-    }
-}
-
-/// Refuses mutable parameters: no parameter can be changed later.
-fn refuse_mutable(given: &std::collections::HashMap<String, String>) -> Result<(), Status> {
-    match given.keys().min() {
-        Some(key) => Err(invalid(
-            "mutable_parameters",
-            format!("has {key:?}, which cannot be changed later"),
-        )),
-        None => Ok(()),
+        let backend = self.served("ControllerGetVolumeHealth")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::secrets(&request.secrets)?;
+        run_to_completion("ControllerGetVolumeHealth", async move {
+            let volume = backend.volume(&request.volume_id).await?;
+            let volume_health = Some(health::of_controller(&volume)?);
+            Ok(Response::new(ControllerGetVolumeHealthResponse { volume_health }))
+        })
+        .await
     }
 }
 
@@ -415,6 +442,14 @@ fn refuse_too_small(capabilities: &[Capability], size_bytes: u64) -> Result<(), 
         )));
     }
     Ok(())
+}
+
+/// Refuses an existing volume that cannot be used as the request wants it: a new one could.
+fn refuse_not_offered(capabilities: &[Capability], volume: &api::Volume) -> Result<(), Status> {
+    match refuse_too_small(capabilities, volume.size_bytes) {
+        Ok(()) => Ok(()),
+        Err(why) => Err(refusal::exists_without(why.message())),
+    }
 }
 
 fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {

@@ -38,16 +38,16 @@ pub fn nodes(volume: &api::Volume) -> Vec<String> {
 
 /// Returns the condition as the controller sees it: replicas and quorum, not mounts.
 pub fn condition(volume: &api::Volume) -> VolumeCondition {
-    let is_well = matches!(volume.health.as_str(), "Online" | "Opening");
-    let abnormal = !is_well || volume.phase != "Ready";
-    let mut message = format!("{}, {}", volume.phase, volume.health);
-    for more in [&volume.contract, &volume.waiting_for] {
-        if !more.is_empty() {
-            message.push_str("; ");
-            message.push_str(more);
-        }
+    let mut parts = vec![volume.health.clone()];
+    if !volume.not_judged.is_empty() {
+        parts.push(format!("not judged yet: {}", volume.not_judged));
     }
-    VolumeCondition { abnormal, message: cut(message) }
+    let conditions = &volume.conditions;
+    parts.extend(conditions.iter().map(|one| format!("{}: {}", one.reason, one.message)));
+    if conditions.is_empty() && !volume.contract.is_empty() {
+        parts.push(volume.contract.clone());
+    }
+    VolumeCondition { abnormal: !conditions.is_empty(), message: cut(parts.join("; ")) }
 }
 
 /// Returns whether given creation parameters are those of the volume.
@@ -99,19 +99,19 @@ mod tests {
 
     /// Proves CSI-CONDITION-01, CSI-CONDITION-02: as the controller sees it.
     #[test]
-    fn only_a_ready_and_online_volume_is_normal_and_every_condition_has_a_text() {
-        for phase in ["Pending", "Ready", "Deleting"] {
-            for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
-                let volume = api::Volume {
-                    phase: phase.to_owned(),
-                    health: health.to_owned(),
-                    ..Default::default()
-                };
-                let condition = condition(&volume);
-                let is_well = phase == "Ready" && ["Online", "Opening"].contains(&health);
-                assert_eq!(condition.abnormal, !is_well, "{phase}, {health}");
-                assert!(condition.message.contains(health));
-            }
-        }
+    fn a_volume_is_abnormal_exactly_with_a_condition_and_always_has_a_text() {
+        let healthy = api::Volume { health: "Online".to_owned(), ..Default::default() };
+        assert!(!condition(&healthy).abnormal && condition(&healthy).message == "Online");
+        let not_judged = api::Volume { not_judged: "silence".into(), ..healthy.clone() };
+        assert!(!condition(&not_judged).abnormal);
+        assert!(condition(&not_judged).message.contains("not judged yet: silence"));
+        let one = api::VolumeCondition {
+            reason: "ReplicaOffline".into(),
+            message: "on pool a".into(),
+            ..Default::default()
+        };
+        let ill = api::Volume { conditions: vec![one], ..healthy };
+        let condition = condition(&ill);
+        assert!(condition.abnormal && condition.message == "Online; ReplicaOffline: on pool a");
     }
 }

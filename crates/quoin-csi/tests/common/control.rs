@@ -128,6 +128,38 @@ impl ControlPlane {
         volumes
     }
 
+    /// Makes a target of the volume that opens it and reports the newest options as in force, for as
+    /// long as the test runs.
+    pub fn serve_volume(&mut self, id: &str, node: &str) {
+        let admin = unix_channel(&self.socket);
+        let (key, id, node) = (format!("target of {id}"), id.to_owned(), node.to_owned());
+        let serving = tokio::spawn(async move {
+            let mut agent = AgentClient::new(admin);
+            for incarnation in 1_u64.. {
+                let asked = AcquireEpochRequest {
+                    volume_id: id.clone(),
+                    node: node.clone(),
+                    incarnation: format!("{incarnation:032x}"),
+                    at_least: 0,
+                };
+                if let Ok(granted) = agent.acquire_epoch(asked).await {
+                    let granted = granted.into_inner();
+                    let report = VolumeReport {
+                        volume_id: id.clone(),
+                        node: node.clone(),
+                        epoch: granted.epoch,
+                        state: "serving".to_owned(),
+                        options_version: granted.options_version,
+                        ..Default::default()
+                    };
+                    let _taken = agent.report_volume(report).await;
+                }
+                tokio::time::sleep(10 * RETRY).await;
+            }
+        });
+        self.agents.insert(key, serving);
+    }
+
     /// Makes the volume's target open it and report that one replica lags.
     pub async fn degrade(&self, id: &str, node: &str) {
         let mut agent = AgentClient::new(unix_channel(&self.socket));
@@ -171,7 +203,8 @@ async fn pool(admin: Channel, index: u32) {
         pool: format!("pool-{index}"),
         pool_id: format!("{:032x}", index + 1),
         node: format!("host-{index}"),
-        address: format!("127.0.0.1:{}", 7000 + index),
+        // Nobody listens there.
+        address: format!("127.0.0.1:{}", 1 + index),
         capacity_bytes: POOL_BYTES,
         free_bytes: POOL_BYTES,
         start_counter: 1,

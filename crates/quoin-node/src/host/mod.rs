@@ -6,6 +6,7 @@
 //! and the attach process, and continues from there. Callers ensure that there is one call a volume
 //! at a time.
 
+mod health;
 mod publish;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ mod volume_stats;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use health::{FaultKind, VolumeFault};
 pub use publish::PublishRequest;
 pub use volume_stats::VolumeStats;
 
@@ -43,6 +45,7 @@ pub struct NodeHost {
     records: Records,
     attacher: Arc<dyn Attacher>,
     tools: Tools,
+    troubles: health::Troubles,
     /// Steps until a simulated kill; only tests set it.
     #[cfg(test)]
     steps_left: std::sync::atomic::AtomicUsize,
@@ -86,6 +89,7 @@ impl NodeHost {
             records,
             attacher,
             tools,
+            troubles: health::Troubles::default(),
             #[cfg(test)]
             steps_left: std::sync::atomic::AtomicUsize::new(usize::MAX),
         })
@@ -110,6 +114,13 @@ impl NodeHost {
     /// # Errors
     /// See [`Error`]; a later call continues where this one ended.
     pub async fn stage(&self, request: &StageRequest) -> Result<(), Error> {
+        let outcome = self.stage_steps(request).await;
+        let how = outcome.as_ref().map(drop);
+        self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
+        outcome
+    }
+
+    async fn stage_steps(&self, request: &StageRequest) -> Result<(), Error> {
         let volume = &request.volume;
         let path = existing_directory(&request.staging_path)?;
         let wanted = Staging {
@@ -320,6 +331,7 @@ impl NodeHost {
         if record.is_some() {
             self.records.save(&Record::new(volume))?;
         }
+        self.troubles.forget(volume);
         Ok(removed)
     }
 

@@ -2,10 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{NodeHost, foreign, is_of_device, resolve};
+use rustix::fs::{Gid, Mode, OFlags};
+
+use super::volume_stats::staged_read_only;
+use super::{FaultKind, NodeHost, foreign, is_of_device, resolve};
 use crate::error::Error;
 use crate::mountinfo::{self, Mount};
-use crate::records::{Access, Publication, Record};
+use crate::records::{Access, Publication, Record, Staging};
 use crate::{device, mount};
 
 /// A staged volume to be published.
@@ -20,6 +23,8 @@ pub struct PublishRequest {
     pub read_only: bool,
     /// The access mode allows several targets on this node.
     pub several_targets: bool,
+    /// Group that the root directory of a writable file system is to belong to.
+    pub group: Option<u32>,
 }
 
 impl NodeHost {
@@ -28,6 +33,13 @@ impl NodeHost {
     /// # Errors
     /// See [`Error`]; an existing publication stays as it is.
     pub async fn publish(&self, request: &PublishRequest) -> Result<(), Error> {
+        let outcome = self.publish_steps(request).await;
+        let how = outcome.as_ref().map(drop);
+        self.troubles.ended(&request.volume, FaultKind::PublishingFailed, how);
+        outcome
+    }
+
+    async fn publish_steps(&self, request: &PublishRequest) -> Result<(), Error> {
         let volume = &request.volume;
         let staging_path = resolve(&request.staging_path);
         let target = resolve(&request.target);
@@ -59,7 +71,8 @@ impl NodeHost {
                 return Err(Error::PublishedDifferently { volume: volume.clone(), target });
             }
             if *present == wanted && in_place {
-                return Ok(());
+                // The call before may have ended between both steps.
+                return give_to_group(request, &staging, &target);
             }
         }
         if request.access != staging.access || request.mode != staging.mode {
@@ -92,10 +105,13 @@ impl NodeHost {
                 device::set_read_only(&device, request.read_only || staging.read_only)?;
                 device
             }
-            Access::Mount { .. } => staging.path,
+            Access::Mount { .. } => staging.path.clone(),
         };
         let read_only = request.read_only;
-        crate::blocking(move || mount::bind(&source, &target, read_only)).await
+        let bound = target.clone();
+        crate::blocking(move || mount::bind(&source, &bound, read_only)).await?;
+        self.step("giving it to its group")?;
+        give_to_group(request, &staging, &target)
     }
 
     /// Undoes a publication. True if anything of it was found and removed.
@@ -147,10 +163,8 @@ impl NodeHost {
         let staging = record.staging.clone().ok_or_else(missing)?;
         let published = record.publications.iter().find(|one| one.target == path).cloned();
         let path_use = match published {
-            Some(one) => PathUse { path, access: one.access, read_only: one.read_only },
-            None if staging.path == path => {
-                PathUse { path, access: staging.access, read_only: staging.read_only }
-            }
+            Some(one) => PathUse { path, access: one.access },
+            None if staging.path == path => PathUse { path, access: staging.access },
             None => return Err(missing()),
         };
         Ok((record, path_use))
@@ -161,7 +175,6 @@ impl NodeHost {
 pub(super) struct PathUse {
     pub path: PathBuf,
     pub access: Access,
-    pub read_only: bool,
 }
 
 /// Returns whether the kernel shows the volume at the publication's target.
@@ -179,6 +192,28 @@ pub(super) fn is_in_place(
         (Access::Block, Some(device)) => device::number(&publication.target)
             .is_some_and(|number| device::number(device) == Some(number)),
     }
+}
+
+/// Gives the root directory of a writable file system to the group that the request names, with the
+/// right to write, and has new files belong to that group. What lies below is its owner's.
+fn give_to_group(
+    request: &PublishRequest,
+    staging: &Staging,
+    target: &Path,
+) -> Result<(), Error> {
+    /// Read, write and search for the group; new entries inherit it.
+    const GROUP_MODE: u32 = 0o2070;
+    let is_mount = matches!(request.access, Access::Mount { .. });
+    let Some(group) = request.group.filter(|_| is_mount) else { return Ok(()) };
+    if request.read_only || staging.read_only || staged_read_only(&staging.access) {
+        return Ok(());
+    }
+    let failed = |errno: rustix::io::Errno| Error::io("giving to a group", target)(errno.into());
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let root = rustix::fs::open(target, flags, Mode::empty()).map_err(failed)?;
+    rustix::fs::fchown(&root, None, Some(Gid::from_raw(group))).map_err(failed)?;
+    let mode = rustix::fs::fstat(&root).map_err(failed)?.st_mode & 0o7777;
+    rustix::fs::fchmod(&root, Mode::from_raw_mode(mode | GROUP_MODE)).map_err(failed)
 }
 
 fn check_target(target: &Path, access: &Access, mounts: &[Mount]) -> Result<(), Error> {

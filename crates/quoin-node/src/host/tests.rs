@@ -158,6 +158,7 @@ impl World {
             mode: "SINGLE_NODE_WRITER".to_owned(),
             read_only: false,
             several_targets: false,
+            group: None,
         }
     }
 

@@ -35,7 +35,6 @@ impl NodeHost {
         let missing =
             || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = device.ok_or_else(missing)?;
-        let dead = self.attacher.dead(volume).await?;
         if path_use.access == Access::Block {
             let total_bytes = {
                 let device = device.clone();
@@ -46,28 +45,14 @@ impl NodeHost {
                 used_bytes: None,
                 available_bytes: None,
                 inodes: None,
-                abnormal: dead,
+                abnormal: self.abnormal(volume).await?,
             });
         }
         let mounts = mountinfo::read()?;
-        let mount = mountinfo::at(&mounts, &path_use.path)
+        mountinfo::at(&mounts, &path_use.path)
             .filter(|mount| is_of_device(mount, &device))
             .ok_or_else(missing)?;
-        // The kernel makes a file system read-only on errors.
-        let turned_read_only = !path_use.read_only
-            && mount.super_options.iter().any(|option| option == "ro")
-            && !staged_read_only(&path_use.access);
-        let abnormal = turned_read_only.then(|| {
-            format!(
-                "the file system at {} has become read-only after an error; see the kernel log",
-                path_use.path.display()
-            )
-        });
-        let path = path_use.path.clone();
-        let figures = crate::blocking(move || {
-            rustix::fs::statvfs(&path).map_err(|errno| Error::io("measuring", &path)(errno.into()))
-        })
-        .await?;
+        let figures = self.measure(volume, &path_use.path).await?;
         let bytes = |blocks: u64| blocks.saturating_mul(figures.f_frsize);
         Ok(VolumeStats {
             total_bytes: bytes(figures.f_blocks),
@@ -77,8 +62,18 @@ impl NodeHost {
                 let used = figures.f_files.saturating_sub(figures.f_ffree);
                 (figures.f_files, used, figures.f_ffree)
             }),
-            abnormal: dead.or(abnormal),
+            abnormal: self.abnormal(volume).await?,
         })
+    }
+
+    /// Returns what is wrong with a volume, in words.
+    async fn abnormal(&self, volume: &str) -> Result<Option<String>, Error> {
+        let faults = self.health(volume, None, None).await?.unwrap_or_default();
+        let texts: Vec<_> = faults
+            .iter()
+            .map(|fault| format!("{}: {}", fault.kind.as_str(), fault.message))
+            .collect();
+        Ok((!texts.is_empty()).then(|| texts.join("; ")))
     }
 
     /// Grows device and file system to the volume's size in the control plane's records. Returns
@@ -122,7 +117,7 @@ impl NodeHost {
 }
 
 /// Returns whether the user's own flags requested `ro`.
-fn staged_read_only(access: &Access) -> bool {
+pub(super) fn staged_read_only(access: &Access) -> bool {
     match access {
         Access::Mount { flags, .. } => {
             crate::mount::parse_flags(flags).is_ok_and(|parsed| parsed.read_only)

@@ -1,6 +1,6 @@
 //! Events of a target, its requests to the driver, and its notes for operators.
 
-use super::{SnapshotOutcome, SnapshotWish, VerifyOrder, admission};
+use super::{LiveOptions, SnapshotOutcome, SnapshotWish, VerifyOrder, admission};
 use quoin_types::block::{Reply, Request, Token};
 use quoin_types::ids::{BulkKey, Epoch, Incarnation, Position, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
@@ -75,6 +75,11 @@ pub enum PrimaryEvent {
     /// The control plane grew the volume.
     Resize {
         blocks: u64,
+    },
+    /// The volume's options have changed; `granted`: they come with the grant that follows.
+    Options {
+        options: LiveOptions,
+        granted: bool,
     },
     /// Requests that a snapshot exist, or not exist any more; repeated until a note answers it.
     Snapshot {

@@ -45,6 +45,7 @@ mod lanes;
 mod members;
 mod open;
 mod opening;
+mod options;
 mod pace;
 mod past;
 mod peer;
@@ -74,6 +75,7 @@ use announced::Announced;
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 use incarnations::Incarnations;
+pub use options::LiveOptions;
 use peer::{Link, Peer};
 use quoin_types::VOLUME_BLOCKS_MAX;
 use quoin_types::block::{BlockError, Payload, Reply, Token};
@@ -174,6 +176,7 @@ pub struct Primary {
     epoch: Epoch,
     members: members::Members,
     opening: opening::Opening,
+    options: options::Options,
     history: History,
     commit: commit::Commit,
     requests: requests::Requests,
@@ -194,6 +197,7 @@ impl Primary {
             epoch: Epoch::ZERO,
             members: members::Members::new(),
             opening: opening::Opening::new(now),
+            options: options::Options::default(),
             history: History::empty(config.volume_blocks),
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
@@ -263,6 +267,7 @@ impl Primary {
                     self.grow();
                 }
             }
+            PrimaryEvent::Options { options, granted } => self.change_options(&options, granted),
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
             PrimaryEvent::Desired(desired) => self.members.desired = desired,
             PrimaryEvent::Verify(order) => self.order_verify(now, order),
@@ -454,10 +459,6 @@ impl Primary {
         actions.push(PrimaryAction::Note(PrimaryNote::Stopped));
         actions.push(PrimaryAction::Timer { at: None });
         actions.push(PrimaryAction::Stopped);
-    }
-
-    fn is_media(&self) -> bool {
-        self.config.durability == Durability::Media
     }
 
     /// Blocks of the volume that a client may address.

@@ -50,9 +50,9 @@ impl Primary {
         }
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
             // Everything above stable is still in memory: even the loss of every cache at once
-            // loses nothing that this target acknowledged. Under `durability: media` nothing above
-            // stable was acknowledged or read, and a disk that failed may have dropped it.
-            let owed = if self.is_media() { self.commit.stable } else { self.commit.lsn };
+            // loses nothing that this target acknowledged. What was never shown is not owed: a
+            // disk that failed may have dropped it.
+            let owed = self.shown();
             self.reads.owed = self.reads.owed.max(owed);
             self.opening.keep(&self.history, self.commit.stable, owed);
         }
@@ -545,6 +545,7 @@ impl Primary {
     pub(super) fn start_serving(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.phase = Phase::Serving;
         self.opening.succeeded();
+        self.options.shown = Lsn::ZERO;
         self.wait_no_longer(actions);
         let at = self.history.last;
         actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.epoch, at }));

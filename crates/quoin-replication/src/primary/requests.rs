@@ -153,6 +153,12 @@ impl Requests {
         self.refused.push((token, error));
     }
 
+    /// Makes every answer that waits for commit wait for stable.
+    pub fn commit_to_stable(&mut self) {
+        self.stable.append(&mut self.commit);
+        self.stable.make_contiguous().sort_by_key(|waiting| waiting.lsn);
+    }
+
     /// Returns true if any request waits for this reason.
     pub fn any(&self, waiting: Waiting) -> bool {
         !match waiting {
@@ -384,6 +390,25 @@ mod tests {
         assert_eq!(requests.next_committed(Lsn(15)).map(|w| w.token), Some(5));
         assert!(requests.next_stable(Lsn(15)).is_none());
         assert_eq!(requests.next_stable(Lsn(16)).map(|w| w.token), Some(6));
+    }
+
+    #[test]
+    fn answers_moved_from_commit_to_stable_come_in_the_order_of_their_lsns() {
+        let mut requests = Requests::default();
+        for (lsn, token) in [(1, 1), (4, 4), (5, 5)] {
+            requests.wait_for_commit(Sequenced::unmeasured(Lsn(lsn), token));
+        }
+        for (lsn, token) in [(3, 3), (5, 6)] {
+            requests.wait_for_stable(Sequenced::unmeasured(Lsn(lsn), token));
+        }
+        requests.commit_to_stable();
+        assert!(!requests.any(Waiting::Commit) && requests.next_committed(Lsn(9)).is_none());
+        let mut order = Vec::new();
+        while let Some(next) = requests.next_stable(Lsn(4)) {
+            order.push(next.token);
+        }
+        assert_eq!(order, [1, 3, 4]);
+        assert!(requests.next_stable(Lsn(5)).is_some() && requests.next_stable(Lsn(5)).is_some());
     }
 
     #[test]

@@ -57,6 +57,7 @@ impl Primary {
                 if self.requests.any(Waiting::Lease) {
                     self.release(now, actions);
                 }
+                self.step_options();
                 self.step_change(now, actions);
                 self.step_verify(now, actions);
             }

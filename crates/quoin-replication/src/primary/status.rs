@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
-use super::{Link, Phase, Primary};
+use super::{Link, Phase, Primary, WaitReason};
 use quoin_types::ids::{Epoch, Lsn, Position};
 use quoin_types::membership::{Desired, Member, Membership};
 
@@ -38,10 +38,14 @@ pub struct PrimaryStatus {
     pub serving: bool,
     pub stopped: bool,
     pub waiting: String,
+    /// Kind of the wait; empty: none.
+    pub waiting_kind: &'static str,
     /// The membership that was granted with the epoch, without the retired.
     pub granted: Membership,
     /// The membership in force, without the retired.
     pub membership: Membership,
+    /// Version of the options in force.
+    pub options_version: u64,
     /// The newest desired membership that it received.
     pub desired: Desired,
     /// Replicas that the open waits for: they may know of a change of membership that the record
@@ -110,6 +114,8 @@ impl Primary {
                 .waits_for()
                 .map(|reason| reason.to_string())
                 .unwrap_or_default(),
+            waiting_kind: self.announced.waits_for().map_or("", WaitReason::kind),
+            options_version: self.options_in_force(),
             granted: self.opening.granted.clone(),
             membership: without_retired(&self.members.membership),
             desired: self.members.desired.clone(),

@@ -48,6 +48,18 @@ pub(super) enum WaitReason {
 }
 
 impl WaitReason {
+    /// Kind of the wait, for other processes.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Grant | Self::UsedEpoch | Self::OlderGrant | Self::NotFormed => "grant",
+            Self::UnsoundMembership(_) | Self::RecordBehind => "records",
+            Self::Answers { .. } | Self::Authority | Self::SharedHistory => "replicas",
+            Self::Caches { .. } | Self::AllAnswers | Self::JointMembers { .. } => "replicas",
+            Self::Quorum { .. } | Self::CatchUp => "quorum",
+            Self::RoomInPool | Self::Room => "room",
+        }
+    }
+
     /// Returns true if IO waits for CF counted replicas.
     pub fn is_quorum(self) -> bool {
         matches!(self, Self::Quorum { .. } | Self::CatchUp)

@@ -34,6 +34,15 @@ impl Bucket {
         Self { per_s, level: per_s * UNIT }
     }
 
+    fn change(&mut self, per_s: u64) {
+        let per_s = i128::from(per_s);
+        if per_s != self.per_s {
+            let is_new = self.per_s == 0;
+            let most = per_s * UNIT;
+            *self = Self { per_s, level: if is_new { most } else { self.level.clamp(0, most) } };
+        }
+    }
+
     fn fill(&mut self, elapsed_ns: u128) {
         let more = self.per_s.saturating_mul(i128::try_from(elapsed_ns).unwrap_or(i128::MAX));
         self.level = self.level.saturating_add(more);
@@ -80,6 +89,14 @@ impl Throttle {
             filled: now,
             waiting: VecDeque::new(),
         })
+    }
+
+    /// Changes the limits. A debt to the former ones is forgotten, and so is what they saved up
+    /// beyond a second's worth of the new ones; what waits keeps its order.
+    pub fn change(&mut self, now: Time, limits: Limits) {
+        self.fill(now);
+        self.ios.change(limits.ios_per_s);
+        self.bytes.change(limits.bytes_per_s);
     }
 
     /// Returns the request if it may pass now, and keeps it if not.
@@ -190,6 +207,33 @@ mod tests {
         throttle.forget(1);
         let due = throttle.due().unwrap();
         assert_eq!(throttle.next(due), Some((2, read(3))));
+        assert_eq!(throttle.due(), None);
+    }
+
+    #[test]
+    fn changed_limits_rule_at_once_and_what_waits_keeps_its_order() {
+        let mut throttle = Throttle::new(Time(0), limits(0, 1 << 20)).unwrap();
+        assert!(throttle.admit(Time(0), 1, read(100 << 20)).is_some());
+        for length in 1..=20 {
+            assert!(throttle.admit(Time(0), 1, read(length)).is_none(), "99 s of debt");
+        }
+        let same = throttle.due();
+        throttle.change(Time(0), limits(0, 1 << 20));
+        assert_eq!(throttle.due(), same, "the same limits change nothing");
+        throttle.change(Time(0), limits(10, 2 << 20));
+        let mut passed = Vec::new();
+        while let Some(due) = throttle.due().filter(|due| due.0 < SECOND / 2) {
+            while let Some((_, request)) = throttle.next(due) {
+                passed.push(request);
+            }
+        }
+        let lengths: Vec<Request> = (1..=passed.len() as u32).map(read).collect();
+        assert_eq!(passed, lengths);
+        assert!((10..=16).contains(&passed.len()), "{}", passed.len());
+        throttle.change(Time(SECOND / 2), Limits::default());
+        let left = std::iter::from_fn(|| throttle.next(Time(SECOND / 2))).count();
+        assert_eq!(left + passed.len(), 20, "without limits nothing waits");
+        assert!(throttle.admit(Time(SECOND / 2), 1, read(1 << 30)).is_some());
         assert_eq!(throttle.due(), None);
     }
 

@@ -85,6 +85,24 @@ impl Export {
         true
     }
 
+    /// Changes the limits; requests that wait for the former ones go under the present ones, at the
+    /// next release.
+    pub(super) fn limit(
+        &mut self,
+        now: Time,
+        id: VolumeId,
+        limits: super::Limits,
+        sources: &mut Sources,
+    ) {
+        match &mut self.throttle {
+            Some((throttle, _)) => throttle.change(now, limits),
+            None => {
+                let throttle = Throttle::new(now, limits);
+                self.throttle = throttle.map(|it| (it, sources.insert(Slot::Throttle(id))));
+            }
+        }
+    }
+
     /// Accepts no client from now on; returns the present ones, which are to be disconnected.
     fn stop_listening(&mut self, sources: &mut Sources) -> Vec<u64> {
         if let Some(listener) = self.listener.take() {

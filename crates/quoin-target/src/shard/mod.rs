@@ -20,7 +20,8 @@ use bytes::Bytes;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
-    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
+    LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus,
+    VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -71,7 +72,13 @@ pub enum Input {
 
 /// Outcome of a request for an epoch.
 pub enum Grant {
-    Given { epoch: Epoch, membership: Membership, bytes: Bytes },
+    Given {
+        epoch: Epoch,
+        membership: Membership,
+        bytes: Bytes,
+        /// Options of the record that granted it; `None`: they were not sent.
+        options: Option<LiveOptions>,
+    },
     NotOwner,
     Failed,
 }
@@ -83,6 +90,8 @@ pub struct VolumeSetup {
     /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
+    /// Version of the options in `config`.
+    pub options_version: u64,
     /// `None`: no client is accepted.
     pub socket: Option<PathBuf>,
     pub replicas: Vec<ReplicaPlace>,
@@ -108,6 +117,8 @@ pub struct VolumeUpdate {
     pub read_only: bool,
     pub since_epoch: u64,
     pub size_bytes: u64,
+    pub limits: Limits,
+    pub options: LiveOptions,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
@@ -162,11 +173,13 @@ struct Granted {
 }
 
 impl Granted {
-    /// Keeps a grant if it answers the newest request.
-    fn given(&mut self, incarnation: Incarnation, epoch: Epoch, bytes: Bytes) {
-        if self.incarnation == incarnation {
+    /// Keeps a grant if it answers the newest request; returns whether it does.
+    fn given(&mut self, incarnation: Incarnation, epoch: Epoch, bytes: Bytes) -> bool {
+        let is_newest = self.incarnation == incarnation;
+        if is_newest {
             (self.epoch, self.bytes) = (epoch, bytes);
         }
+        is_newest
     }
 
     /// Keeps the grant of the same epoch in its newly signed form.
@@ -178,13 +191,24 @@ impl Granted {
 }
 
 /// The last orders of the controller, each of which is an event only when it changes.
-#[derive(Default)]
 struct Orders {
+    options: LiveOptions,
     desired: Desired,
     verify: Option<VerifyOrder>,
 }
 
 impl Orders {
+    fn new(options: LiveOptions) -> Self {
+        Self { options, desired: Desired::default(), verify: None }
+    }
+
+    fn change_options(&mut self, options: LiveOptions) -> Option<PrimaryEvent> {
+        (self.options != options).then(|| {
+            self.options = options;
+            PrimaryEvent::Options { options, granted: false }
+        })
+    }
+
     fn desire(&mut self, desired: Desired) -> Option<PrimaryEvent> {
         (self.desired != desired).then(|| {
             self.desired = desired.clone();
@@ -390,9 +414,13 @@ impl Shard {
             }
             Input::Granted(volume, incarnation, grant) => {
                 let event = match grant {
-                    Grant::Given { epoch, membership, bytes } => {
-                        if let Some(volume) = self.volumes.get_mut(&volume) {
-                            volume.grant.given(incarnation, epoch, bytes);
+                    Grant::Given { epoch, membership, bytes, options } => {
+                        if let Some(volume) = self.volumes.get_mut(&volume)
+                            && volume.grant.given(incarnation, epoch, bytes)
+                            && let Some(options) = options
+                        {
+                            let event = PrimaryEvent::Options { options, granted: true };
+                            volume.target.on(now, event, &mut self.actions);
                         }
                         PrimaryEvent::Granted { incarnation, epoch, membership }
                     }
@@ -425,7 +453,7 @@ impl Shard {
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
-        let VolumeSetup { replicas, desired, verify, seed, .. } = setup;
+        let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -440,15 +468,17 @@ impl Shard {
         let timer_key = self.sources.insert(Slot::Timer(id));
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|it| (it, self.sources.insert(Slot::Throttle(id))));
+        let options = LiveOptions::of(&config, options_version);
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
+        target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
         let volume = Volume {
             target,
             export: Export::new(info, since_epoch, listener, throttle),
             links: Links::new(replicas),
             grant: Granted::default(),
-            orders: Orders::default(),
+            orders: Orders::new(options),
             stage: Stage::default(),
             timer_key,
             touched: false,
@@ -467,7 +497,10 @@ impl Shard {
             // The setting is for later clients: it changes only while there are none.
             volume.export.info.read_only = read_only;
             volume.export.since_epoch = update.since_epoch;
+            volume.export.limit(now, id, update.limits, &mut self.sources);
         }
+        self.release(now, id);
+        self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);
         self.serve(id, socket.as_deref());
         if let Some(volume) = self.volumes.get_mut(&id)
@@ -475,6 +508,15 @@ impl Shard {
         {
             let blocks = size_bytes.div_ceil(BLOCK_SIZE as u64);
             self.event(now, id, PrimaryEvent::Resize { blocks });
+        }
+    }
+
+    fn change_options(&mut self, now: Time, id: VolumeId, options: LiveOptions) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if let Some(event) = volume.orders.change_options(options) {
+            self.event(now, id, event);
+            // The controller waits for the report that they are in force.
+            self.reports.ask(Ask::Changed);
         }
     }
 

@@ -42,6 +42,7 @@ pub(super) fn setup() -> VolumeSetup {
         local: None,
     };
     VolumeSetup {
+        options_version: 0,
         config,
         info: info(),
         since_epoch: 0,

@@ -209,6 +209,7 @@ impl RunningTarget {
                             epoch: Epoch(*epoch),
                             membership: membership.clone(),
                             bytes: sign(incarnation, Epoch(*epoch)),
+                            options: None,
                         };
                         answers.send(Input::Granted(volume, incarnation, grant));
                     }
@@ -243,6 +244,7 @@ impl RunningTarget {
             },
             since_epoch: 0,
             limits,
+            options_version: 0,
             socket: Some(socket.to_owned()),
             replicas: places,
             desired: Default::default(),

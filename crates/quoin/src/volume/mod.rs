@@ -3,6 +3,8 @@
 mod at_boot;
 mod attach;
 mod detach;
+mod doctor;
+mod modify;
 mod options;
 mod remote;
 mod replicas;
@@ -75,6 +77,16 @@ pub enum VolumeCommand {
     #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
                             quoin volume scale db --consistency-factor 3")]
     Scale(replicas::ScaleOptions),
+    /// Change options of a volume, attached or not: limits, durability, what IO does without a
+    /// quorum or room, how many replicas it has.
+    #[command(after_help = modify::HELP)]
+    Modify(Box<modify::ModifyOptions>),
+    /// Say what is wrong with a volume, since when, what Quoin does about it, and what you can do.
+    #[command(after_help = doctor::HELP)]
+    Doctor {
+        /// Its name or id.
+        volume: String,
+    },
     /// Go on with the replicas that are left, where too few are to open the volume; what only the
     /// others held is lost. Refused while a majority is there.
     #[command(after_help = "Example: two of three pools burned down\n  \
@@ -206,6 +218,10 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
         }
+        VolumeCommand::Modify(options) => {
+            modify::modify(&mut cluster, *options, client, format).await
+        }
+        VolumeCommand::Doctor { volume } => doctor::doctor(&mut cluster, &volume, format).await,
         VolumeCommand::Verify(options) => {
             verify::verify(&mut cluster, options, client, format).await
         }
@@ -266,7 +282,8 @@ pub async fn list(cluster: &mut Cluster, include_deleting: bool) -> Result<Vec<V
     let mut volumes = Vec::new();
     let mut starting_token = String::new();
     loop {
-        let request = ListVolumesRequest { max_entries: 0, starting_token, include_deleting };
+        let request =
+            ListVolumesRequest { starting_token, include_deleting, ..Default::default() };
         let page = cluster.list_volumes(request).await.map_err(refusal)?.into_inner();
         volumes.extend(page.volumes);
         if page.next_token.is_empty() {
@@ -354,11 +371,13 @@ async fn resize(
 
 /// The controller names fields, as orchestrators do; a user has typed flags.
 fn in_flags(status: tonic::Status) -> anyhow::Error {
-    const FLAGS: [(&str, &str); 7] = [
+    const FLAGS: [(&str, &str); 9] = [
         ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),
         ("consistencyFactor", "--consistency-factor"),
         ("onQuorumLoss", "--on-quorum-loss"),
         ("onFull", "--on-full"),
+        ("iopsLimit", "--iops-limit"),
+        ("bandwidthLimit", "--bandwidth-limit"),
         ("blockSize", "--block-size"),
         ("fsType", "--fs-type"),
         ("spread: pool", "--spread pool"),

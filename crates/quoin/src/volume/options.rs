@@ -41,15 +41,69 @@ fn argument(option: &'static VolumeOption) -> Arg {
 fn value(option: &VolumeOption, text: &str) -> Result<String, String> {
     let text = match option.values {
         // People write 100MiB.
-        Values::Rate { what: "bytes", .. } => parse_rate(text)?.to_string(),
+        Values::Rate { what: "bytes", .. } if text.trim() != "off" => parse_rate(text)?.to_string(),
         _ => text.trim().to_owned(),
     };
     let way_out = match option.values {
-        Values::Rate { .. } => "; leave it out for no limit",
+        Values::Rate { .. } => "; off is no limit",
         _ => "",
     };
     option.set(&mut VolumeSpec::default(), &text).map_err(|rule| format!("{rule}{way_out}"))?;
     Ok(text)
+}
+
+/// Flags of those options that change while a volume exists.
+#[derive(Clone, Debug, Default)]
+pub struct ChangeFlags {
+    pub spec: VolumeSpec,
+}
+
+/// The flag of an option of a volume that exists: there is no default.
+fn change_argument(option: &'static VolumeOption) -> Arg {
+    let help = option.help.split(" [default").next().unwrap_or_default();
+    let help = match option.values {
+        Values::Rate { .. } => format!("{help}, or off"),
+        _ => help.to_owned(),
+    };
+    argument(option).help(help)
+}
+
+impl clap::Args for ChangeFlags {
+    fn augment_args(command: Command) -> Command {
+        let changing = OPTIONS.iter().filter(|option| option.changes);
+        command.args(changing.map(change_argument))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl clap::FromArgMatches for ChangeFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut flags = Self::default();
+        flags.update_from_arg_matches(matches)?;
+        Ok(flags)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        read(OPTIONS.iter().filter(|option| option.changes), &mut self.spec, matches)
+    }
+}
+
+/// Takes the values of flags over.
+fn read(
+    options: impl Iterator<Item = &'static VolumeOption>,
+    spec: &mut VolumeSpec,
+    matches: &ArgMatches,
+) -> Result<(), clap::Error> {
+    for option in options {
+        if let Some(value) = matches.get_one::<String>(option.key) {
+            let taken = option.set(spec, value);
+            taken.map_err(|rule| clap::Error::raw(clap::error::ErrorKind::ValueValidation, rule))?;
+        }
+    }
+    Ok(())
 }
 
 impl clap::Args for OptionFlags {
@@ -70,15 +124,7 @@ impl clap::FromArgMatches for OptionFlags {
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        for option in &OPTIONS {
-            if let Some(value) = matches.get_one::<String>(option.key) {
-                let taken = option.set(&mut self.spec, value);
-                taken.map_err(|rule| {
-                    clap::Error::raw(clap::error::ErrorKind::ValueValidation, rule)
-                })?;
-            }
-        }
-        Ok(())
+        read(OPTIONS.iter(), &mut self.spec, matches)
     }
 }
 
@@ -115,6 +161,31 @@ mod tests {
         assert_eq!((spec.block_size, spec.iops_limit, spec.bandwidth_limit), (512, 500, 10 << 20));
         assert_eq!(spec.replace_after, "off");
         assert!(spec.on_full.is_empty() && spec.fs_type.is_empty());
+    }
+
+    #[derive(Parser)]
+    struct Change {
+        #[command(flatten)]
+        options: ChangeFlags,
+    }
+
+    #[test]
+    fn a_change_has_the_flags_of_options_that_change_and_takes_limits_away() {
+        let change = Change::try_parse_from([
+            "modify",
+            "--durability",
+            "media",
+            "--iops-limit",
+            "off",
+            "--bandwidth-limit",
+            "off",
+        ]);
+        let spec = change.unwrap_or_else(|error| panic!("{error}")).options.spec;
+        let none = quoin_api::volume::NO_LIMIT;
+        assert_eq!((spec.iops_limit, spec.bandwidth_limit), (none, none));
+        assert!(Change::try_parse_from(["modify", "--block-size", "512"]).is_err());
+        let help = Change::try_parse_from(["modify", "--help"]).err().unwrap().to_string();
+        assert!(help.contains("--on-full") && !help.contains("[default"), "{help}");
     }
 
     #[test]

@@ -202,6 +202,11 @@ impl World {
                 process.grant.swapped = Some((version, membership.clone()));
             }
         }
+        // A grant comes with the options of the records.
+        let options = match &answer {
+            Answer::Granted { .. } => self.recorded_options(true),
+            _ => None,
+        };
         let event = match answer {
             Answer::Granted { incarnation, epoch, membership } => {
                 PrimaryEvent::Granted { incarnation, epoch, membership }
@@ -211,7 +216,7 @@ impl World {
                 PrimaryEvent::Swapped { version, membership: Some(membership) }
             }
         };
-        self.feed_target(target, vec![event]);
+        self.feed_target(target, options.into_iter().chain([event]).collect());
     }
 
     /// A driver asks each swap in a task of its own: the answer to the one before comes once more

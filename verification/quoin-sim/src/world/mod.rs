@@ -7,6 +7,7 @@ mod checkers;
 mod clients;
 mod connections;
 mod control;
+mod durability;
 mod faults;
 mod fences;
 mod growth;
@@ -173,6 +174,8 @@ pub(crate) enum Event {
     Snapshot,
     SendSnapshots,
     SendSize,
+    ChangeDurability,
+    SendOptions,
     Client {
         queue: usize,
         turn: u32,
@@ -355,6 +358,8 @@ impl World {
             Event::Snapshot => self.request_snapshot(),
             Event::SendSnapshots => self.send_snapshots(),
             Event::SendSize => self.send_size(),
+            Event::ChangeDurability => self.change_durability(),
+            Event::SendOptions => self.send_options(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),

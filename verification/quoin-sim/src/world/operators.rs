@@ -1,6 +1,7 @@
 //! Those who change a volume or its surroundings while everything else goes on. Each draws from a
 //! chance of its own, so that runs without it stay what they were.
 
+use super::durability::DurabilityChanges;
 use super::growth::Growth;
 use super::holes::Holes;
 use super::limits::VolumeLimits;
@@ -17,4 +18,5 @@ pub(crate) struct Operators {
     pub snapshots: Snapshots,
     pub limits: VolumeLimits,
     pub holes: Holes,
+    pub durability: DurabilityChanges,
 }

@@ -243,6 +243,7 @@ impl World {
         if answered < self.setup.ios_min + self.clients.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
+        self.operators.durability.settled()?;
         self.operators.snapshots.settled()
     }
 

@@ -11,6 +11,7 @@ use quoin_types::{
 use super::clients::Clients;
 use super::control::Control;
 use super::fences::Fences;
+use super::durability::DurabilityChanges;
 use super::growth::Growth;
 use super::holes::Holes;
 use super::hosts::Hosts;
@@ -317,6 +318,8 @@ impl World {
         let volume_blocks = setup.volume_blocks;
         let snapshots = Snapshots::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
+        let durability =
+            DurabilityChanges::draw(options.seed, options.swarm, setup.config.durability);
         let network = Network::new(hosts, typical_delay, random.fork());
         let hosts = Hosts::draw(hosts, &mut random);
         let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
@@ -362,6 +365,7 @@ impl World {
                 snapshots,
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
+                durability,
             },
             faults: Default::default(),
             checkers: Default::default(),
@@ -460,6 +464,7 @@ impl World {
         self.plan_memory();
         self.plan_holes();
         self.plan_snapshots();
+        self.plan_durability();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

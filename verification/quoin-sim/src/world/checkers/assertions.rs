@@ -8,7 +8,7 @@ use quoin_replication::primary::{ReadMode, ReplicaStanding};
 use quoin_types::entry::{Rule, SharedEntry};
 use quoin_types::message::{FromReplica, OpenAck, Ping, ReadView, ToReplica};
 use quoin_types::{
-    Durability, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, SessionKey,
+    EntryKind, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, SessionKey,
     SnapshotId, Time, View,
 };
 
@@ -227,7 +227,7 @@ impl Assertions {
         message: &FromReplica,
     ) -> Result<(), Broken> {
         let guid = scene.pools[pool].member.guid;
-        let media = scene.setup.config.durability == Durability::Media;
+        let media = scene.operators.durability.has_media;
         let reported = self.pool(pool);
         if reported.progress.guid != guid {
             reported.progress = Progress { guid, ..Progress::default() };

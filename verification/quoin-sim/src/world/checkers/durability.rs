@@ -306,7 +306,7 @@ impl Durability {
             },
             Draft::Write { sector, sectors, fua } => {
                 scene.history.answer(tag, Vec::new());
-                let flushed = fua || scene.setup.config.durability == Promise::Media;
+                let flushed = fua || scene.operators.durability.promised == Promise::Media;
                 self.owe_write(scene, epoch, tag, (sector, sectors), flushed)?;
                 if !flushed {
                     let answered = scene.history.op(tag).answered;
@@ -385,7 +385,7 @@ impl Durability {
             self.owed.entry(seen).or_default().read = true;
             highest = highest.max((scene.lineage.entry(seen).lsn, *tag));
         }
-        let media = scene.setup.config.durability == Promise::Media;
+        let media = scene.operators.durability.promised == Promise::Media;
         self.check_reach(scene, highest.1, highest.0, media, epoch)
     }
 

@@ -1,0 +1,471 @@
+//! What is wrong with a volume: one judgement, which CSI, the command line and the metrics share.
+//!
+//! [`judge`] is pure: it looks at the record, at what its pools and its target report, and at what
+//! is remembered of earlier looks. Each condition that holds is found by itself, so a worse one
+//! hides no other. What cannot be judged yet is no health: [`Judgement::NotYet`].
+//!
+//! [`Conditions`] remembers since when each condition holds. It is told by the reconcilers, which
+//! look at every volume again and again; who asks for a judgement changes nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use quoin_api::control::{self as api, volume_condition};
+use quoin_types::VolumeId;
+
+use crate::state::State;
+use crate::state::observed::VolumeSeen;
+use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::status::VolumeStatus;
+use crate::time::{now_ms, timestamp};
+use crate::volume::verification::VerifyState;
+
+/// Time that a target has for an opening before its volume counts as not opened.
+const OPENING_MAX: Duration = Duration::from_secs(8);
+/// Volumes with lost blocks that are remembered.
+const LOST_MAX: usize = 4096;
+
+/// How bad a condition is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Severity {
+    /// IO is served, with less to spare than is wanted.
+    Degraded,
+    /// IO waits, or fails.
+    Inaccessible,
+    /// Some data is lost.
+    DataLoss,
+}
+
+impl Severity {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Degraded => "Degraded",
+            Self::Inaccessible => "Inaccessible",
+            Self::DataLoss => "DataLoss",
+        }
+    }
+}
+
+impl From<Severity> for volume_condition::Severity {
+    fn from(severity: Severity) -> Self {
+        match severity {
+            Severity::Degraded => Self::Degraded,
+            Severity::Inaccessible => Self::Inaccessible,
+            Severity::DataLoss => Self::DataLoss,
+        }
+    }
+}
+
+/// A kind of condition, the worst first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Reason {
+    BlocksLost,
+    NoQuorum,
+    RecordsBehind,
+    PoolsFull,
+    NotOpened,
+    BeingCreated,
+    DeviceNotMade,
+    ReplicaOffline,
+    ReplicaMissing,
+    ReplicaRebuilding,
+    BadBlocks,
+    ChangeBlocked,
+}
+
+impl Reason {
+    pub const ALL: &[Self] = &[
+        Self::BlocksLost,
+        Self::NoQuorum,
+        Self::RecordsBehind,
+        Self::PoolsFull,
+        Self::NotOpened,
+        Self::BeingCreated,
+        Self::DeviceNotMade,
+        Self::ReplicaOffline,
+        Self::ReplicaMissing,
+        Self::ReplicaRebuilding,
+        Self::BadBlocks,
+        Self::ChangeBlocked,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::BlocksLost => "BlocksLost",
+            Self::NoQuorum => "NoQuorum",
+            Self::RecordsBehind => "RecordsBehind",
+            Self::PoolsFull => "PoolsFull",
+            Self::NotOpened => "NotOpened",
+            Self::BeingCreated => "BeingCreated",
+            Self::DeviceNotMade => "DeviceNotMade",
+            Self::ReplicaOffline => "ReplicaOffline",
+            Self::ReplicaMissing => "ReplicaMissing",
+            Self::ReplicaRebuilding => "ReplicaRebuilding",
+            Self::BadBlocks => "BadBlocks",
+            Self::ChangeBlocked => "ChangeBlocked",
+        }
+    }
+
+    pub fn severity(self) -> Severity {
+        match self {
+            Self::BlocksLost => Severity::DataLoss,
+            Self::NoQuorum
+            | Self::RecordsBehind
+            | Self::PoolsFull
+            | Self::NotOpened
+            | Self::BeingCreated
+            | Self::DeviceNotMade => Severity::Inaccessible,
+            Self::ReplicaOffline
+            | Self::ReplicaMissing
+            | Self::ReplicaRebuilding
+            | Self::BadBlocks
+            | Self::ChangeBlocked => Severity::Degraded,
+        }
+    }
+
+    /// Quoin's own action on it.
+    fn action(self) -> &'static str {
+        match self {
+            Self::BlocksLost => "reads of these blocks fail until they are written; all others work",
+            Self::NoQuorum => {
+                "IO waits, or fails where onQuorumLoss is fail, and goes on by itself with the \
+                 replicas"
+            }
+            Self::RecordsBehind => "nothing is served, so that nothing newer is overwritten",
+            Self::PoolsFull => {
+                "writes wait, or fail with ENOSPC where onFull says so; reads and trims go on, and \
+                 clean-up makes room"
+            }
+            Self::NotOpened => "the volume is opened as soon as its node's target runs",
+            Self::BeingCreated => "each pool is asked again until it has created its replica",
+            Self::DeviceNotMade => "the device is tried again while the volume is attached",
+            Self::ReplicaOffline => {
+                "a replica that is away longer than replaceAfter is replaced in another pool"
+            }
+            Self::ReplicaMissing => "a place for the replica is looked for all the time",
+            Self::ReplicaRebuilding => "it is brought up to date while IO goes on",
+            Self::BadBlocks => "bad copies are replaced by good ones of other replicas",
+            Self::ChangeBlocked => "the change goes on once the pools have deleted what was replaced",
+        }
+    }
+
+    /// What a person can do.
+    fn way_out(self, name: &str) -> String {
+        match self {
+            Self::BlocksLost => format!(
+                "restore what lay there from a copy; `quoin volume verify {name}` lists the blocks"
+            ),
+            Self::NoQuorum => format!(
+                "start the pools that are away (`quoin replica list {name}`); where they are gone \
+                 for good: `quoin volume recover {name} --help`"
+            ),
+            Self::RecordsBehind => "`quoin controller recover --help`".to_owned(),
+            Self::PoolsFull => {
+                "delete what is not needed, or add a pool: `quoin pool list`".to_owned()
+            }
+            Self::NotOpened => {
+                format!(
+                    "start the target of that node (`quoin node list`), or detach the volume and \
+                     attach it elsewhere: `quoin volume detach {name} --help`"
+                )
+            }
+            Self::BeingCreated => "start the pools that it waits for: `quoin pool list`".to_owned(),
+            Self::DeviceNotMade => format!("the message says what its host lacks; \
+                `quoin volume attach {name} --nbd` needs no device"),
+            Self::ReplicaOffline => format!(
+                "start its pool, or replace it now: `quoin replica replace {name} POOL`"
+            ),
+            Self::ReplicaMissing => "add a pool on another host, or make room: `quoin pool list`".to_owned(),
+            Self::ReplicaRebuilding => format!("wait; `quoin replica list {name}` has the progress"),
+            Self::BadBlocks => format!("attach the volume, or `quoin volume repair {name}`"),
+            Self::ChangeBlocked => {
+                "start these pools, or `quoin pool remove` those that are gone for good".to_owned()
+            }
+        }
+    }
+}
+
+/// A condition that holds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Found {
+    pub reason: Reason,
+    pub message: String,
+}
+
+/// What is to be said of a volume.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Judgement {
+    /// Nothing can be said yet, for this reason.
+    NotYet(String),
+    /// All conditions, the worst first; none: it is well.
+    Known(Vec<Found>),
+}
+
+impl Judgement {
+    pub fn is_well(&self) -> bool {
+        *self == Self::Known(Vec::new())
+    }
+}
+
+/// What a judgement is made of.
+pub(crate) struct Evidence<'a> {
+    pub volume: &'a VolumeRecord,
+    pub status: &'a VolumeStatus,
+    /// The report of the target that owns it.
+    pub serving: Option<&'a VolumeSeen>,
+    /// Time since which its owner has not opened it; `None`: it was not noticed before.
+    pub unopened_for: Option<Duration>,
+    /// Blocks that are lost; `Some(0)`: some, the number is not known.
+    pub lost_blocks: Option<u64>,
+}
+
+/// Judges a volume.
+pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
+    let Evidence { volume, status, serving, .. } = *evidence;
+    let mut found: BTreeMap<Reason, Vec<String>> = BTreeMap::new();
+    let mut say = |reason, message: String| found.entry(reason).or_default().push(message);
+    if volume.phase == VolumePhase::Pending {
+        say(Reason::BeingCreated, format!("it waits for {}", status.waiting_for));
+        return known(found);
+    }
+    if volume.phase == VolumePhase::Ready && status.health == "Unknown" {
+        return Judgement::NotYet("not all of its pools have reported yet".to_owned());
+    }
+    if let Some(blocks) = evidence.lost_blocks {
+        say(Reason::BlocksLost, match blocks {
+            0 => "some blocks have no good copy on any replica".to_owned(),
+            1 => "1 block has no good copy on any replica".to_owned(),
+            n => format!("{n} blocks have no good copy on any replica"),
+        });
+    }
+    let waits = serving.filter(|seen| !seen.waiting_for.is_empty());
+    let kind = waits.map_or("", |seen| seen.waiting_kind.as_str());
+    let text = || waits.map(|seen| format!("it waits for {}", seen.waiting_for)).unwrap_or_default();
+    match kind {
+        "records" => say(Reason::RecordsBehind, text()),
+        "room" => say(Reason::PoolsFull, text()),
+        "quorum" | "replicas" if status.health != "Opening" => say(Reason::NoQuorum, text()),
+        _ if status.health == "Faulted" => say(Reason::NoQuorum, match waits {
+            Some(_) => text(),
+            None => "too few of its replicas are there to open it".to_owned(),
+        }),
+        _ => {}
+    }
+    if evidence.unopened_for.is_some_and(|time| time >= OPENING_MAX) && is_unopened(volume, serving)
+    {
+        let node = volume.owner.as_deref().unwrap_or_default();
+        say(Reason::NotOpened, match waits {
+            Some(_) => text(),
+            None => format!("the target on node {node} has not opened it"),
+        });
+    }
+    let refused = serving.filter(|seen| seen.device.refused);
+    if let Some(seen) = refused.filter(|_| volume.attachments.iter().any(|a| a.device)) {
+        say(Reason::DeviceNotMade, format!("on node {}: {}", seen.node, seen.device.message));
+    }
+    for (replica, status) in volume.replicas.iter().zip(&status.replicas) {
+        let pool = &replica.pool;
+        match status.phase {
+            _ if replica.leaving => {}
+            "Offline" | "Gone" => {
+                say(Reason::ReplicaOffline, format!("on pool {pool}: {}", status.message));
+            }
+            "Creating" => say(Reason::ReplicaRebuilding, format!("pool {pool} creates it")),
+            "CatchingUp" => say(Reason::ReplicaRebuilding, format!("pool {pool} catches up")),
+            "Rebuilding" => say(Reason::ReplicaRebuilding, format!("pool {pool} is rebuilt")),
+            _ => {}
+        }
+        if status.bad_blocks > 0 {
+            say(Reason::BadBlocks, format!("{} on pool {pool}", status.bad_blocks));
+        }
+    }
+    let mut present: Vec<_> = volume.replicas.iter().filter(|r| !r.leaving).map(|r| r.id).collect();
+    present.sort_unstable();
+    present.dedup();
+    let wanted = usize::from(volume.membership.drf);
+    if present.len() < wanted {
+        say(Reason::ReplicaMissing, format!("there are {} of {wanted}", present.len()));
+    }
+    if let Some(pools) = volume.is_full_of_retired() {
+        say(Reason::ChangeBlocked, format!("it waits for {pools}"));
+    }
+    known(found)
+}
+
+fn known(found: BTreeMap<Reason, Vec<String>>) -> Judgement {
+    let condition = |(reason, messages): (Reason, Vec<String>)| Found {
+        reason,
+        message: messages.join("; "),
+    };
+    let mut conditions: Vec<Found> = found.into_iter().map(condition).collect();
+    conditions.sort_by_key(|found| (std::cmp::Reverse(found.reason.severity()), found.reason));
+    Judgement::Known(conditions)
+}
+
+/// Whether users wait for a target to open the volume.
+fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
+    let opens = |seen: &VolumeSeen| {
+        seen.state == "opening" || (seen.state == "waiting" && seen.waiting_kind == "grant")
+    };
+    volume.phase == VolumePhase::Ready
+        && volume.owner.is_some()
+        && !volume.attachments.is_empty()
+        && serving.is_none_or(opens)
+}
+
+/// What is remembered of a volume between two looks.
+#[derive(Default)]
+struct Memory {
+    /// First look, in a row of looks, that found the condition.
+    since_ms: BTreeMap<Reason, u64>,
+    unopened_since_ms: Option<u64>,
+}
+
+/// Conditions of all volumes, and since when they hold.
+pub struct Conditions {
+    state: Arc<State>,
+    memory: Mutex<HashMap<VolumeId, Memory>>,
+    /// Volumes with blocks that no replica has a good copy of, and when that was seen last.
+    lost: Mutex<HashMap<VolumeId, u64>>,
+}
+
+impl Conditions {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state, memory: Mutex::default(), lost: Mutex::default() }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, HashMap<VolumeId, Memory>> {
+        self.memory.lock().expect("no holder of this lock panics")
+    }
+
+    fn lost(&self) -> MutexGuard<'_, HashMap<VolumeId, u64>> {
+        self.lost.lock().expect("no holder of this lock panics")
+    }
+
+    /// Takes in that the target of a volume found a block without any good copy.
+    pub(crate) fn block_lost(&self, volume: VolumeId) {
+        let mut lost = self.lost();
+        if lost.len() < LOST_MAX || lost.contains_key(&volume) {
+            lost.insert(volume, now_ms());
+        }
+    }
+
+    /// Looks at a volume and remembers what is found.
+    pub(crate) fn look(&self, volume: &VolumeRecord) {
+        let now = now_ms();
+        let unopened = {
+            let observed = self.state.observed();
+            // A controller that has just started knows of no target yet.
+            let starting = observed.starting(self.state.settings.offline_after);
+            let serving = crate::status::serving(&self.state, &observed, volume);
+            !starting && is_unopened(volume, serving)
+        };
+        {
+            let mut memory = self.memory();
+            let memory = memory.entry(volume.id.0).or_default();
+            memory.unopened_since_ms = match unopened {
+                true => Some(memory.unopened_since_ms.unwrap_or(now)),
+                false => None,
+            };
+        }
+        let Judgement::Known(found) = self.judge(volume) else { return };
+        let mut memory = self.memory();
+        let memory = memory.entry(volume.id.0).or_default();
+        let since = |found: &Found| {
+            (found.reason, memory.since_ms.get(&found.reason).copied().unwrap_or(now))
+        };
+        memory.since_ms = found.iter().map(since).collect();
+    }
+
+    pub(crate) fn forget(&self, volume: VolumeId) {
+        self.memory().remove(&volume);
+        self.lost().remove(&volume);
+    }
+
+    /// Judges a volume by what is known now.
+    pub fn judge(&self, volume: &VolumeRecord) -> Judgement {
+        let status = crate::status::shown(&self.state, volume);
+        let lost_blocks = self.lost_blocks(volume);
+        let unopened_since = self.memory().get(&volume.id.0).and_then(|m| m.unopened_since_ms);
+        let unopened_for =
+            unopened_since.map(|since| Duration::from_millis(now_ms().saturating_sub(since)));
+        let observed = self.state.observed();
+        let serving = crate::status::serving(&self.state, &observed, volume);
+        judge(&Evidence { volume, status: &status, serving, unopened_for, lost_blocks })
+    }
+
+    /// Blocks that are lost, as the last verification counted them or a read found them. A
+    /// verification that ended after that and found none ends the condition.
+    fn lost_blocks(&self, volume: &VolumeRecord) -> Option<u64> {
+        let verified = self.state.verifications.get(&volume.id.0.to_string());
+        let counted = verified.as_ref().map_or(0, |record| record.lost);
+        if counted > 0 {
+            return Some(counted);
+        }
+        let seen_ms = self.lost().get(&volume.id.0).copied()?;
+        let is_over = verified
+            .is_some_and(|record| record.state == VerifyState::Ended && record.began_ms > seen_ms);
+        (!is_over).then_some(0)
+    }
+
+    /// The conditions of a volume for a message, and why it cannot be judged.
+    pub(crate) fn messages(&self, volume: &VolumeRecord) -> (Vec<api::VolumeCondition>, String) {
+        let found = match self.judge(volume) {
+            Judgement::NotYet(why) => return (Vec::new(), why),
+            Judgement::Known(found) => found,
+        };
+        let memory = self.memory();
+        let since = |reason| memory.get(&volume.id.0).and_then(|m| m.since_ms.get(&reason).copied());
+        let name = crate::text::quoted(&volume.spec.name);
+        let message = |found: Found| {
+            let severity: volume_condition::Severity = found.reason.severity().into();
+            api::VolumeCondition {
+                reason: found.reason.as_str().to_owned(),
+                severity: severity.into(),
+                message: found.message,
+                since: since(found.reason).map(timestamp),
+                action: found.reason.action().to_owned(),
+                way_out: found.reason.way_out(&name),
+            }
+        };
+        (found.into_iter().map(message).collect(), String::new())
+    }
+
+    /// Whether a volume has a condition, or cannot be judged.
+    pub(crate) fn is_ill(&self, volume: &VolumeRecord) -> bool {
+        !self.judge(volume).is_well()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Proves CSIN-HEALTH-06: for the controller's reasons.
+    #[test]
+    fn the_document_lists_every_reason_with_its_severity() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/health.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        for reason in Reason::ALL {
+            let severity = match reason.severity() {
+                Severity::Degraded => "degraded",
+                Severity::Inaccessible => "inaccessible",
+                Severity::DataLoss => "data loss",
+            };
+            let row = format!("| `{}` | {severity} | ", reason.as_str());
+            assert!(text.contains(&row), "{row}");
+            assert!(!reason.action().is_empty() && !reason.way_out("db").is_empty());
+        }
+    }
+
+    #[test]
+    fn conditions_are_ordered_by_severity_and_each_reason_is_there_once() {
+        let all: Vec<Found> = Reason::ALL
+            .iter()
+            .map(|reason| Found { reason: *reason, message: String::new() })
+            .collect();
+        let found = all.iter().rev().map(|found| (found.reason, vec![String::new()])).collect();
+        assert_eq!(known(found), Judgement::Known(all));
+    }
+}

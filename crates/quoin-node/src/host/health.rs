@@ -1,0 +1,347 @@
+//! What is wrong with a volume on this host: one judgement for CSI's health, conditions and stats.
+//!
+//! It looks at the record, at the device and its session as the attach process has them, at the
+//! mounts as the kernel has them, and at the last failure of staging or publishing. It changes
+//! nothing, and it ends: what hangs is given up after a moment and is itself a finding.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use super::volume_stats::staged_read_only;
+use super::{NodeHost, is_of_device, publish};
+use crate::attach::Session;
+use crate::error::{Error, Kind};
+use crate::mountinfo::{self, Mount};
+use crate::records::{Access, Record, Staging};
+
+/// Time for an answer of the attach process, and of a file system.
+const ANSWER_MAX: Duration = Duration::from_secs(2);
+/// Failed volumes that are remembered.
+const FAILURES_MAX: usize = 1024;
+
+/// A kind of finding, the worst first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FaultKind {
+    StagingFailed,
+    PublishingFailed,
+    AttachProcessAway,
+    DeviceMissing,
+    DeviceDead,
+    SessionLost,
+    MountMissing,
+    MountHangs,
+    TurnedReadOnly,
+}
+
+impl FaultKind {
+    /// Every kind.
+    pub const ALL: &[Self] = &[
+        Self::StagingFailed,
+        Self::PublishingFailed,
+        Self::AttachProcessAway,
+        Self::DeviceMissing,
+        Self::DeviceDead,
+        Self::SessionLost,
+        Self::MountMissing,
+        Self::MountHangs,
+        Self::TurnedReadOnly,
+    ];
+
+    /// Returns the reason in CamelCase.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::StagingFailed => "StagingFailed",
+            Self::PublishingFailed => "PublishingFailed",
+            Self::AttachProcessAway => "AttachProcessAway",
+            Self::DeviceMissing => "DeviceMissing",
+            Self::DeviceDead => "DeviceDead",
+            Self::SessionLost => "SessionLost",
+            Self::MountMissing => "MountMissing",
+            Self::MountHangs => "MountHangs",
+            Self::TurnedReadOnly => "TurnedReadOnly",
+        }
+    }
+
+    /// Returns whether reads still work.
+    #[must_use]
+    pub fn is_degraded(self) -> bool {
+        self == Self::TurnedReadOnly
+    }
+}
+
+/// One finding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VolumeFault {
+    pub kind: FaultKind,
+    pub message: String,
+}
+
+/// Failures of steps, and file systems that do not answer.
+#[derive(Default)]
+pub(super) struct Troubles {
+    failures: Mutex<BTreeMap<String, VolumeFault>>,
+    /// Paths whose question to the kernel has not come back in time: they are not asked again until
+    /// it has.
+    hanging: Arc<Mutex<BTreeSet<PathBuf>>>,
+}
+
+impl Troubles {
+    fn failures(&self) -> MutexGuard<'_, BTreeMap<String, VolumeFault>> {
+        self.failures.lock().expect("no holder of this lock panics")
+    }
+
+    fn hanging(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
+        self.hanging.lock().expect("no holder of this lock panics")
+    }
+
+    /// Takes in how a step ended.
+    pub fn ended(&self, volume: &str, kind: FaultKind, outcome: Result<(), &Error>) {
+        let mut failures = self.failures();
+        match outcome {
+            Ok(()) => {
+                failures.remove(volume);
+            }
+            // The caller's mistake: the volume is as it was.
+            Err(error) if !error.is_fault() => {}
+            Err(error) if failures.len() < FAILURES_MAX || failures.contains_key(volume) => {
+                let message = error.to_string();
+                failures.insert(volume.to_owned(), VolumeFault { kind, message });
+            }
+            Err(_) => {}
+        }
+    }
+
+    pub fn forget(&self, volume: &str) {
+        self.failures().remove(volume);
+    }
+
+    fn of(&self, volume: &str) -> Option<VolumeFault> {
+        self.failures().get(volume).cloned()
+    }
+}
+
+impl NodeHost {
+    /// Judges a volume of this host; `None`: it is not here, and nothing of it has failed here. The
+    /// paths are those at which the caller expects it, where it expects any.
+    ///
+    /// # Errors
+    /// If its record cannot be read.
+    pub async fn health(
+        &self,
+        volume: &str,
+        staging_path: Option<&Path>,
+        target: Option<&Path>,
+    ) -> Result<Option<Vec<VolumeFault>>, Error> {
+        let failure = self.troubles.of(volume);
+        let record = self.records.load(volume)?;
+        let Some((record, staging)) =
+            record.and_then(|record| Some((record.clone(), record.staging?)))
+        else {
+            return Ok(failure.map(|failure| vec![failure]));
+        };
+        let mut faults: Vec<VolumeFault> = failure.into_iter().collect();
+        let mut say = |kind, message| faults.push(VolumeFault { kind, message });
+        if !staging.complete {
+            say(
+                FaultKind::StagingFailed,
+                format!("staging at {} is not complete", staging.path.display()),
+            );
+        } else {
+            match tokio::time::timeout(ANSWER_MAX, self.attacher.session(volume)).await {
+                Ok(Ok(session)) => {
+                    say_session(&session, &mut say);
+                    let mounts = mountinfo::read()?;
+                    say_mounts(&record, &staging, session.device.as_deref(), &mounts, &mut say);
+                    let paths =
+                        [(staging_path, Some(&staging.path)), (target, None)].into_iter();
+                    for (expected, staged) in paths {
+                        let Some(expected) = expected.map(super::resolve) else { continue };
+                        let is_there = staged == Some(&expected)
+                            || record.publications.iter().any(|one| one.target == expected);
+                        if !is_there {
+                            let path = expected.display();
+                            say(FaultKind::MountMissing, format!("it is not at {path}"));
+                        }
+                    }
+                }
+                Ok(Err(error)) => say(FaultKind::AttachProcessAway, error.to_string()),
+                Err(_) => say(
+                    FaultKind::AttachProcessAway,
+                    format!("the attach process did not answer within {ANSWER_MAX:?}"),
+                ),
+            }
+            if let Access::Mount { .. } = staging.access
+                && let Err(error) = self.measure(volume, &staging.path).await
+                && error.kind() == Kind::Unavailable
+            {
+                say(FaultKind::MountHangs, error.to_string());
+            }
+        }
+        Ok(Some(joined(faults)))
+    }
+
+    /// Asks a file system for its figures; one that does not answer in time is not asked again
+    /// until it did.
+    ///
+    /// # Errors
+    /// [`Error::Waiting`] if it does not answer, or its own error.
+    pub(super) async fn measure(
+        &self,
+        volume: &str,
+        path: &Path,
+    ) -> Result<rustix::fs::StatVfs, Error> {
+        let hangs = || Error::Waiting {
+            what: format!("the file system of volume {volume} at {} to answer", path.display()),
+            waited_ms: ANSWER_MAX.as_millis() as u64,
+            way_out: "`quoin volume doctor` says what its IO waits for",
+        };
+        if self.troubles.hanging().contains(path) {
+            return Err(hangs());
+        }
+        let hanging = self.troubles.hanging.clone();
+        let is_done = Arc::new(AtomicBool::new(false));
+        let (asked, done) = (path.to_owned(), is_done.clone());
+        let question = tokio::task::spawn_blocking(move || {
+            let figures = rustix::fs::statvfs(&asked);
+            let mut hanging = hanging.lock().expect("no holder of this lock panics");
+            done.store(true, Ordering::Relaxed);
+            hanging.remove(&asked);
+            figures.map_err(|errno| Error::io("measuring", &asked)(errno.into()))
+        });
+        match tokio::time::timeout(ANSWER_MAX, question).await {
+            Ok(Ok(figures)) => figures,
+            Ok(Err(failed)) => std::panic::resume_unwind(failed.into_panic()),
+            Err(_) => {
+                let mut hanging = self.troubles.hanging();
+                if !is_done.load(Ordering::Relaxed) {
+                    hanging.insert(path.to_owned());
+                }
+                Err(hangs())
+            }
+        }
+    }
+}
+
+fn say_session(session: &Session, say: &mut impl FnMut(FaultKind, String)) {
+    match &session.device {
+        None => say(FaultKind::DeviceMissing, "its block device is gone".to_owned()),
+        Some(device) if !session.is_connected => say(
+            FaultKind::SessionLost,
+            format!("{} has no session with the target; its IO waits", device.display()),
+        ),
+        Some(_) => {}
+    }
+    if let Some(why) = &session.dead {
+        say(FaultKind::DeviceDead, why.clone());
+    }
+}
+
+fn say_mounts(
+    record: &Record,
+    staging: &Staging,
+    device: Option<&Path>,
+    mounts: &[Mount],
+    say: &mut impl FnMut(FaultKind, String),
+) {
+    let path = staging.path.display();
+    if let (Access::Mount { .. }, Some(device)) = (&staging.access, device) {
+        let mount =
+            mountinfo::at(mounts, &staging.path).filter(|mount| is_of_device(mount, device));
+        match mount {
+            None => say(FaultKind::MountMissing, format!("its mount at {path} is gone")),
+            // The kernel makes a file system read-only on errors.
+            Some(mount)
+                if !staging.read_only
+                    && mount.super_options.iter().any(|option| option == "ro")
+                    && !staged_read_only(&staging.access) =>
+            {
+                say(
+                    FaultKind::TurnedReadOnly,
+                    format!(
+                        "the file system at {path} has become read-only after an error; see the \
+                         kernel log"
+                    ),
+                );
+            }
+            Some(_) => {}
+        }
+    }
+    for publication in &record.publications {
+        if !publish::is_in_place(publication, device, mounts) {
+            let target = publication.target.display();
+            say(FaultKind::MountMissing, format!("its mount at {target} is gone"));
+        }
+    }
+}
+
+/// Joins the findings of a kind; the worst kind first.
+fn joined(faults: Vec<VolumeFault>) -> Vec<VolumeFault> {
+    let mut by_kind: BTreeMap<FaultKind, Vec<String>> = BTreeMap::new();
+    for VolumeFault { kind, message } in faults {
+        let messages = by_kind.entry(kind).or_default();
+        if !messages.contains(&message) {
+            messages.push(message);
+        }
+    }
+    let fault = |(kind, messages): (FaultKind, Vec<String>)| VolumeFault {
+        kind,
+        message: messages.join("; "),
+    };
+    by_kind.into_iter().map(fault).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_step_is_a_finding_until_it_succeeds_and_a_callers_mistake_is_none() {
+        let troubles = Troubles::default();
+        let failed = Error::Attach("no device".to_owned());
+        troubles.ended("v", FaultKind::StagingFailed, Err(&failed));
+        let found = troubles.of("v").unwrap();
+        assert_eq!((found.kind, found.message.as_str()), (FaultKind::StagingFailed, "no device"));
+        let mistake = Error::NotStaged { volume: "w".into(), path: "/x".into() };
+        troubles.ended("w", FaultKind::PublishingFailed, Err(&mistake));
+        assert_eq!(troubles.of("w"), None);
+        troubles.ended("v", FaultKind::StagingFailed, Ok(()));
+        assert_eq!(troubles.of("v"), None);
+        for n in 0..2 * FAILURES_MAX {
+            troubles.ended(&n.to_string(), FaultKind::StagingFailed, Err(&failed));
+        }
+        assert_eq!(troubles.failures().len(), FAILURES_MAX);
+    }
+
+    #[test]
+    fn findings_of_one_kind_are_one_and_none_hides_another() {
+        let fault = |kind, message: &str| VolumeFault { kind, message: message.to_owned() };
+        let faults = joined(vec![
+            fault(FaultKind::MountMissing, "a"),
+            fault(FaultKind::DeviceMissing, "gone"),
+            fault(FaultKind::MountMissing, "b"),
+            fault(FaultKind::MountMissing, "a"),
+        ]);
+        assert_eq!(
+            faults,
+            [fault(FaultKind::DeviceMissing, "gone"), fault(FaultKind::MountMissing, "a; b")]
+        );
+    }
+
+    #[test]
+    fn a_device_without_its_session_and_a_dead_one_are_findings() {
+        let mut found = Vec::new();
+        let session = Session {
+            device: Some("/dev/loop7".into()),
+            is_connected: false,
+            dead: Some("served by h2".into()),
+        };
+        say_session(&session, &mut |kind, message| found.push((kind, message)));
+        let kinds: Vec<_> = found.iter().map(|(kind, _)| *kind).collect();
+        assert_eq!(kinds, [FaultKind::SessionLost, FaultKind::DeviceDead]);
+        assert!(found[0].1.contains("/dev/loop7"));
+    }
+}
