@@ -409,6 +409,9 @@ impl Replica {
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let of = &self.family.segments;
         let next = of.next[Successor::AtFlip as usize].as_ref();
+        if frees_old && next.is_none() {
+            return Err(StoreError::Rule("a flip without the table of its segments"));
+        }
         let (segments, table): (Vec<SegmentState>, _) = match frees_old {
             true => (of.unrecorded_at_flip(), next.and_then(|next| next.state(!forgets))),
             false => (of.unrecorded(), self.table_state()),

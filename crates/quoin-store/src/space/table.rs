@@ -238,12 +238,6 @@ impl Recorded {
     }
 }
 
-fn pages_of(units: &BTreeSet<u32>) -> Vec<u32> {
-    let mut pages: Vec<u32> = units.iter().map(|unit| unit / PAGE_UNITS).collect();
-    pages.dedup();
-    pages
-}
-
 /// What an open could not find in the table.
 #[derive(Default)]
 pub struct FoundTable {
@@ -599,7 +593,7 @@ mod tests {
     use bytes::Bytes;
     use quoin_replication::replica::store::{ReplicaIdentity, ReplicaStore};
     use quoin_types::message::{Content, ReadView};
-    use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
+    use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 
     use super::*;
     use crate::format::batch::Stream;
