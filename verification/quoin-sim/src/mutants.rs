@@ -73,7 +73,7 @@ pub const ALL: &[Defect] = &[
     core("claims-left-to-the-next-process", Swarm::Hosts),
     core("claims-not-withdrawn", Swarm::Hosts),
     core("recognition-kept-over-a-failed-disk", Swarm::Hosts),
-    core("former-connections-kept", Swarm::Takeovers),
+    core("connections-never-closed", Swarm::Takeovers),
     core("burst-without-a-bound", Swarm::Limits),
     core("limits-wake-for-nothing", Swarm::Limits),
     core("old-controller-goes-on", Swarm::Controllers),

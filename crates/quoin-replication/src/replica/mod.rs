@@ -319,7 +319,9 @@ impl Replica {
     ) -> Option<Session> {
         let mut session = self.session.take()?;
         store.unpin(session.key.nonce);
-        if let Some(connection) = session.copying.take_bulk() {
+        if let Some(connection) = session.copying.take_bulk()
+            && !mutant::is("connections-never-closed")
+        {
             actions.push(ReplicaAction::Disconnect { connection });
         }
         Some(session)
@@ -658,7 +660,7 @@ impl Replica {
         ];
         for (connection, nonce) in ended.into_iter().flatten() {
             store.unpin(nonce);
-            if connection != keep && !mutant::is("former-connections-kept") {
+            if connection != keep && !mutant::is("connections-never-closed") {
                 actions.push(ReplicaAction::Disconnect { connection });
             }
         }

@@ -111,17 +111,17 @@ impl Export {
         std::mem::take(&mut self.clients)
     }
 
-    #[cfg(test)]
-    pub(super) fn clients(&self) -> &[u64] {
-        &self.clients
-    }
-
-    /// The same for good.
+    /// Releases no waiting request either; for a volume that is removed.
     pub(super) fn close(&mut self, sources: &mut Sources) -> Vec<u64> {
         if let Some((_, key)) = self.throttle.take() {
             sources.remove_timer(key);
         }
         self.stop_listening(sources)
+    }
+
+    #[cfg(test)]
+    pub(super) fn clients(&self) -> &[u64] {
+        &self.clients
     }
 
     /// Sets the timer of the requests that wait for the limits.

@@ -8,7 +8,7 @@ use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
-use super::checkers::Observation;
+use super::checkers::{Connected, Observation};
 use super::health::Health;
 use super::pool_rounds::Rounds;
 use super::{Event, Mend, Mutant, World, brief};
@@ -408,11 +408,11 @@ impl World {
         }
     }
 
-    /// Shows the sessions whose own connections the pool has open.
+    /// Shows the connections that the pool has open.
     fn observe_connected(&mut self, pool: usize) {
         let connections = self.network.connections.values();
-        let here = connections.filter(|c| c.pool == pool && c.pool_open && c.bulk.is_none());
-        let open: Vec<SessionKey> = here.map(|connection| connection.session).collect();
+        let here = connections.filter(|c| c.pool == pool && c.pool_open);
+        let open: Vec<Connected> = here.map(|c| (c.session, c.bulk)).collect();
         self.observe(&Observation::Connected { pool, open: &open });
     }
 

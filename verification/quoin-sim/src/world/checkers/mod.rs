@@ -36,6 +36,9 @@ use crate::scaleup::Situations;
 use crate::schedule::Instant;
 use crate::stats::Violation;
 
+/// A connection of a pool: its session, and its number if it is a bulk connection.
+pub(crate) type Connected = (SessionKey, Option<u64>);
+
 /// Something that happened, shown to the checkers before the world continues.
 #[derive(Debug)]
 pub(crate) enum Observation<'a> {
@@ -296,10 +299,11 @@ pub(crate) enum Observation<'a> {
         target: usize,
         queue: usize,
     },
-    /// A pool has done what an Open asks for; the sessions whose own connections it has open.
+    /// A pool has done what an Open asks for; the connections that it has open: their sessions, and
+    /// the numbers of bulk connections.
     Connected {
         pool: usize,
-        open: &'a [SessionKey],
+        open: &'a [Connected],
     },
     /// Every block was read and flushed, and nothing is under way.
     AtRest,

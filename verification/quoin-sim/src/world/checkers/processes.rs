@@ -8,9 +8,9 @@ use quoin_replication::pool_host::access::Claim;
 use quoin_replication::pool_host::holdings::{Phase, Step, step};
 use quoin_replication::replica::store::ReplicaIdentity;
 use quoin_types::message::ToReplica;
-use quoin_types::{Member, SessionKey, VolumeId};
+use quoin_types::{Member, VolumeId};
 
-use super::{Broken, Checker, Observation, Scene, broken};
+use super::{Broken, Checker, Connected, Observation, Scene, broken};
 use crate::schedule::{Instant, SECOND};
 
 /// Longest wait of a dial while no other one is under way at its address.
@@ -24,8 +24,9 @@ pub(crate) struct ProcessRules {
     dials: BTreeMap<(usize, usize), Dials>,
     /// By pool, chunks of other volumes that its process served in a row.
     others_served: BTreeMap<usize, u32>,
-    /// By pool, sessions that were opened and not closed by their targets.
-    opened: BTreeMap<usize, Vec<SessionKey>>,
+    /// By pool, connections that opened a session or joined one, the newest last, and that their
+    /// targets did not close.
+    opened: BTreeMap<usize, Vec<Connected>>,
 }
 
 #[derive(Default)]
@@ -60,20 +61,29 @@ impl Checker for ProcessRules {
                 Ok(())
             }
             Observation::OpenTaken { pool, session } => {
-                self.opened.entry(pool).or_default().push(session);
+                self.opened.entry(pool).or_default().push((session, None));
                 Ok(())
             }
-            // Its target closes the connection.
-            Observation::PoolReceives { pool, session, message: ToReplica::Close, .. } => {
-                self.opened.entry(pool).or_default().retain(|opened| *opened != session);
+            Observation::PoolReceives { pool, session, message, .. } => {
+                let opened = self.opened.entry(pool).or_default();
+                match message {
+                    ToReplica::OpenBulk { number } => opened.push((session, Some(*number))),
+                    // Its target closes the connections.
+                    ToReplica::Close => opened.retain(|(of, _)| *of != session),
+                    _ => {}
+                }
                 Ok(())
             }
             Observation::Connected { pool, open } => {
                 let opened = self.opened.entry(pool).or_default();
-                opened.retain(|session| open.contains(session));
-                if opened.len() > 1 {
+                opened.retain(|connection| open.contains(connection));
+                let newest = opened.iter().rfind(|(_, bulk)| bulk.is_none()).copied();
+                let is_former = |connection: &&Connected| {
+                    newest.is_some_and(|(session, _)| connection.0 != session)
+                };
+                if let Some(former) = opened.iter().find(is_former) {
                     let detail =
-                        format!("pool {pool} keeps connections of former sessions: {opened:?}");
+                        format!("pool {pool} keeps a connection of a former session: {former:?}");
                     return broken("FormerClosed", detail);
                 }
                 Ok(())
