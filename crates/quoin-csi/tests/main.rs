@@ -9,3 +9,4 @@ mod interrupted;
 mod node;
 mod process;
 mod services;
+mod snapshots;

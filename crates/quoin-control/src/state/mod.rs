@@ -8,6 +8,7 @@ pub(crate) mod observed;
 #[cfg(test)]
 pub(crate) mod recorded;
 pub mod records;
+pub mod snapshot_records;
 pub mod store;
 pub(crate) mod table;
 pub(crate) mod term_records;
@@ -26,13 +27,14 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::controller::Settings;
 use crate::membership::term::OwnTerm;
-use crate::state::changes::{Changes, Concern, Concerned, Follower};
+use crate::state::changes::{Changes, Concern, Concerned, Follower, Nodes};
 use crate::state::events::{Events, Object, Severity};
 use crate::state::observed::Observed;
 use crate::state::records::{
     CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
     VolumeRecord,
 };
+use crate::state::snapshot_records::SnapshotTables;
 use crate::state::store::{Store, Watched, Writes};
 use crate::state::table::Table;
 use crate::volume::policy::ReplaceAfter;
@@ -52,6 +54,7 @@ pub struct State {
     pub(crate) members: Table<MemberOfCluster>,
     pub(crate) cordons: Table<CordonRecord>,
     pub(crate) verifications: Table<VerifyRecord>,
+    pub(crate) snapshots: SnapshotTables,
     pub(crate) recovery: Table<RecoveryRecord>,
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
@@ -84,6 +87,7 @@ impl State {
             members: Table::load(store.clone(), changes.clone()).await?,
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
+            snapshots: SnapshotTables::load(&store, &changes).await?,
             recovery: Table::load(store.clone(), changes.clone()).await?,
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
@@ -97,6 +101,7 @@ impl State {
             changes,
         };
         state.drop_unused_names().await?;
+        state.snapshots.drop_unused_names().await?;
         Ok(state)
     }
 
@@ -118,6 +123,7 @@ impl State {
         self.members.read_unanswered().await?;
         self.cordons.read_unanswered().await?;
         self.verifications.read_unanswered().await?;
+        self.snapshots.read_unanswered().await?;
         self.recovery.read_unanswered().await?;
         self.term.read_unanswered().await
     }
@@ -148,6 +154,13 @@ impl State {
     /// Announces a change of observed state; changes of records are announced by their tables.
     pub(crate) fn announce(&self, concerned: &Concerned) {
         self.changes.wake(concerned, None);
+    }
+
+    /// Wakes the streams of the node whose target has the volume: there is something to do with it.
+    pub(crate) fn tell_target(&self, volume: VolumeId) {
+        let owner = self.volumes.get(&volume.to_string()).and_then(|v| v.owner.clone());
+        let nodes = Nodes::These(owner.into_iter().collect());
+        self.changes.wake(&Concerned::Some { pools: BTreeSet::new(), nodes }, Some(volume));
     }
 
     /// Has each volume that changes put into a queue.

@@ -181,6 +181,9 @@ impl Catalog {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
+        // Until the volume's phase is recorded no snapshot of it is begun, and the last one not deleted.
+        let changing = self.state.snapshots.changing.lock().await;
+        let is_retained = self.state.snapshots.keeps(volume.id.0);
         let updated = self
             .state
             .update_volume(volume.id.0, |volume| {
@@ -190,19 +193,25 @@ impl Catalog {
                         volume.spec.name, attachment.node
                     )));
                 }
-                let deleted = volume.phase != VolumePhase::Deleting;
-                volume.phase = VolumePhase::Deleting;
-                volume.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+                let deleted = matches!(volume.phase, VolumePhase::Ready | VolumePhase::Pending);
+                match is_retained && volume.phase != VolumePhase::Deleting {
+                    true => volume.phase = VolumePhase::Retained,
+                    false => volume.begin_deletion(),
+                }
                 Ok(deleted)
             })
             .await;
+        drop(changing);
         match updated {
             // Somebody else was faster, through to the end.
             Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
             Ok((volume, deleted)) => {
                 if deleted {
-                    let message = "its replicas are being removed";
+                    let message = match volume.phase {
+                        VolumePhase::Retained => "its replicas are kept for its snapshots",
+                        _ => "its replicas are being removed",
+                    };
                     self.state.events.record(
                         Severity::Normal,
                         about(&volume),
@@ -278,7 +287,7 @@ impl Catalog {
             n => n as usize,
         };
         let is_listed =
-            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
+            |volume: &VolumeRecord| include_deleting || is_there(volume);
         let page = self.state.volumes.page_of(after, count, is_listed);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
         let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, is_listed).is_empty();
@@ -305,6 +314,11 @@ impl Catalog {
         let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
         Ok((placement::unpromised(&spec, &candidates), largest))
     }
+}
+
+/// Its user has not deleted it.
+fn is_there(volume: &VolumeRecord) -> bool {
+    matches!(volume.phase, VolumePhase::Pending | VolumePhase::Ready)
 }
 
 pub(crate) async fn free_name(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
@@ -371,7 +385,7 @@ pub(crate) fn grow(
     if size <= volume.size_bytes {
         return Ok(None);
     }
-    if volume.phase == VolumePhase::Deleting {
+    if !is_there(volume) {
         return Err(Error::missing("volume", volume.id.0.to_string()));
     }
     let more = size - volume.size_bytes;

@@ -2,6 +2,7 @@
 //! answers. It holds no state of volumes, so it runs on any host, in any number.
 
 mod response;
+mod snapshots;
 
 use quoin_api::control as api;
 use quoin_api::csi::controller_server::Controller;
@@ -20,7 +21,6 @@ use crate::{Plugin, context, limits, parameters, topology};
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
-const NO_SNAPSHOTS: &str = "the plugin does not advertise it; this version has no snapshots";
 const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 /// Capabilities of this controller, in the order of the interface's numbers.
@@ -29,12 +29,15 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::PublishUnpublishVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
+    rpc::Type::CreateDeleteSnapshot,
+    rpc::Type::ListSnapshots,
     rpc::Type::PublishReadonly,
     rpc::Type::ExpandVolume,
     rpc::Type::ListVolumesPublishedNodes,
     rpc::Type::VolumeCondition,
     rpc::Type::GetVolume,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::GetSnapshot,
 ];
 
 impl ControllerService {
@@ -357,27 +360,27 @@ impl Controller for ControllerService {
     }
     async fn create_snapshot(
         &self,
-        _: Request<CreateSnapshotRequest>,
+        request: Request<CreateSnapshotRequest>,
     ) -> Result<Response<CreateSnapshotResponse>, Status> {
-        Err(not_served("CreateSnapshot", NO_SNAPSHOTS))
+        self.make_snapshot(request.into_inner()).await
     }
     async fn delete_snapshot(
         &self,
-        _: Request<DeleteSnapshotRequest>,
+        request: Request<DeleteSnapshotRequest>,
     ) -> Result<Response<DeleteSnapshotResponse>, Status> {
-        Err(not_served("DeleteSnapshot", NO_SNAPSHOTS))
+        self.remove_snapshot(request.into_inner()).await
     }
     async fn list_snapshots(
         &self,
-        _: Request<ListSnapshotsRequest>,
+        request: Request<ListSnapshotsRequest>,
     ) -> Result<Response<ListSnapshotsResponse>, Status> {
-        Err(not_served("ListSnapshots", NO_SNAPSHOTS))
+        self.snapshot_list(request.into_inner()).await
     }
     async fn get_snapshot(
         &self,
-        _: Request<GetSnapshotRequest>,
+        request: Request<GetSnapshotRequest>,
     ) -> Result<Response<GetSnapshotResponse>, Status> {
-        Err(not_served("GetSnapshot", NO_SNAPSHOTS))
+        self.one_snapshot(request.into_inner()).await
     }
     async fn controller_list_volume_health(
         &self,
@@ -424,7 +427,7 @@ fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
         None => Err(invalid(FIELD, "has neither a snapshot nor a volume")),
         Some(Source::Snapshot(source)) => {
             limits::required("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
-            Err(invalid(FIELD, "names a snapshot, and this version has no snapshots"))
+            Err(invalid(FIELD, "names a snapshot, and this version makes no volumes from snapshots"))
         }
         Some(Source::Volume(source)) => {
             limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;

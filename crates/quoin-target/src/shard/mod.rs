@@ -9,6 +9,7 @@
 mod clients;
 mod links;
 mod memory;
+mod snapshots;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,7 +19,8 @@ use bytes::Bytes;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
 use quoin_replication::primary::{
-    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
+    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, SnapshotWish,
+    VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -26,19 +28,21 @@ pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
-use quoin_types::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey, SnapshotId};
 use quoin_types::key_map::KeyMap;
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
 use crate::client::Client;
+use crate::commands::Answer;
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::listen::Socket;
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use crate::tokens::Tokens;
 use links::{Link, LinkName};
+use snapshots::Wished;
 
 /// Inputs of other threads to a shard.
 pub enum Input {
@@ -63,6 +67,12 @@ pub enum Input {
         volume: VolumeId,
         version: u64,
         membership: Option<Membership>,
+    },
+    /// The controller wants a snapshot made or deleted.
+    Snapshot {
+        volume: VolumeId,
+        id: SnapshotId,
+        wish: SnapshotWish,
     },
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Close all volumes, then end.
@@ -130,6 +140,11 @@ pub enum Ask {
     },
     /// A change that is worth a report soon.
     Changed,
+    /// The outcome of a command.
+    Answered {
+        volume: VolumeId,
+        answer: Answer,
+    },
     /// The volume is not served here any more; true: because a newer epoch fenced it.
     Stopped {
         volume: VolumeId,
@@ -152,6 +167,7 @@ struct Volume {
     places: Vec<ReplicaPlace>,
     desired: Desired,
     verify: Option<VerifyOrder>,
+    wished: Wished,
     tokens: Tokens,
     grant: Bytes,
     incarnation: Incarnation,
@@ -361,6 +377,7 @@ impl Shard {
             Input::Swapped { volume, version, membership } => {
                 self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
+            Input::Snapshot { volume, id, wish } => self.wish_snapshot(now, volume, id, wish),
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
                 // The caller may have stopped waiting.
@@ -408,6 +425,7 @@ impl Shard {
             places: Vec::new(),
             desired: Desired::default(),
             verify: None,
+            wished: Wished::default(),
             tokens: Tokens::default(),
             grant: Bytes::new(),
             incarnation: Incarnation::default(),
@@ -664,6 +682,9 @@ impl Shard {
             }
             None => false,
         };
+        if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
+            self.answer_snapshot(id, snapshot, outcome);
+        }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.metrics.moved.inc_by(moved_bytes);
         }
