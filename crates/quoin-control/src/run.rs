@@ -32,7 +32,7 @@ use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
-const STREAMS_MAX: usize = 4096;
+const STREAMS_MAX: usize = 6144;
 const STREAMS_A_MEMBER_MAX: usize = 128;
 /// Calls at a time on one connection.
 const CALLS_MAX: u32 = 256;

@@ -132,8 +132,7 @@ impl Backend {
         if !is_id(volume_id) {
             return Err(crate::refusal::no_volume(volume_id));
         }
-        let wanted =
-            api::CreateSnapshotRequest { volume: by_id(volume_id), name: name.to_owned() };
+        let wanted = api::CreateSnapshotRequest { volume: by_id(volume_id), name: name.to_owned() };
         let answer = self.client.clone().create_snapshot(Self::request(wanted)).await;
         Ok(answer.map_err(|status| from_control(&status))?.into_inner())
     }

@@ -131,10 +131,8 @@ async fn an_invalid_request_about_snapshots_is_refused_with_its_code_and_changes
     let mut world = World::start().await;
     let volume = world.served("db").await;
     let good = || make(&volume, "s");
-    let of_parameters = |pairs: &[(&str, &str)]| CreateSnapshotRequest {
-        parameters: map(pairs),
-        ..good()
-    };
+    let of_parameters =
+        |pairs: &[(&str, &str)]| CreateSnapshotRequest { parameters: map(pairs), ..good() };
     let bad = [
         make("", "s"),
         make(&volume, ""),
@@ -217,10 +215,8 @@ async fn pages_of_snapshots_are_bounded_and_complete_and_filtered_by_volume_and_
     all.sort();
     found.sort();
     assert_eq!(found, all, "each of them once");
-    let one = ListSnapshotsRequest {
-        snapshot_id: of_other.snapshot_id.clone(),
-        ..Default::default()
-    };
+    let one =
+        ListSnapshotsRequest { snapshot_id: of_other.snapshot_id.clone(), ..Default::default() };
     assert_eq!(world.listed(one.clone()).await.0, [of_other]);
     let of_volume = ListSnapshotsRequest { source_volume_id: volume, ..one };
     assert!(world.listed(of_volume).await.0.is_empty(), "it is of another volume");
@@ -258,13 +254,11 @@ async fn snapshots_of_a_deleted_volume_stay_listed_with_the_volume_that_they_alw
         let request = DeleteVolumeRequest { volume_id: volume.clone(), ..Default::default() };
         world.controller.delete_volume(request).await.unwrap();
     }
-    let request =
-        ControllerGetVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    let request = ControllerGetVolumeRequest { volume_id: volume.clone(), ..Default::default() };
     assert_eq!(code(&world.controller.controller_get_volume(request).await), Code::NotFound);
     assert!(world.cluster.volumes().await.is_empty());
     assert_eq!(world.listed(ListSnapshotsRequest::default()).await.0, [snapshot.clone()]);
-    let of_volume =
-        ListSnapshotsRequest { source_volume_id: volume.clone(), ..Default::default() };
+    let of_volume = ListSnapshotsRequest { source_volume_id: volume.clone(), ..Default::default() };
     assert_eq!(world.listed(of_volume).await.0, [snapshot.clone()]);
     let found = world.controller.get_snapshot(get(&snapshot.snapshot_id)).await.unwrap();
     assert_eq!(found.into_inner().snapshot, Some(snapshot.clone()));

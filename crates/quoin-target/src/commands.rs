@@ -156,20 +156,19 @@ mod tests {
     #[test]
     fn a_command_of_a_later_version_is_left_alone_and_a_wrong_id_refused() {
         let snapshot_id = SnapshotId(5).to_string();
-        let make = target_command::What::MakeSnapshot(MakeSnapshot {
-            snapshot_id: snapshot_id.clone(),
-        });
+        let make =
+            target_command::What::MakeSnapshot(MakeSnapshot { snapshot_id: snapshot_id.clone() });
         let wished = wish(&command(Some(make))).unwrap();
         assert_eq!(wished, Some((VolumeId(7), SnapshotId(5), SnapshotWish::Make)));
         assert_eq!(wish(&command(None)), Ok(None));
-        let wrong = target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "5".into() });
+        let wrong =
+            target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "5".into() });
         assert!(wish(&command(Some(wrong))).is_err());
     }
 
     #[test]
     fn an_outcome_has_the_command_s_id_and_what_the_history_says_of_the_snapshot() {
-        let snapshot =
-            SnapshotInfo { id: SnapshotId(5), lsn: Lsn(9), hidden: false, blocks: 256 };
+        let snapshot = SnapshotInfo { id: SnapshotId(5), lsn: Lsn(9), hidden: false, blocks: 256 };
         let answer = Answer {
             id: SnapshotId(5),
             outcome: SnapshotOutcome::Made { lsn: Lsn(9) },
@@ -177,7 +176,10 @@ mod tests {
             wished_at: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(1_500)),
         };
         let told = outcome("n1", VolumeId(7), &answer);
-        assert_eq!((told.id.as_str(), told.node.as_str()), (SnapshotId(5).to_string().as_str(), "n1"));
+        assert_eq!(
+            (told.id.as_str(), told.node.as_str()),
+            (SnapshotId(5).to_string().as_str(), "n1")
+        );
         let Some(command_outcome::What::SnapshotMade(made)) = told.what else { panic!("{told:?}") };
         assert_eq!((made.lsn, made.size_bytes), (9, 1 << 20));
         assert_eq!(made.cut_at, Some(Timestamp { seconds: 1, nanos: 500_000_000 }));

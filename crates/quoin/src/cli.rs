@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, contexts, declare, demo, dev, events, listing, offline, roles, schedule, scrub, snapshot,
-    target, tokens, volume,
+    admins, contexts, declare, demo, dev, events, listing, offline, roles, schedule, scrub,
+    snapshot, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.

@@ -19,11 +19,13 @@ use crate::snapshot::{SnapshotView, parse_own_name};
 #[derive(Subcommand)]
 pub enum ScheduleCommand {
     /// Make snapshots of a volume at an interval, the first one now, and delete the old ones.
-    #[command(after_help = "Examples:\n  quoin schedule create db --every 1h --keep 24 --keep-for 7d\n  \
+    #[command(
+        after_help = "Examples:\n  quoin schedule create db --every 1h --keep 24 --keep-for 7d\n  \
                             quoin schedule create db --name db-daily --every 1d --keep 30\n\
                             A snapshot is deleted once there are --keep newer ones, or once it is \
                             older than --keep-for;\nthe newest one stays. Of runs that were missed \
-                            the last one is made up for.")]
+                            the last one is made up for."
+    )]
     Create(CreateOptions),
     /// One schedule whole: its interval, what it keeps, its newest snapshot, its next run.
     Get {
@@ -101,9 +103,8 @@ struct ScheduleView {
 
 impl From<Schedule> for ScheduleView {
     fn from(schedule: Schedule) -> Self {
-        let shown = |time: Option<prost_types::Timestamp>| {
-            time.as_ref().map(show_time).unwrap_or_default()
-        };
+        let shown =
+            |time: Option<prost_types::Timestamp>| time.as_ref().map(show_time).unwrap_or_default();
         Self {
             name: schedule.name,
             volume: schedule.volume_name,
@@ -161,7 +162,15 @@ impl ScheduleView {
 
 impl Row for ScheduleView {
     const HEADER: &'static [&'static str] = &[
-        "NAME", "VOLUME", "EVERY", "KEEPS", "SNAPSHOTS", "NEWEST", "NEXT", "WAITS FOR", "CREATED",
+        "NAME",
+        "VOLUME",
+        "EVERY",
+        "KEEPS",
+        "SNAPSHOTS",
+        "NEWEST",
+        "NEXT",
+        "WAITS FOR",
+        "CREATED",
     ];
     const NARROW: usize = 8;
 

@@ -47,7 +47,10 @@ pub enum SnapshotCommand {
         volume: Option<String>,
     },
     /// Delete a snapshot; what only it has of the volume's former content is lost.
-    #[command(visible_alias = "rm", after_help = "Example:\n  quoin snapshot delete before-upgrade")]
+    #[command(
+        visible_alias = "rm",
+        after_help = "Example:\n  quoin snapshot delete before-upgrade"
+    )]
     Delete {
         /// Its name or id.
         snapshot: String,
@@ -137,7 +140,16 @@ impl SnapshotView {
 
 impl Row for SnapshotView {
     const HEADER: &'static [&'static str] = &[
-        "NAME", "VOLUME", "CUT", "SIZE", "PHASE", "WAITS FOR", "SCHEDULE", "LSN", "ID", "VOLUME ID",
+        "NAME",
+        "VOLUME",
+        "CUT",
+        "SIZE",
+        "PHASE",
+        "WAITS FOR",
+        "SCHEDULE",
+        "LSN",
+        "ID",
+        "VOLUME ID",
     ];
     const NARROW: usize = 6;
 
@@ -219,8 +231,7 @@ async fn create(
     let volume = get_volume(cluster, &options.volume).await?;
     let volume_name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let name = options.name.unwrap_or_else(|| name_by_time(&volume_name));
-    let request =
-        CreateSnapshotRequest { volume: Some(id_ref(&volume.id)), name: name.clone() };
+    let request = CreateSnapshotRequest { volume: Some(id_ref(&volume.id)), name: name.clone() };
     let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
     // The controller waits some seconds itself, which is enough unless the volume waits too.
     let mut snapshot = cluster.create_snapshot(request).await.map_err(refusal)?.into_inner();
@@ -250,9 +261,7 @@ async fn create(
         }
         snapshot = match get(cluster, &snapshot.id).await {
             Ok(snapshot) => snapshot,
-            Err(_) => bail!(
-                "snapshot {name} was given up: `quoin events` has the reason"
-            ),
+            Err(_) => bail!("snapshot {name} was given up: `quoin events` has the reason"),
         };
     }
     let view = SnapshotView::from(snapshot);

@@ -1,6 +1,7 @@
 //! Snapshots on real processes: their content on every replica, names, kills in the middle, volumes
 //! that are deleted before their snapshots.
 
+use crate::common::{Cluster, Place};
 use crate::support;
 
 use std::os::unix::fs::FileExt;
@@ -8,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
-use quoin_nbd::client::Client;
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 use support::{Dev, Scratch, block, eventually, is_online, signal};
 
@@ -124,7 +125,17 @@ impl Offline {
         let (id, image) = (snapshot["id"].as_str().unwrap(), to.to_str().unwrap());
         let volume = snapshot["volume"].as_str().unwrap();
         let data = self.data(pool);
-        self.quoin(&["pool", "export", &data, "--replica", volume, "--snapshot", id, "--to", image]);
+        self.quoin(&[
+            "pool",
+            "export",
+            &data,
+            "--replica",
+            volume,
+            "--snapshot",
+            id,
+            "--to",
+            image,
+        ]);
         std::fs::File::open(to).unwrap()
     }
 
@@ -219,4 +230,51 @@ fn snapshots_outlive_their_volume_and_a_schedule_ends_with_it() {
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(dev.json(&["volume", "list"]).as_array().unwrap().len(), 1);
     dev.stop();
+}
+
+/// Connects to the volume at the address that `quoin volume attach --nbd` prints.
+fn connect(address: &str) -> Client {
+    let socket = address.split_once("socket=").unwrap().1.to_owned();
+    eventually("its target listens", || {
+        Client::connect(ClientOptions::new(Address::Unix(socket.clone().into()))).ok()
+    })
+}
+
+/// The target of another node finds what the first one made, and deletes it.
+#[test]
+fn a_volume_that_moves_to_another_node_takes_its_snapshots_along() {
+    let here = Place::here();
+    let mut cluster = Cluster::start("snapshot-moves", &here, &[]);
+    for pool in ["p1", "p2", "p3"] {
+        cluster.pool(&here, pool, &[]);
+    }
+    cluster.node(&here, "n1", &[], &[]);
+    let (state, run, token) =
+        (cluster.path("node-2"), cluster.path("run-2"), cluster.token("node"));
+    let second = ["target", "--name", "n2", "--state", &state, "--run", &run, "--join", &token];
+    let mut second: Vec<String> = second.map(String::from).to_vec();
+    second.extend(["--controller".into(), cluster.controller.clone()]);
+    cluster.run(&here, "target-2", second);
+    cluster.wait_for_pools(3);
+    cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
+    let client = connect(&cluster.ok(&["volume", "attach", "db", "--nbd"]));
+    fill(&client, 0..50, 1);
+    let made = cluster.json(&["snapshot", "create", "db", "--name", "first"]);
+    client.stop();
+    cluster.ok(&["volume", "detach", "db"]);
+    let address = cluster.eventually("the second node takes it", || {
+        let attached = cluster.quoin(&["volume", "attach", "db", "--nbd", "--run", &run]);
+        attached.status.success().then(|| String::from_utf8(attached.stdout).unwrap())
+    });
+    let client = connect(address.trim());
+    fill(&client, 0..50, 2);
+    assert_eq!(cluster.json(&["volume", "get", "db"])["nodes"][0], "n2");
+    let again = cluster.json(&["snapshot", "create", "db", "--name", "first"]);
+    assert_eq!((&again["id"], &again["lsn"]), (&made["id"], &made["lsn"]));
+    let later = cluster.json(&["snapshot", "create", "db", "--name", "second"]);
+    assert!(later["lsn"].as_u64() > made["lsn"].as_u64());
+    cluster.ok(&["snapshot", "delete", "first", "--yes"]);
+    let listed = cluster.json(&["snapshot", "list", "db"]);
+    assert_eq!(listed.as_array().unwrap().len(), 1, "{listed}");
+    client.stop();
 }

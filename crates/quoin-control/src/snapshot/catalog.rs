@@ -21,8 +21,9 @@ pub struct Snapshots {
     state: Arc<State>,
 }
 
+/// Events of a snapshot are its volume's, which users follow; their messages name the snapshot.
 pub(crate) fn about(snapshot: &SnapshotRecord) -> Object {
-    Object::new("snapshot", snapshot.id.0, &snapshot.name)
+    Object::new("volume", snapshot.volume.0, &snapshot.volume_name)
 }
 
 fn shown(reference: &SnapshotRef) -> String {
@@ -211,7 +212,7 @@ impl Snapshots {
                 "" => String::new(),
                 schedule => format!(", by schedule {schedule:?}"),
             };
-            let message = format!("of volume {:?}{by}", snapshot.volume_name);
+            let message = format!("snapshot {:?}{by}", snapshot.name);
             let object = about(&snapshot);
             self.state.events.record(Severity::Normal, object, "SnapshotDeleted", message);
             self.state.tell_target(snapshot.volume.0);
@@ -329,8 +330,8 @@ pub(crate) async fn give_up_attempts(state: &State) -> Result<usize, Error> {
         {
             state.snapshots.free_name(&snapshot).await?;
             let message = format!(
-                "of volume {:?}: the records were restored while it was made; make another one",
-                snapshot.volume_name
+                "snapshot {:?}: the records were restored while it was made; make another one",
+                snapshot.name
             );
             let object = about(&snapshot);
             state.events.record(Severity::Warning, object, "SnapshotGivenUp", message);

@@ -105,8 +105,8 @@ impl Commands {
         let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
         if let Some((snapshot, true)) = updated {
             let message = format!(
-                "of volume {:?}: {}, as of LSN {}",
-                snapshot.volume_name,
+                "snapshot {:?}: {}, as of LSN {}",
+                snapshot.name,
                 text::bytes(cut.size_bytes),
                 cut.lsn
             );
@@ -153,8 +153,9 @@ impl Commands {
         let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
         if let Some((snapshot, true)) = updated {
             self.state.snapshots.free_name(&snapshot).await?;
+            let message = format!("snapshot {:?}: {reason}", snapshot.name);
             let object = about(&snapshot);
-            self.state.events.record(Severity::Warning, object, "SnapshotRefused", reason);
+            self.state.events.record(Severity::Warning, object, "SnapshotRefused", message);
             self.state.tell_target(volume);
         }
         Ok(())

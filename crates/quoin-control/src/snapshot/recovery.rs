@@ -75,11 +75,7 @@ pub(crate) async fn agree<'a>(
     Ok(())
 }
 
-async fn adopt(
-    state: &State,
-    volume: &VolumeRecord,
-    found: &FoundSnapshot,
-) -> Result<(), Error> {
+async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> Result<(), Error> {
     let id = found.id.to_string();
     if state.snapshots.records.get(&id).is_some() {
         return Ok(());
@@ -116,9 +112,9 @@ async fn adopt(
     };
     if let Ok(record) = state.snapshots.records.create(record).await? {
         let message = format!(
-            "of volume {:?}, as of LSN {}: the pools hold it, and the records had no name and no \
-             time of it; delete it, or keep it under this name",
-            volume.spec.name, found.lsn
+            "snapshot {:?}, as of LSN {}: the pools hold it, and the records had no name and no time \
+             of it; delete it, or keep it under this name",
+            record.name, found.lsn
         );
         state.events.record(Severity::Warning, about(&record), "SnapshotFound", message);
     }
@@ -137,8 +133,8 @@ async fn forget_gone(
         }
         state.snapshots.free_name(&snapshot).await?;
         let message = format!(
-            "of volume {:?}: no replica has it; it was deleted after the records were backed up",
-            snapshot.volume_name
+            "snapshot {:?}: no replica has it; it was deleted after the records were backed up",
+            snapshot.name
         );
         state.events.record(Severity::Warning, about(&snapshot), "SnapshotGone", message);
     }

@@ -48,7 +48,7 @@ pub struct Schedules {
 }
 
 fn about(schedule: &ScheduleRecord) -> Object {
-    Object::new("schedule", &schedule.name, &schedule.name)
+    Object::new("volume", schedule.volume.0, &schedule.volume_name)
 }
 
 #[async_trait]
@@ -107,7 +107,7 @@ impl Schedules {
             Ok(schedule) => schedule,
             Err(found) => return same(found, &fresh),
         };
-        let message = format!("of volume {:?}: {}", schedule.volume_name, in_words(&schedule));
+        let message = format!("schedule {:?}: {}", schedule.name, in_words(&schedule));
         self.state.events.record(Severity::Normal, about(&schedule), "ScheduleCreated", message);
         self.queue.add(schedule.name.clone(), Duration::ZERO);
         Ok(schedule)
@@ -120,7 +120,7 @@ impl Schedules {
         let _changing = self.state.snapshots.changing.lock().await;
         let Some(schedule) = self.state.snapshots.schedules.get(name) else { return Ok(()) };
         self.state.snapshots.schedules.remove(name, |_| true).await?;
-        let message = format!("of volume {:?}; its snapshots stay", schedule.volume_name);
+        let message = format!("schedule {:?}; its snapshots stay", schedule.name);
         self.state.events.record(Severity::Normal, about(&schedule), "ScheduleDeleted", message);
         Ok(())
     }
@@ -173,7 +173,7 @@ impl Schedules {
             Ok(_) => {}
             // The next run may find a place: this one is given up.
             Err(error @ (Error::Exhausted(_) | Error::Exists { .. })) => {
-                let message = format!("snapshot {name:?} is left out: {error}");
+                let message = format!("snapshot {name:?} of a schedule is left out: {error}");
                 let object = about(schedule);
                 self.state.events.record(Severity::Warning, object, "ScheduleMissed", message);
             }
@@ -271,10 +271,7 @@ fn new_schedule(
     })
 }
 
-fn same(
-    found: Arc<ScheduleRecord>,
-    asked: &ScheduleRecord,
-) -> Result<Arc<ScheduleRecord>, Error> {
+fn same(found: Arc<ScheduleRecord>, asked: &ScheduleRecord) -> Result<Arc<ScheduleRecord>, Error> {
     let told = |s: &ScheduleRecord| (s.volume, s.every_ms, s.keep, s.keep_for_ms);
     if told(&found) == told(asked) {
         return Ok(found);
@@ -352,8 +349,7 @@ mod tests {
     #[test]
     fn snapshots_beyond_the_number_or_too_old_go_and_the_newest_and_waiting_ones_stay() {
         let day = |n: u64| n * DAY_MS;
-        let made =
-            [ready(1, day(1)), ready(2, day(2)), ready(3, day(3)), Arc::new(snapshot(4, 7))];
+        let made = [ready(1, day(1)), ready(2, day(2)), ready(3, day(3)), Arc::new(snapshot(4, 7))];
         let going = |schedule: &ScheduleRecord, now_ms| {
             let mut ids: Vec<u128> =
                 surplus(schedule, &made, now_ms).iter().map(|s| s.id.0.0).collect();

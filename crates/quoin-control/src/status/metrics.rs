@@ -189,10 +189,8 @@ fn snapshots(controller: &Controller, registry: &mut Registry) {
     let (age, interval) =
         (Family::<OfSchedule, Seconds>::default(), Family::<OfSchedule, Seconds>::default());
     for schedule in controller.state.snapshots.schedules.list() {
-        let label = OfSchedule {
-            schedule: schedule.name.clone(),
-            volume: schedule.volume_name.clone(),
-        };
+        let label =
+            OfSchedule { schedule: schedule.name.clone(), volume: schedule.volume_name.clone() };
         interval.get_or_create(&label).set(schedule.every_ms as f64 / 1e3);
         let age_ms = crate::snapshot::view::newest_age_ms(&controller.state, &schedule);
         age.get_or_create(&label).set(age_ms as f64 / 1e3);

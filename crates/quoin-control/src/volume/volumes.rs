@@ -286,8 +286,7 @@ impl Catalog {
             0 => usize::MAX,
             n => n as usize,
         };
-        let is_listed =
-            |volume: &VolumeRecord| include_deleting || is_there(volume);
+        let is_listed = |volume: &VolumeRecord| include_deleting || is_there(volume);
         let page = self.state.volumes.page_of(after, count, is_listed);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
         let more = !last.is_empty() && !self.state.volumes.page_of(&last, 1, is_listed).is_empty();

@@ -427,7 +427,10 @@ fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
         None => Err(invalid(FIELD, "has neither a snapshot nor a volume")),
         Some(Source::Snapshot(source)) => {
             limits::required("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
-            Err(invalid(FIELD, "names a snapshot, and this version makes no volumes from snapshots"))
+            Err(invalid(
+                FIELD,
+                "names a snapshot, and this version makes no volumes from snapshots",
+            ))
         }
         Some(Source::Volume(source)) => {
             limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;

@@ -3,9 +3,7 @@
 use std::collections::VecDeque;
 use std::time::SystemTime;
 
-use quoin_replication::primary::{
-    PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
-};
+use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 use quoin_types::ids::SnapshotId;
 use quoin_types::{Time, VolumeId};
 

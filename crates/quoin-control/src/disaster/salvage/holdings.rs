@@ -13,8 +13,8 @@ use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, Replica
 use super::decide::Held;
 use crate::Error;
 use crate::api::reports::id;
-use crate::state::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use crate::snapshot::recovery::{FoundSnapshot, FoundSnapshots};
+use crate::state::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use crate::text;
 use crate::volume::spec::SIZE_BYTES_MAX;
 
@@ -261,7 +261,10 @@ mod tests {
             let snapshots = (0..ids).flat_map(one).collect();
             snapshots_of(snapshots)
         };
-        assert_eq!(told(2, 7, 3).unwrap()[1], FoundSnapshot { id: SnapshotId(1), lsn: 7, blocks: 3 });
+        assert_eq!(
+            told(2, 7, 3).unwrap()[1],
+            FoundSnapshot { id: SnapshotId(1), lsn: 7, blocks: 3 }
+        );
         assert!(told(1, 8, 3).is_err(), "behind the replica's end");
         assert!(told(1, 7, u64::MAX).is_err());
         assert!(told(SNAPSHOTS_MAX as u128 + 1, 7, 3).is_err());
