@@ -18,7 +18,7 @@ use crate::state::store::Store;
 use crate::status::Status;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
 use crate::volume::spec::Defaults;
-use crate::{disaster, membership, reconcile, volume};
+use crate::{disaster, membership, reconcile, snapshot, volume};
 
 /// Settings of a controller, fixed at its start.
 #[derive(Clone, Debug)]
@@ -46,6 +46,7 @@ pub struct Settings {
 pub struct Controller {
     pub state: Arc<State>,
     pub volumes: volume::Parts,
+    pub snapshots: snapshot::Parts,
     pub membership: membership::Parts,
     pub removals: Removals,
     pub work: reconcile::Parts,
@@ -78,6 +79,7 @@ impl Controller {
                 disaster.salvage.clone(),
             ),
             reports: Reports::new(state.clone(), &work, &volumes),
+            snapshots: snapshot::Parts::new(&state),
             status: Status::new(state.clone(), &work, &volumes, &membership),
             removals: membership.removals(&state, &work),
             disaster,

@@ -111,6 +111,8 @@ fn shown_by(what: &str) -> &'static str {
         "volume" => ": `quoin volume list` shows those that do",
         "pool" => ": `quoin pool list` shows those that do",
         "node" => ": `quoin node list` shows those that do",
+        "snapshot" => ": `quoin snapshot list` shows those that do",
+        "schedule" => ": `quoin schedule list` shows those that do",
         "admin" => ": `quoin admin list` shows those that do",
         "replica" | "known replica" => ": `quoin replica list` shows those that do",
         "join token" => ": `quoin token list` shows those that do",

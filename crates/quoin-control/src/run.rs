@@ -24,6 +24,7 @@ use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
+use crate::reconcile::work;
 use crate::state::store::Embedded;
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
@@ -31,7 +32,7 @@ use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
-const STREAMS_MAX: usize = 4096;
+const STREAMS_MAX: usize = 6144;
 const STREAMS_A_MEMBER_MAX: usize = 128;
 /// Calls at a time on one connection.
 const CALLS_MAX: u32 = 256;
@@ -371,7 +372,9 @@ fn server(
 /// Work on what changes, and what is due by time alone. Never ends by itself. Nothing of it waits for
 /// anything else of it.
 async fn tend(controller: Arc<Controller>) {
-    let _working = controller.work.spawn(&controller.state);
+    let mut working = controller.work.spawn(&controller.state);
+    working.spawn(work(controller.snapshots.keeper.clone()));
+    working.spawn(work(controller.snapshots.schedules.clone()));
     let certificates =
         every_tick("certificates", || controller.membership.members.tend_certificates());
     let events = every_tick("events", || controller.state.events().flush());

@@ -76,7 +76,8 @@ impl Backend {
         }
         let wanted = api::GetVolumeRequest { volume: by_id(id) };
         match self.client.clone().get_volume(Self::request(wanted)).await {
-            Ok(answer) => Ok(Some(answer.into_inner()).filter(|one| one.phase != "Deleting")),
+            Ok(answer) => Ok(Some(answer.into_inner())
+                .filter(|one| !matches!(one.phase.as_str(), "Deleting" | "Retained"))),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(from_control(&status)),
         }
@@ -143,6 +144,72 @@ impl Backend {
             })?
             .into_inner();
         Ok((page.volumes, page.next_token))
+    }
+
+    /// Makes a snapshot of a volume, or finds the one of this name and volume.
+    pub async fn create_snapshot(
+        &self,
+        volume_id: &str,
+        name: &str,
+    ) -> Result<api::Snapshot, Status> {
+        if !is_id(volume_id) {
+            return Err(crate::refusal::no_volume(volume_id));
+        }
+        let wanted = api::CreateSnapshotRequest { volume: by_id(volume_id), name: name.to_owned() };
+        let answer = self.client.clone().create_snapshot(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// Deletes a snapshot; an unknown one counts as deleted.
+    pub async fn delete_snapshot(&self, id: &str) -> Result<(), Status> {
+        if !is_id(id) {
+            return Ok(());
+        }
+        let wanted = api::DeleteSnapshotRequest { snapshot: snapshot_by_id(id) };
+        match self.client.clone().delete_snapshot(Self::request(wanted)).await {
+            Ok(_) => Ok(()),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    /// Returns the snapshot, or `None` if it does not exist.
+    pub async fn find_snapshot(&self, id: &str) -> Result<Option<api::Snapshot>, Status> {
+        if !is_id(id) {
+            return Ok(None);
+        }
+        let wanted = api::GetSnapshotRequest { snapshot: snapshot_by_id(id) };
+        match self.client.clone().get_snapshot(Self::request(wanted)).await {
+            Ok(answer) => Ok(Some(answer.into_inner())),
+            Err(status) if status.code() == Code::NotFound => Ok(None),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    /// Returns one page of snapshots that are cut, and the token of the next. An empty `volume_id`
+    /// stands for all volumes.
+    pub async fn list_snapshots(
+        &self,
+        volume_id: &str,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<api::Snapshot>, String), Status> {
+        let is_first = starting_token.is_empty();
+        let wanted = api::ListSnapshotsRequest {
+            volume: by_id(volume_id).filter(|_| !volume_id.is_empty()),
+            max_entries,
+            starting_token: starting_token.to_owned(),
+            cut_only: true,
+        };
+        let answer = self.client.clone().list_snapshots(Self::request(wanted)).await;
+        let page = answer
+            .map_err(|status| match status.code() {
+                Code::InvalidArgument | Code::NotFound | Code::OutOfRange if !is_first => {
+                    crate::refusal::bad_token()
+                }
+                _ => from_control(&status),
+            })?
+            .into_inner();
+        Ok((page.snapshots, page.next_token))
     }
 
     pub async fn publish_volume(
@@ -220,7 +287,11 @@ pub fn by_id(id: &str) -> Option<VolumeRef> {
     Some(VolumeRef { id: id.to_owned(), name: String::new() })
 }
 
+fn snapshot_by_id(id: &str) -> Option<api::SnapshotRef> {
+    Some(api::SnapshotRef { id: id.to_owned(), name: String::new() })
+}
+
 /// Returns whether the text is 32 lower-case hex digits, the form of all issued ids.
-fn is_id(id: &str) -> bool {
+pub fn is_id(id: &str) -> bool {
     id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }

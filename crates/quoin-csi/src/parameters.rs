@@ -74,6 +74,19 @@ const OTHERS: [Other; 6] = [
     },
 ];
 
+/// Checks the parameters of a snapshot class: it has none of its own.
+///
+/// # Errors
+/// 3 for a key that is not a sidecar's.
+pub fn of_snapshot(given: &HashMap<String, String>) -> Result<(), Status> {
+    match given.keys().filter(|key| !key.starts_with(FOREIGN_PREFIX)).min() {
+        Some(key) => {
+            Err(invalid("parameters", format!("has {key:?}; snapshots have no parameters")))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Returns every key, in the project's spelling.
 pub fn keys() -> impl Iterator<Item = &'static str> {
     OTHERS.iter().map(|other| other.key).chain(OPTIONS.iter().map(|option| option.key))

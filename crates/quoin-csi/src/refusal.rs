@@ -58,6 +58,16 @@ pub fn no_volume(volume_id: &str) -> Status {
     Status::not_found(format!("volume {volume_id:?} does not exist"))
 }
 
+/// Refuses an unknown snapshot: 5.
+pub fn no_snapshot(snapshot_id: &str) -> Status {
+    Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))
+}
+
+/// Reports a snapshot that is wanted and not cut yet: 14, so that the caller asks again.
+pub fn not_cut(name: &str, waiting_for: &str) -> Status {
+    Status::unavailable(format!("snapshot {name:?} is not cut yet; it waits for {waiting_for}"))
+}
+
 /// Refuses while another call works on the same volume: 10.
 pub fn pending(what: &str) -> Status {
     Status::aborted(format!("an operation on {what} is in progress; retry when it has ended"))

@@ -11,3 +11,4 @@ mod modify;
 mod node;
 mod process;
 mod services;
+mod snapshots;

@@ -5,6 +5,7 @@ use quoin_api::control::{self, Holding, PoolHoldings};
 use quoin_identity::convert::{member_messages, membership_message};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
 use quoin_types::entry::Rule;
+use quoin_types::message::SnapshotInfo;
 use quoin_types::{Incarnation, Membership, ReplicaGuid};
 
 /// One replica with everything durable about it.
@@ -13,6 +14,8 @@ pub struct Held {
     pub identity: ReplicaIdentity,
     pub meta: ReplicaMeta,
     pub state: StoreState,
+    /// Those of users.
+    pub snapshots: Vec<SnapshotInfo>,
 }
 
 /// Replicas that a pool holds, and those that were deleted there.
@@ -51,7 +54,7 @@ impl Holdings {
 
 impl Held {
     fn message(&self) -> Holding {
-        let Self { identity, meta, state } = self;
+        let Self { identity, meta, state, snapshots } = self;
         let view = state.last_view.as_ref().map(|(_, view)| view);
         let known = meta.membership != Membership::default();
         Holding {
@@ -72,8 +75,18 @@ impl Held {
             membership: known.then(|| membership_message(&meta.membership)),
             view: view.map(|view| rule(&view.rule)),
             joint: view.and_then(|view| view.joint.as_ref()).map(rule),
+            snapshots: snapshots.iter().flat_map(snapshot).collect(),
+            knows_snapshots: true,
         }
     }
+}
+
+fn snapshot(snapshot: &SnapshotInfo) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    bytes[..16].copy_from_slice(&snapshot.id.0.to_le_bytes());
+    bytes[16..24].copy_from_slice(&snapshot.lsn.0.to_le_bytes());
+    bytes[24..].copy_from_slice(&snapshot.blocks.to_le_bytes());
+    bytes
 }
 
 fn rule(rule: &Rule) -> control::Membership {
@@ -89,6 +102,7 @@ fn rule(rule: &Rule) -> control::Membership {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use quoin_types::ids::SnapshotId;
     use quoin_types::{Epoch, Lsn, Member, Position, ReplicaId, View, VolumeId};
 
     #[test]
@@ -110,6 +124,12 @@ mod tests {
                 volume_blocks: 5,
                 ..StoreState::default()
             },
+            snapshots: vec![SnapshotInfo {
+                id: SnapshotId(0x5a),
+                lsn: Lsn(4),
+                hidden: false,
+                blocks: 3,
+            }],
         };
         let deleted: Vec<_> = (0..40_000u128).map(ReplicaGuid).collect();
         let holdings = Holdings { replicas: vec![held; 150], deleted };
@@ -119,6 +139,8 @@ mod tests {
         let told: Vec<_> = pieces.iter().flat_map(|p| &p.replicas).collect();
         assert_eq!(told.len(), 150);
         assert_eq!((told[0].promised_epoch, told[0].position_lsn, told[0].blocks), (9, 7, 5));
+        assert!(told[0].knows_snapshots && told[0].snapshots.len() == 32);
+        assert_eq!((told[0].snapshots[0], told[0].snapshots[16]), (0x5a, 4));
         assert_eq!(told[0].joint.as_ref().unwrap().known[0].guid, ReplicaGuid(3).to_string());
         assert!(told[0].membership.is_none() && told[0].promised_incarnation.is_empty());
         assert_eq!(pieces.iter().map(|p| p.deleted.len()).sum::<usize>(), 40_000 * 16);

@@ -240,6 +240,10 @@ impl Control {
         while let Some(ask) = asks.recv().await {
             match ask {
                 Ask::Changed => self.changed.notify_one(),
+                Ask::Answered { volume, answer } => {
+                    let control = self.clone();
+                    tokio::spawn(async move { control.report_outcome(volume, answer).await });
+                }
                 Ask::Stopped { volume, fenced } => {
                     tracing::info!(%volume, fenced, "not served here any more");
                     let control = self.clone();
@@ -265,7 +269,7 @@ impl Control {
         }
     }
 
-    fn tell(&self, volume: VolumeId, input: Input) {
+    pub(crate) fn tell(&self, volume: VolumeId, input: Input) {
         let served = self.served.lock().expect("never held across a panic");
         if let Some(shard) = served.open.get(&volume) {
             self.shards[*shard].send(input);

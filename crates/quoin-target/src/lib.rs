@@ -9,6 +9,7 @@
 
 pub mod assignment;
 pub mod client;
+pub mod commands;
 mod control;
 pub mod dial;
 pub mod listen;
@@ -142,6 +143,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     tasks.spawn(async move { c.report(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move { c.live(s).await });
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.obey(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         c.identity.keep_renewed(c.options.controller.clone(), s).await;

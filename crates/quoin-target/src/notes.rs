@@ -1,6 +1,6 @@
 //! Notes of a volume's state machine, in an operator's words.
 
-use quoin_replication::primary::{PrimaryNote, SnapshotOutcome, USER_SNAPSHOTS_MAX};
+use quoin_replication::primary::PrimaryNote;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::VolumeId;
 
@@ -69,19 +69,11 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             };
             (Normal, "ReplicaRebuilt", format!("complete again; {mib} MiB were copied{rounds}"))
         }
-        PrimaryNote::Snapshot { id, outcome } => match outcome {
-            SnapshotOutcome::Made { lsn } => {
-                (Normal, "SnapshotMade", format!("snapshot {id} is on media, as of LSN {lsn}"))
-            }
-            SnapshotOutcome::Deleted => {
-                (Normal, "SnapshotDeleted", format!("snapshot {id} is gone"))
-            }
-            SnapshotOutcome::TooMany => (
-                Warning,
-                "TooManySnapshots",
-                format!("{USER_SNAPSHOTS_MAX} snapshots exist: delete one to make {id}"),
-            ),
-        },
+        // The controller knows its name, and announces the outcome.
+        PrimaryNote::Snapshot { id, outcome } => {
+            tracing::info!(%volume, %id, ?outcome, "a snapshot is answered");
+            return;
+        }
         PrimaryNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();
             let outcome =

@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, contexts, declare, demo, dev, events, listing, offline, roles, scrub, target, tokens,
-    volume,
+    admins, contexts, declare, demo, dev, events, listing, offline, roles, schedule, scrub,
+    snapshot, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -63,6 +63,12 @@ enum Command {
     /// Change a volume's document in an editor (VISUAL, EDITOR), and apply it.
     #[command(after_help = "Example:\n  quoin edit db")]
     Edit(declare::EditOptions),
+    /// The content of volumes at moments: make, list and delete snapshots.
+    #[command(subcommand, visible_alias = "snap")]
+    Snapshot(snapshot::SnapshotCommand),
+    /// Snapshots at intervals, of which the old ones are deleted.
+    #[command(subcommand)]
+    Schedule(schedule::ScheduleCommand),
     /// The copies of volumes: list, move, replace and remove them.
     #[command(subcommand)]
     Replica(volume::ReplicaCommand),
@@ -186,6 +192,8 @@ impl Cli {
         let Self { client, output: format, command } = self;
         match command {
             Command::Volume(command) => wait_for(volume::run(command, &client, format)),
+            Command::Snapshot(command) => wait_for(snapshot::run(command, &client, format)),
+            Command::Schedule(command) => wait_for(schedule::run(command, &client, format)),
             Command::Replica(command) => wait_for(volume::run_replica(command, &client, format)),
             Command::Apply(options) => wait_for(declare::apply(options, &client, format)),
             Command::Diff(files) => wait_for(declare::diff(files, &client, format)),

@@ -22,7 +22,7 @@ const STANDSTILL: Duration = Duration::from_secs(6);
 /// Interruption of a wait by Ctrl-C.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted: {0}; it continues by itself, and the same command waits for it again")]
-pub struct Interrupted(String);
+pub struct Interrupted(pub String);
 
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {

@@ -124,6 +124,13 @@ fn every_role_exposes_its_metrics_and_health() {
         }
     }
 
+    cluster.ok(&["schedule", "create", "db", "--every", "1h", "--keep", "2"]);
+    eventually("the schedule's first snapshot is counted", || {
+        let shown = get(controller, "/metrics")?.1;
+        let counted = shown.contains("quoin_snapshots{phase=\"Ready\"} 1\n");
+        let interval = "quoin_schedule_interval_seconds{schedule=\"db\",volume=\"db\"} 3600.0";
+        (counted && shown.contains(interval)).then_some(())
+    });
     eventually("the controller made a backup by itself", || {
         get(controller, "/metrics")?
             .1

@@ -48,6 +48,7 @@ mod scaling;
 mod shards;
 mod shutdown;
 mod slow_replica;
+mod snapshots;
 mod terms;
 mod unexpected_peers;
 mod unprivileged;

@@ -1,5 +1,5 @@
-//! The page on replicas as a user follows it: its commands, run in order on a cluster of its own,
-//! print what the page shows.
+//! Pages as a user follows them: their commands, run in order on a cluster of its own, print what
+//! the page shows.
 //!
 //! A block that is fenced as `console` is run, one that is fenced without a word is only read. In
 //! it a line that begins with `$ ` is a command for a shell, and the lines up to the next one are
@@ -178,6 +178,37 @@ fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows(
             }
             client.flush().unwrap();
             client.stop();
+        }
+    }
+    dev.stop();
+}
+
+/// Proves: every command that the page on snapshots shows to be run prints the shown output.
+#[test]
+fn the_page_on_snapshots_is_followed_command_by_command_and_prints_what_it_shows() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/snapshots.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let shown = commands(&page);
+    for noun in ["snapshot", "schedule"] {
+        for verb in ["create", "get", "list", "delete"] {
+            let named = format!("quoin {noun} {verb}");
+            let is_shown = page.contains(&named);
+            assert!(is_shown, "{named} is not on the page");
+        }
+    }
+    let scratch = Scratch::new("page-snapshots");
+    let flags = ["--no-attach", "--pool-size", "256MiB"];
+    assert!(page.contains(&format!("`quoin dev {}`", flags.join(" "))), "the page says how");
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let nodes = dev.json(&["node", "list"]);
+    let host = nodes[0]["name"].as_str().unwrap().to_owned();
+    let directory = scratch.0.join("home");
+    std::fs::create_dir(&directory).unwrap();
+    for one in &shown {
+        println!("$ {}", one.command);
+        if let Err(wrong) = run(&dev, &directory, &host, one) {
+            dev.show_logs();
+            panic!("docs/snapshots.md, line {}: {}: {wrong}", one.line, one.command);
         }
     }
     dev.stop();

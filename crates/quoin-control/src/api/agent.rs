@@ -8,14 +8,16 @@ use quoin_api::control::acquire_epoch_response::Outcome as Acquired;
 use quoin_api::control::agent_server::Agent;
 use quoin_api::control::swap_membership_response::Outcome as Swapped;
 use quoin_api::control::{
-    AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
-    PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse,
-    TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
+    AcquireEpochRequest, AcquireEpochResponse, CommandOutcome, NodeAssignment, NodeReport,
+    PoolAssignment, PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest,
+    SwapMembershipResponse, TargetCommand, TargetReport, VolumeReport, WatchCommandsRequest,
+    WatchNodeRequest, WatchPoolRequest,
 };
 use quoin_identity::convert::membership_message;
 use quoin_identity::{Caller, NoSlot, Peer, Role, Slot};
 use quoin_types::membership::REPLICAS_MAX;
 use quoin_types::{Epoch, Member};
+use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;
@@ -80,6 +82,7 @@ impl Services {
 impl Agent for Services {
     type WatchPoolStream = Assignments<PoolAssignment>;
     type WatchNodeStream = Assignments<NodeAssignment>;
+    type WatchCommandsStream = Assignments<TargetCommand>;
 
     async fn watch_pool(
         &self,
@@ -103,6 +106,56 @@ impl Agent for Services {
         let mut stream = NodeStream::new(self.controller.assignments.clone(), &name, in_part);
         let caller = self.caller(&request)?;
         self.follow(caller, Concern::Node(name), move |news| stream.next(news))
+    }
+
+    async fn watch_commands(
+        &self,
+        request: Request<WatchCommandsRequest>,
+    ) -> Result<Response<Self::WatchCommandsStream>, Status> {
+        let name = request.get_ref().node.clone();
+        self.act(&request, Role::Node, &name)?;
+        let caller = self.caller(&request)?;
+        let place = self.stream_place(&caller)?;
+        let services = self.clone();
+        let mut shutdown = self.shutdown.clone();
+        let stream = async_stream::stream! {
+            let _place = place;
+            let controller = &services.controller;
+            let mut changes = controller.state.changes_of(Concern::Node(name.clone()));
+            let mut commands = controller.snapshots.commands.of_node(&name);
+            loop {
+                if let Err(error) = services.still(&caller) {
+                    yield Err(error.into());
+                    break;
+                }
+                let term = controller.membership.terms.proof();
+                let (due, pause) = commands.next(Instant::now(), term.as_ref());
+                for command in due {
+                    yield Ok(command);
+                }
+                let again = async {
+                    match pause {
+                        Some(pause) => tokio::time::sleep(pause).await,
+                        None => std::future::pending().await,
+                    }
+                };
+                tokio::select! {
+                    _ = changes.news() => {}
+                    () = again => {}
+                    _ = shutdown.wait_for(|down| *down) => break,
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn report_outcome(
+        &self,
+        request: Request<CommandOutcome>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        self.controller.snapshots.commands.ended(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
     }
 
     async fn report_pool(

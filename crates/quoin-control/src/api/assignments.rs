@@ -127,7 +127,7 @@ impl Assignments {
 
     /// What a node's target is told of a volume; `None`: it is not to serve it.
     fn target(&self, volume: &VolumeRecord, node: &str) -> Option<TargetAssignment> {
-        let is_served = volume.phase == VolumePhase::Ready && volume.owner.as_deref() == Some(node);
+        let is_served = volume.phase.is_kept() && volume.owner.as_deref() == Some(node);
         is_served.then(|| TargetAssignment {
             volume_id: volume.id.0.to_string(),
             name: volume.spec.name.clone(),

@@ -4,6 +4,7 @@
 
 use quoin_api::control::VolumeRef;
 use quoin_identity::{Caller, Member, Peer, Role};
+use quoin_types::VolumeId;
 use std::sync::Arc;
 use tonic::{Extensions, Request};
 
@@ -133,6 +134,12 @@ impl Services {
 }
 
 impl Scope {
+    /// Whether the volume of this id is in sight, if it is there.
+    pub(super) fn sees_volume(&self, controller: &Controller, volume: VolumeId) -> bool {
+        let found = || controller.state.volumes.get(&volume.to_string());
+        *self == Scope::All || found().is_some_and(|volume| self.sees(&volume))
+    }
+
     pub(super) fn sees(&self, volume: &VolumeRecord) -> bool {
         match self {
             Scope::All => true,

@@ -18,6 +18,7 @@ use crate::disaster::recovery::Recovery;
 use crate::disaster::salvage::RecoverRecords;
 use crate::membership::members::token_id;
 use crate::reconcile::cordon::{Cordoning, Scope};
+use crate::snapshot::view;
 use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::time::timestamp;
 use crate::volume::attach::Publish;
@@ -27,6 +28,8 @@ use crate::volume::verification::Verifying;
 
 /// How long a creation is waited for before the answer says "Pending".
 const CREATION_TIME: Duration = Duration::from_secs(5);
+/// How long the cut of a snapshot is waited for before the answer says "Wished".
+const CUT_TIME: Duration = Duration::from_secs(10);
 /// Of a backup in one message.
 const BACKUP_PIECE_BYTES: usize = 256 << 10;
 /// Volumes in one answer of a list.
@@ -373,6 +376,100 @@ impl Cluster for Services {
             .detach_by(volume.as_ref(), &node, at_once, by_force)
             .await?;
         Ok(Response::new(UnpublishVolumeResponse {}))
+    }
+
+    async fn create_snapshot(
+        &self,
+        request: Request<CreateSnapshotRequest>,
+    ) -> Result<Response<Snapshot>, Status> {
+        self.manage(&request)?;
+        let CreateSnapshotRequest { volume, name } = request.into_inner();
+        let snapshots = &self.controller.snapshots.catalog;
+        let snapshot = snapshots.create(volume.as_ref(), &name).await?;
+        let snapshot = snapshots.cut(snapshot, CUT_TIME).await?;
+        Ok(Response::new(view::snapshot(&self.controller.state, &snapshot)))
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<DeleteSnapshotRequest>,
+    ) -> Result<Response<DeleteSnapshotResponse>, Status> {
+        self.manage(&request)?;
+        let snapshot = request.get_ref().snapshot.as_ref();
+        self.controller.snapshots.catalog.delete(snapshot).await?;
+        Ok(Response::new(DeleteSnapshotResponse {}))
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<GetSnapshotRequest>,
+    ) -> Result<Response<Snapshot>, Status> {
+        let scope = self.look(&request)?;
+        let reference = request.get_ref().snapshot.as_ref();
+        let snapshot = self.controller.snapshots.catalog.get(reference)?;
+        // One of a volume that is out of sight does not exist.
+        if !scope.sees_volume(&self.controller, snapshot.volume.0) {
+            let named = reference.map(|r| if r.id.is_empty() { &r.name } else { &r.id });
+            return Err(Error::missing("snapshot", named.cloned().unwrap_or_default()).into());
+        }
+        Ok(Response::new(view::snapshot(&self.controller.state, &snapshot)))
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<ListSnapshotsRequest>,
+    ) -> Result<Response<ListSnapshotsResponse>, Status> {
+        let scope = self.look(&request)?;
+        let ListSnapshotsRequest { volume, max_entries, starting_token, cut_only } =
+            request.into_inner();
+        let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
+        let (page, next_token) = self.controller.snapshots.catalog.list(
+            volume.as_ref(),
+            max_entries,
+            &starting_token,
+            cut_only,
+        )?;
+        let seen = page.iter().filter(|s| scope.sees_volume(&self.controller, s.volume.0));
+        let snapshots = seen.map(|s| view::snapshot(&self.controller.state, s)).collect();
+        Ok(Response::new(ListSnapshotsResponse { snapshots, next_token }))
+    }
+
+    async fn create_schedule(
+        &self,
+        request: Request<CreateScheduleRequest>,
+    ) -> Result<Response<Schedule>, Status> {
+        self.manage(&request)?;
+        let schedule = self.controller.snapshots.schedules.create(request.get_ref()).await?;
+        Ok(Response::new(view::schedule(&self.controller.state, &schedule)))
+    }
+
+    async fn delete_schedule(
+        &self,
+        request: Request<DeleteScheduleRequest>,
+    ) -> Result<Response<DeleteScheduleResponse>, Status> {
+        self.manage(&request)?;
+        self.controller.snapshots.schedules.delete(&request.get_ref().name).await?;
+        Ok(Response::new(DeleteScheduleResponse {}))
+    }
+
+    async fn get_schedule(
+        &self,
+        request: Request<GetScheduleRequest>,
+    ) -> Result<Response<Schedule>, Status> {
+        self.manage(&request)?;
+        let schedule = self.controller.snapshots.schedules.get(&request.get_ref().name)?;
+        Ok(Response::new(view::schedule(&self.controller.state, &schedule)))
+    }
+
+    async fn list_schedules(
+        &self,
+        request: Request<ListSchedulesRequest>,
+    ) -> Result<Response<ListSchedulesResponse>, Status> {
+        let scope = self.look(&request)?;
+        let listed = self.controller.snapshots.schedules.list(request.get_ref().volume.as_ref())?;
+        let seen = listed.iter().filter(|s| scope.sees_volume(&self.controller, s.volume.0));
+        let schedules = seen.map(|s| view::schedule(&self.controller.state, s)).collect();
+        Ok(Response::new(ListSchedulesResponse { schedules }))
     }
 
     async fn list_pools(

@@ -6,11 +6,11 @@
 //! | | unix socket | admin | node | pool | newcomer |
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
-//! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | with leave to manage volumes (for CSI), else – | – | – |
+//! | Cluster: create, delete, resize, scale, apply, publish, unpublish, snapshots, schedules, cordon, drain | yes | yes | with leave to manage volumes (for CSI), else – | – | – |
 //! | Cluster: join tokens, admins, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
 //! | Cluster: backup with the authority's key | yes | – | – | – | – |
 //! | Agent: WatchPool, ReportPool, ReportHoldings | yes | – | – | its own name | – |
-//! | Agent: WatchNode, ReportNode, ReportTarget | yes | – | its own name | – | – |
+//! | Agent: WatchNode, WatchCommands, ReportNode, ReportTarget, ReportOutcome | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, SwapMembership, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |
 //! | Join.Renew | – | yes | yes | yes | – |

@@ -27,6 +27,7 @@ use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
 };
+use crate::state::snapshot_records::{ScheduleRecord, SnapshotName, SnapshotRecord};
 use crate::state::store::{Embedded, Store, Swap};
 use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::time::now_ms;
@@ -84,13 +85,16 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 12] = [
+    let kinds: [(&str, Reader); 15] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
         (NodeRecord::PREFIX, read::<NodeRecord>),
         (CordonRecord::PREFIX, read::<CordonRecord>),
         (VerifyRecord::PREFIX, read::<VerifyRecord>),
+        (SnapshotRecord::PREFIX, read::<SnapshotRecord>),
+        (SnapshotName::PREFIX, read::<SnapshotName>),
+        (ScheduleRecord::PREFIX, read::<ScheduleRecord>),
         (TokenRecord::PREFIX, read::<TokenRecord>),
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),
         (EventRecord::PREFIX, read::<EventRecord>),

@@ -79,7 +79,7 @@ impl ForcedRecovery {
         let seen = now.membership.version;
         let (silent, term) = (silent(&self.state, &now), self.state.term());
         let change = |volume: &mut VolumeRecord| {
-            if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
+            if volume.membership.version != seen || !volume.phase.is_kept() {
                 return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
             }
             reduce(volume, &recovery.keep, &silent, term)?;
@@ -100,7 +100,7 @@ impl ForcedRecovery {
     fn check(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
         let name = &volume.spec.name;
         let refuse = |why: String| Err(Error::Precondition(format!("volume {name:?}: {why}")));
-        if volume.phase != VolumePhase::Ready {
+        if !volume.phase.is_kept() {
             return refuse("it is not ready".to_owned());
         }
         if recovery.keep.is_empty() {

@@ -206,7 +206,7 @@ impl Cordons {
             (Some(_), _) => ("moving", status.waiting_for.clone()),
             (None, Some(why)) if state == "draining" => ("stuck", why),
             _ if replica.leaving => ("moving", "it leaves the volume".to_owned()),
-            _ if volume.phase != VolumePhase::Ready => ("waits", status.waiting_for.clone()),
+            _ if !volume.phase.is_kept() => ("waits", status.waiting_for.clone()),
             _ => ("waits", String::new()),
         };
         let observed = self.state.observed();

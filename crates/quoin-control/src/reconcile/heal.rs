@@ -207,7 +207,7 @@ impl Healer {
         now: Instant,
     ) -> Result<Next, Error> {
         let volume = self.state.volumes.get(&id.to_string());
-        let Some(volume) = volume.filter(|volume| volume.phase == VolumePhase::Ready) else {
+        let Some(volume) = volume.filter(|volume| volume.phase.is_kept()) else {
             self.memory().forget(id);
             self.balancer.forget(id);
             return Ok(Next::Rest);
@@ -370,7 +370,7 @@ impl Healer {
         let gone = need.gone;
         let change = |volume: &mut VolumeRecord| {
             // If the volume changed since this check, the next check decides.
-            if volume.phase != VolumePhase::Ready
+            if !volume.phase.is_kept()
                 || is_changing_beside(volume, need.guid)
                 || !volume.replicas.iter().any(|r| r.guid.0 == need.guid && !r.leaving)
             {

@@ -253,7 +253,7 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
                 news.push((Severity::Normal, about(volume), "VolumeReady", message));
             }
         }
-        VolumePhase::Ready => {
+        VolumePhase::Ready | VolumePhase::Retained => {
             discard_retired(volume, answers);
             let name = volume.spec.name.clone();
             let known = volume.membership.known.clone();

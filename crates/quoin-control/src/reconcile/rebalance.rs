@@ -231,7 +231,7 @@ impl Balancer {
     /// How the volumes stand that have a replica in one of these pools, as far as they are ready.
     fn standings(&self, pools: HashSet<String>) -> Vec<Standing> {
         let volumes = self.state.volumes_of_pools(&pools).into_iter();
-        let ready = volumes.filter(|volume| volume.phase == VolumePhase::Ready);
+        let ready = volumes.filter(|volume| volume.phase.is_kept());
         let standing = |volume: Arc<VolumeRecord>| Standing {
             status: crate::status::of(&self.state, &volume),
             volume,
@@ -430,7 +430,7 @@ struct Standing {
 }
 
 fn is_unchanging(volume: &VolumeRecord) -> bool {
-    volume.phase == VolumePhase::Ready
+    volume.phase.is_kept()
         && volume.discarded.is_empty()
         && volume.changing().is_empty()
         && volume.replicas.iter().all(|replica| volume.is_known(replica))

@@ -87,7 +87,7 @@ impl Tender {
 
     async fn look(&self, id: VolumeId, now: Instant) -> Result<Next, Error> {
         let volume = self.state.volumes.get(&id.to_string());
-        let Some(volume) = volume.filter(|volume| volume.phase == VolumePhase::Ready) else {
+        let Some(volume) = volume.filter(|volume| volume.phase.is_kept()) else {
             let mut memory = self.memory();
             memory.lagging.remove(&id);
             memory.opening.remove(&id);
@@ -115,7 +115,7 @@ impl Tender {
         }
         let change = |volume: &mut VolumeRecord| {
             let as_seen = volume.owner.as_deref() == owner && volume.attachments.is_empty();
-            if as_seen && volume.phase == VolumePhase::Ready {
+            if as_seen && volume.phase.is_kept() {
                 volume.owner.clone_from(&node);
             }
             Ok(as_seen)
@@ -151,7 +151,7 @@ impl Tender {
             return Ok(Next::After(LOOK_EVERY));
         }
         let change = |volume: &mut VolumeRecord| {
-            if volume.owner.is_none() && volume.phase == VolumePhase::Ready {
+            if volume.owner.is_none() && volume.phase.is_kept() {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
             }
             Ok(())
@@ -179,21 +179,29 @@ impl Tender {
             // It is there: it stays until all that can be reached has everything.
             let behind = |phase| ["CatchingUp", "Rebuilding", "Creating"].contains(&phase);
             let behind = status.replicas.iter().any(|replica| behind(replica.phase));
-            let verify = self.verifier.work(volume);
             return match !changing.is_empty() || lags || behind {
                 true => Some(changing),
-                false => verify,
+                false => self.requested(volume),
             };
         }
         rebuildable(volume, status).ok()?;
         if !changing.is_empty() {
             return Some(changing);
         }
-        if let Some(verify) = self.verifier.work(volume) {
-            return Some(verify);
+        if let Some(requested) = self.requested(volume) {
+            return Some(requested);
         }
         let long = since.is_some_and(|since| now.duration_since(since) >= LAGS_FOR);
         long.then(|| "a replica lags".to_owned())
+    }
+
+    /// What a user asked for that needs a target.
+    fn requested(&self, volume: &VolumeRecord) -> Option<String> {
+        let snapshots = || {
+            let open = self.state.snapshots.open_of(volume.id.0).len();
+            (open > 0).then(|| "its snapshots are made and deleted".to_owned())
+        };
+        self.verifier.work(volume).or_else(snapshots)
     }
 
     /// Whether the node that the volume was lent to does not open it.

@@ -11,6 +11,7 @@ pub(crate) mod recorded;
 pub mod records;
 pub(crate) mod replica_changes;
 mod ruling;
+pub mod snapshot_records;
 pub mod store;
 pub(crate) mod table;
 pub(crate) mod term_records;
@@ -29,12 +30,13 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::controller::Settings;
 use crate::membership::term::OwnTerm;
-use crate::state::changes::{Changes, Concern, Concerned, Follower};
+use crate::state::changes::{Changes, Concern, Concerned, Follower, Nodes};
 use crate::state::events::{Events, Object, Severity};
 use crate::state::observed::Observed;
 use crate::state::records::{
     CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
 };
+use crate::state::snapshot_records::SnapshotTables;
 use crate::state::store::{Store, Watched, Writes};
 use crate::state::table::Table;
 use crate::volume::policy::ReplaceAfter;
@@ -52,6 +54,7 @@ pub struct State {
     pub(crate) joined: Joined,
     pub(crate) cordons: Table<CordonRecord>,
     pub(crate) verifications: Table<VerifyRecord>,
+    pub(crate) snapshots: SnapshotTables,
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
@@ -120,6 +123,7 @@ impl State {
             joined: Joined::load(store.clone(), changes.clone()).await?,
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
+            snapshots: SnapshotTables::load(&store, &changes).await?,
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
             observed: Mutex::new(Observed::new()),
@@ -130,6 +134,7 @@ impl State {
             changes,
         };
         state.drop_unused_names().await?;
+        state.snapshots.drop_unused_names().await?;
         Ok(state)
     }
 
@@ -149,6 +154,7 @@ impl State {
         self.joined.read_unanswered().await?;
         self.cordons.read_unanswered().await?;
         self.verifications.read_unanswered().await?;
+        self.snapshots.read_unanswered().await?;
         self.term.read_unanswered().await
     }
 
@@ -183,6 +189,13 @@ impl State {
     /// Announces a change of observed state; changes of records are announced by their tables.
     pub(crate) fn announce(&self, concerned: &Concerned) {
         self.changes.wake(concerned, None);
+    }
+
+    /// Wakes the streams of the node whose target has the volume: there is something to do with it.
+    pub(crate) fn tell_target(&self, volume: VolumeId) {
+        let owner = self.volumes.get(&volume.to_string()).and_then(|v| v.owner.clone());
+        let nodes = Nodes::These(owner.into_iter().collect());
+        self.changes.wake(&Concerned::Some { pools: BTreeSet::new(), nodes }, Some(volume));
     }
 
     /// Has each volume that changes put into a queue.

@@ -5,10 +5,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use quoin_recorded::Recorded;
+use quoin_types::ids::SnapshotId;
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
 use crate::state::records::*;
+use crate::state::snapshot_records::{
+    Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
+};
 use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 use quoin_api::volume::{
@@ -181,6 +185,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         ..volume()
     };
     hold("volume-pending", &bare);
+    hold("volume-retained", &VolumeRecord { phase: VolumePhase::Retained, ..volume() });
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
     let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
     hold("volume-name", &name);
@@ -253,6 +258,41 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         count: 2,
     };
     hold("event", &event);
+    let mut snapshot = SnapshotRecord {
+        id: Text(SnapshotId(0x5a)),
+        name: "before-upgrade".into(),
+        volume: Text(VolumeId(0xf01)),
+        volume_name: "db".into(),
+        phase: SnapshotPhase::Wished,
+        wished_ms: 1_700_000_000_000,
+        cut: None,
+        schedule: "hourly".into(),
+        failure: "in words".into(),
+        used_by: vec![Text(VolumeId(0xf02))],
+    };
+    hold("snapshot-wished", &snapshot);
+    let (lsn, epoch, chain) = (9, 3, 0xc4a1);
+    snapshot.cut = Some(Cut { lsn, epoch, chain, at_ms: 1_700_000_000_001, size_bytes: 1 << 30 });
+    for (name, phase) in [
+        ("snapshot-ready", SnapshotPhase::Ready),
+        ("snapshot-deleting", SnapshotPhase::Deleting),
+        ("snapshot-retained", SnapshotPhase::Retained),
+    ] {
+        hold(name, &SnapshotRecord { phase, ..snapshot.clone() });
+    }
+    let name = SnapshotName { snapshot_name: "before-upgrade".into(), snapshot_id: snapshot.id };
+    hold("snapshot-name", &name);
+    let schedule = ScheduleRecord {
+        name: "hourly".into(),
+        volume: Text(VolumeId(0xf01)),
+        volume_name: "db".into(),
+        every_ms: 3_600_000,
+        keep: 24,
+        keep_for_ms: 604_800_000,
+        created_ms: 1_700_000_000_000,
+        last_ms: 1_700_003_600_000,
+    };
+    hold("schedule", &schedule);
     let replica = ReplicaResult {
         replica_id: "1".into(),
         guid: "2".into(),
@@ -380,4 +420,16 @@ fn a_replica_that_evens_out_pools_is_one_that_drains_to_a_build_that_does_not_kn
     assert_eq!(known_before.cause, Cause::Drain);
     let drains = serde_json::to_value(&known_before).unwrap();
     assert!(drains.get("balancing").is_none(), "nothing new where nothing evens out");
+}
+
+#[test]
+fn a_volume_that_is_kept_for_its_snapshots_is_a_ready_one_to_a_build_that_does_not_know_it() {
+    let retained = VolumeRecord { phase: VolumePhase::Retained, ..volume() };
+    let mut written: Value = serde_json::from_slice(&encode(&retained)).unwrap();
+    let record = written["record"].as_object_mut().unwrap();
+    assert_eq!((&record["phase"], record.remove("retained")), (&json!("Ready"), Some(json!(true))));
+    let known_before: VolumeRecord = decode(written.to_string().as_bytes()).unwrap();
+    assert_eq!(known_before.phase, VolumePhase::Ready);
+    let ready: Value = serde_json::from_slice(&encode(&volume())).unwrap();
+    assert!(ready["record"].get("retained").is_none(), "nothing new where nothing is retained");
 }

@@ -113,11 +113,59 @@ impl Spec {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(into = "WrittenPhase", from = "WrittenPhase")]
 pub enum VolumePhase {
     /// Its first replicas are being created.
     Pending,
     Ready,
+    /// Deleted by its user; its replicas are kept for its snapshots.
+    Retained,
     Deleting,
+}
+
+impl VolumePhase {
+    /// Its replicas are made, and are kept as they are to be.
+    pub(crate) fn is_kept(self) -> bool {
+        matches!(self, Self::Ready | Self::Retained)
+    }
+}
+
+/// [`VolumePhase`] as it is written: a build that does not know of snapshots takes a volume that is
+/// Retained for one without a name of its own, where a new word would have it refuse the record.
+#[derive(Serialize, Deserialize)]
+struct WrittenPhase {
+    phase: PhaseName,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    retained: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+enum PhaseName {
+    Pending,
+    Ready,
+    Deleting,
+}
+
+impl From<VolumePhase> for WrittenPhase {
+    fn from(phase: VolumePhase) -> Self {
+        let name = match phase {
+            VolumePhase::Pending => PhaseName::Pending,
+            VolumePhase::Ready | VolumePhase::Retained => PhaseName::Ready,
+            VolumePhase::Deleting => PhaseName::Deleting,
+        };
+        Self { phase: name, retained: phase == VolumePhase::Retained }
+    }
+}
+
+impl From<WrittenPhase> for VolumePhase {
+    fn from(written: WrittenPhase) -> Self {
+        match written.phase {
+            PhaseName::Pending => Self::Pending,
+            PhaseName::Ready if written.retained => Self::Retained,
+            PhaseName::Ready => Self::Ready,
+            PhaseName::Deleting => Self::Deleting,
+        }
+    }
 }
 
 /// Order to the pool about a replica.
@@ -284,6 +332,7 @@ pub struct VolumeRecord {
     pub id: Text<VolumeId>,
     pub spec: Spec,
     pub size_bytes: u64,
+    #[serde(flatten)]
     pub phase: VolumePhase,
     pub created_ms: u64,
     pub membership: MembershipRecord,
@@ -321,6 +370,12 @@ const KEEPSAKE_RETIRED_MAX: usize = 64;
 pub(crate) const RETIRED_KEPT_MAX: usize = RETIRED_MAX - REPLICAS_MAX;
 
 impl VolumeRecord {
+    /// From now on its pools remove its replicas.
+    pub(crate) fn begin_deletion(&mut self) {
+        self.phase = VolumePhase::Deleting;
+        self.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+    }
+
     /// Takes a replica off the record that counts nowhere yet; its pool deletes it.
     pub(crate) fn discard(&mut self, at: usize) -> Discarded {
         let gone = Discarded::from(self.replicas.remove(at));

@@ -92,6 +92,7 @@ impl Metrics {
             up.set(1);
             volumes(&controller, &mut registry);
             replicas(&controller, &mut registry);
+            snapshots(&controller, &mut registry);
             healing(&controller, &mut registry);
             let writes = Counter::<u64>::default();
             writes.inc_by(controller.state.storage.writes.count());
@@ -208,6 +209,38 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
     registry.register_with_unit("rebuilt", help, Unit::Bytes, gauge(rebuilt));
     let help = "What the rebuilds under way copy in all";
     registry.register_with_unit("rebuild", help, Unit::Bytes, gauge(total));
+}
+
+fn snapshots(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Phase, Gauge>::default();
+    for phase in ["Wished", "Ready", "Deleting", "Retained"] {
+        family.get_or_create(&Phase { phase: phase.to_owned() }).set(0);
+    }
+    for snapshot in controller.state.snapshots.records.list() {
+        let phase = snapshot.phase.as_str().to_owned();
+        family.get_or_create(&Phase { phase }).inc();
+    }
+    registry.register("snapshots", "Snapshots by phase", family);
+    // Scheduled ones only: without a schedule nobody says how old the newest may be.
+    let (age, interval) =
+        (Family::<OfSchedule, Seconds>::default(), Family::<OfSchedule, Seconds>::default());
+    for schedule in controller.state.snapshots.schedules.list() {
+        let label =
+            OfSchedule { schedule: schedule.name.clone(), volume: schedule.volume_name.clone() };
+        interval.get_or_create(&label).set(schedule.every_ms as f64 / 1e3);
+        let age_ms = crate::snapshot::view::newest_age_ms(&controller.state, &schedule);
+        age.get_or_create(&label).set(age_ms as f64 / 1e3);
+    }
+    let help = "Age of the newest snapshot of a schedule; without one, of the schedule";
+    registry.register_with_unit("schedule_newest_snapshot_age", help, Unit::Seconds, age);
+    let help = "Time between two snapshots of a schedule";
+    registry.register_with_unit("schedule_interval", help, Unit::Seconds, interval);
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfSchedule {
+    schedule: String,
+    volume: String,
 }
 
 fn healing(controller: &Controller, registry: &mut Registry) {

@@ -218,7 +218,7 @@ fn health(
     replicas: &[ReplicaStatus],
     serving: Option<&VolumeSeen>,
 ) -> &'static str {
-    if volume.phase != VolumePhase::Ready {
+    if !volume.phase.is_kept() {
         return "Unknown";
     }
     let unheard = volume.replicas.iter().any(|r| !observed.pools.contains_key(&r.pool));
@@ -307,8 +307,11 @@ impl Status {
         let phase = match volume.phase {
             VolumePhase::Pending => "Pending",
             VolumePhase::Ready => "Ready",
+            VolumePhase::Retained => "Retained",
             VolumePhase::Deleting => "Deleting",
         };
+        let (snapshots, newest_snapshot) =
+            crate::snapshot::view::of_volume(&self.state, volume.id.0);
         api::Volume {
             id: volume.id.0.to_string(),
             spec: Some(assignments::spec(volume)),
@@ -342,6 +345,8 @@ impl Status {
             devices: self.devices.of(volume),
             conditions,
             not_judged,
+            snapshots,
+            newest_snapshot,
         }
     }
 
@@ -580,7 +585,7 @@ fn waits(
             held.dedup();
             waits.push(format!("pool {} to remove its replica", held.join(", ")));
         }
-        VolumePhase::Ready => {
+        VolumePhase::Ready | VolumePhase::Retained => {
             if let Some(serving) = serving.filter(|serving| !serving.waiting_for.is_empty()) {
                 let way_out = match serving.silent.is_empty() {
                     true => "",

@@ -165,7 +165,9 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
     match volume.phase {
         VolumePhase::Ready => {}
         VolumePhase::Pending => return Err(Error::Busy(String::new())),
-        VolumePhase::Deleting => return Err(Error::missing("volume", volume.id.0.to_string())),
+        VolumePhase::Deleting | VolumePhase::Retained => {
+            return Err(Error::missing("volume", volume.id.0.to_string()));
+        }
     }
     let wanted = AttachmentRecord {
         node: publish.node.clone(),

@@ -138,7 +138,7 @@ impl Epochs {
 }
 
 fn owned(volume: &VolumeRecord, node: &str) -> Result<(), String> {
-    if volume.phase != VolumePhase::Ready || !volume.membership.formed {
+    if !volume.phase.is_kept() || !volume.membership.formed {
         return Err("the volume is not ready".to_owned());
     }
     match volume.owner.as_deref() {

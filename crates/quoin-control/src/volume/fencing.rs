@@ -49,7 +49,7 @@ impl Fences {
     /// left the grant, or one of recovered records.
     pub(crate) async fn left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
         let left_over = |volume: &VolumeRecord| {
-            volume.phase == VolumePhase::Ready && volume.owner.is_none() && volume.is_granted()
+            volume.phase.is_kept() && volume.owner.is_none() && volume.is_granted()
         };
         if !left_over(volume) {
             return Ok(());

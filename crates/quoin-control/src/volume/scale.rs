@@ -62,7 +62,7 @@ impl Move {
 /// Only a volume that is there can be changed.
 fn ready(volume: &VolumeRecord) -> Result<(), Error> {
     match volume.phase {
-        VolumePhase::Ready => Ok(()),
+        VolumePhase::Ready | VolumePhase::Retained => Ok(()),
         VolumePhase::Pending => Err(Error::Busy(format!(
             "volume {:?} is being created; try again when it is ready",
             volume.spec.name

@@ -288,7 +288,7 @@ impl Verifier {
                 return Ok(volume);
             }
         };
-        if volume.phase != VolumePhase::Ready {
+        if !volume.phase.is_kept() {
             let what = format!("volume {:?} is not ready", volume.spec.name);
             return Err(Error::Precondition(what));
         }

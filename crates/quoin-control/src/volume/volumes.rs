@@ -184,6 +184,9 @@ impl Catalog {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
+        // Until the volume's phase is recorded no snapshot of it is begun, and the last one not deleted.
+        let changing = self.state.snapshots.changing.lock().await;
+        let is_retained = self.state.snapshots.keeps(volume.id.0);
         let updated = self
             .state
             .update_volume(volume.id.0, |volume| {
@@ -193,19 +196,25 @@ impl Catalog {
                         volume.spec.name, attachment.node
                     )));
                 }
-                let deleted = volume.phase != VolumePhase::Deleting;
-                volume.phase = VolumePhase::Deleting;
-                volume.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+                let deleted = matches!(volume.phase, VolumePhase::Ready | VolumePhase::Pending);
+                match is_retained && volume.phase != VolumePhase::Deleting {
+                    true => volume.phase = VolumePhase::Retained,
+                    false => volume.begin_deletion(),
+                }
                 Ok(deleted)
             })
             .await;
+        drop(changing);
         match updated {
             // Somebody else was faster, through to the end.
             Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
             Ok((volume, deleted)) => {
                 if deleted {
-                    let message = "its replicas are being removed";
+                    let message = match volume.phase {
+                        VolumePhase::Retained => "its replicas are kept for its snapshots",
+                        _ => "its replicas are being removed",
+                    };
                     self.state.events.record(
                         Severity::Normal,
                         about(&volume),
@@ -259,7 +268,7 @@ impl Catalog {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
-        self.list_with(max_entries, starting_token, |v| v.phase != VolumePhase::Deleting)
+        self.list_with(max_entries, starting_token, is_there)
     }
 
     /// As [`Self::list`], of those volumes for which `is_wanted` is true. It is asked while no lock
@@ -334,6 +343,11 @@ impl Catalog {
     }
 }
 
+/// Its user has not deleted it.
+fn is_there(volume: &VolumeRecord) -> bool {
+    matches!(volume.phase, VolumePhase::Pending | VolumePhase::Ready)
+}
+
 pub(crate) async fn free_name(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
     let ours = |name: &NameRecord| name.volume_id == volume.id;
     state.names.remove(&volume.spec.name, ours).await.map(drop)
@@ -398,7 +412,7 @@ pub(crate) fn grow(
     if size <= volume.size_bytes {
         return Ok(None);
     }
-    if volume.phase == VolumePhase::Deleting {
+    if !is_there(volume) {
         return Err(Error::missing("volume", volume.id.0.to_string()));
     }
     let more = size - volume.size_bytes;

@@ -25,6 +25,7 @@ mod replacement;
 mod salvage;
 mod scale;
 mod server;
+mod snapshots;
 mod taking_back;
 mod targets;
 mod tending;

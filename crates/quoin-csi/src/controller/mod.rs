@@ -3,6 +3,7 @@
 
 mod modify;
 mod response;
+mod snapshots;
 
 pub(crate) use response::cut;
 
@@ -23,7 +24,7 @@ use crate::{Plugin, context, health, limits, parameters, topology};
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
-const NO_SNAPSHOTS: &str = "the plugin does not advertise it; this version has no snapshots";
+const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 /// Capabilities of this controller, in the order of the interface's numbers.
 const CAPABILITIES: &[rpc::Type] = &[
@@ -31,6 +32,8 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::PublishUnpublishVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
+    rpc::Type::CreateDeleteSnapshot,
+    rpc::Type::ListSnapshots,
     rpc::Type::PublishReadonly,
     rpc::Type::ExpandVolume,
     rpc::Type::ListVolumesPublishedNodes,
@@ -40,6 +43,7 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::ModifyVolume,
     rpc::Type::GetVolumeHealth,
     rpc::Type::ListVolumeHealth,
+    rpc::Type::GetSnapshot,
 ];
 
 impl ControllerService {
@@ -374,27 +378,27 @@ impl Controller for ControllerService {
     }
     async fn create_snapshot(
         &self,
-        _: Request<CreateSnapshotRequest>,
+        request: Request<CreateSnapshotRequest>,
     ) -> Result<Response<CreateSnapshotResponse>, Status> {
-        Err(not_served("CreateSnapshot", NO_SNAPSHOTS))
+        self.make_snapshot(request.into_inner()).await
     }
     async fn delete_snapshot(
         &self,
-        _: Request<DeleteSnapshotRequest>,
+        request: Request<DeleteSnapshotRequest>,
     ) -> Result<Response<DeleteSnapshotResponse>, Status> {
-        Err(not_served("DeleteSnapshot", NO_SNAPSHOTS))
+        self.remove_snapshot(request.into_inner()).await
     }
     async fn list_snapshots(
         &self,
-        _: Request<ListSnapshotsRequest>,
+        request: Request<ListSnapshotsRequest>,
     ) -> Result<Response<ListSnapshotsResponse>, Status> {
-        Err(not_served("ListSnapshots", NO_SNAPSHOTS))
+        self.snapshot_list(request.into_inner()).await
     }
     async fn get_snapshot(
         &self,
-        _: Request<GetSnapshotRequest>,
+        request: Request<GetSnapshotRequest>,
     ) -> Result<Response<GetSnapshotResponse>, Status> {
-        Err(not_served("GetSnapshot", NO_SNAPSHOTS))
+        self.one_snapshot(request.into_inner()).await
     }
     async fn controller_list_volume_health(
         &self,
@@ -459,7 +463,10 @@ fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
         None => Err(invalid(FIELD, "has neither a snapshot nor a volume")),
         Some(Source::Snapshot(source)) => {
             limits::required("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
-            Err(invalid(FIELD, "names a snapshot, and this version has no snapshots"))
+            Err(invalid(
+                FIELD,
+                "names a snapshot, and this version makes no volumes from snapshots",
+            ))
         }
         Some(Source::Volume(source)) => {
             limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;

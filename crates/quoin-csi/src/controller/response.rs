@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 
 use quoin_api::control as api;
-use quoin_api::csi::{Volume, VolumeCondition, list_volumes_response};
+use quoin_api::csi::{
+    Snapshot, Volume, VolumeCondition, list_snapshots_response, list_volumes_response,
+};
 
 use crate::capacity::signed;
 use crate::{context, parameters, topology};
@@ -18,6 +20,24 @@ pub fn volume(volume: &api::Volume, cluster_id: &str) -> Volume {
         content_source: None,
         accessible_topology: topology::of_volume(restricted, cluster_id),
     }
+}
+
+/// Returns the snapshot message, the same in every answer.
+pub fn snapshot(snapshot: &api::Snapshot) -> Snapshot {
+    Snapshot {
+        size_bytes: signed(snapshot.size_bytes),
+        snapshot_id: snapshot.id.clone(),
+        source_volume_id: snapshot.volume_id.clone(),
+        creation_time: snapshot.cut_at,
+        ready_to_use: snapshot.phase == "Ready",
+        group_snapshot_id: String::new(),
+        accessible_topology: Vec::new(),
+    }
+}
+
+/// Returns one line of a list of snapshots.
+pub fn snapshot_entry(one: &api::Snapshot) -> list_snapshots_response::Entry {
+    list_snapshots_response::Entry { snapshot: Some(snapshot(one)) }
 }
 
 /// Returns one line of a list.

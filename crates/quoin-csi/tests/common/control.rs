@@ -101,11 +101,26 @@ impl ControlPlane {
         let admin = unix_channel(&self.socket);
         let agent = tokio::spawn(node(admin, report, run.join("nbd")));
         self.agents.insert(name.to_owned(), agent);
+        self.start_obeying(name);
+    }
+
+    /// From now on the node's target carries out all commands.
+    pub fn start_obeying(&mut self, name: &str) {
+        let obeying = tokio::spawn(obey(unix_channel(&self.socket), name.to_owned()));
+        self.agents.insert(format!("{name}-commands"), obeying);
     }
 
     /// Stops all reports of the node and its target.
     pub fn kill_node(&mut self, name: &str) {
         self.agents.remove(name).unwrap().abort();
+        self.stop_obeying(name);
+    }
+
+    /// From now on the node's target carries out no command.
+    pub fn stop_obeying(&mut self, name: &str) {
+        if let Some(obeying) = self.agents.remove(&format!("{name}-commands")) {
+            obeying.abort();
+        }
     }
 
     /// Waits until all three pools and these nodes have reported.
@@ -295,4 +310,49 @@ async fn listen(
             }
         }
     }
+}
+
+/// Carries out all commands, as a target does that serves all of its volumes.
+async fn obey(admin: Channel, name: String) {
+    let mut agent = AgentClient::new(admin);
+    let mut lsn = 0;
+    loop {
+        let _gone = obey_stream(&mut agent, &name, &mut lsn).await;
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+async fn obey_stream(
+    agent: &mut AgentClient<Channel>,
+    name: &str,
+    lsn: &mut u64,
+) -> Result<(), Status> {
+    use command_outcome::What as Ended;
+    use target_command::What as Told;
+    let watched = agent.watch_commands(WatchCommandsRequest { node: name.to_owned() }).await?;
+    let mut commands = watched.into_inner();
+    while let Some(command) = commands.message().await? {
+        *lsn += 1;
+        let what = match command.what {
+            Some(Told::MakeSnapshot(make)) => Ended::SnapshotMade(SnapshotMade {
+                snapshot_id: make.snapshot_id,
+                lsn: *lsn,
+                size_bytes: 64 << 20,
+                cut_at: Some(std::time::SystemTime::now().into()),
+                ..Default::default()
+            }),
+            Some(Told::RemoveSnapshot(remove)) => {
+                Ended::SnapshotRemoved(SnapshotRemoved { snapshot_id: remove.snapshot_id })
+            }
+            None => continue,
+        };
+        let outcome = CommandOutcome {
+            id: command.id,
+            node: name.to_owned(),
+            volume_id: command.volume_id,
+            what: Some(what),
+        };
+        agent.report_outcome(outcome).await?;
+    }
+    Ok(())
 }

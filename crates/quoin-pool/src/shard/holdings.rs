@@ -186,6 +186,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     identity: store.identity().clone(),
                     meta: store.meta().clone(),
                     state: store.state(),
+                    snapshots: store.snapshots().into_iter().filter(|s| !s.hidden).collect(),
                 });
             }
         }

@@ -5,8 +5,9 @@ use std::time::Duration;
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
 use super::{Link, Phase, Primary, WaitReason};
-use quoin_types::ids::{Epoch, Lsn, Position};
+use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
+use quoin_types::message::SnapshotInfo;
 
 /// State of a replica, for status reports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,6 +77,11 @@ pub(super) fn without_retired(membership: &Membership) -> Membership {
 }
 
 impl Primary {
+    /// Returns a user's snapshot, if the volume has it.
+    pub fn snapshot(&self, id: SnapshotId) -> Option<SnapshotInfo> {
+        self.history.snapshots.iter().find(|s| s.id == id && !s.hidden).copied()
+    }
+
     fn silent(&self) -> Vec<Member> {
         match self.verdict() {
             Verdict::MayHaveChanged(silent) => silent,

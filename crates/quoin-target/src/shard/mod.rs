@@ -9,6 +9,7 @@
 mod clients;
 mod links;
 mod memory;
+mod snapshots;
 mod sources;
 
 use std::collections::BTreeMap;
@@ -21,7 +22,7 @@ use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
     LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus,
-    VerifyOrder,
+    SnapshotWish, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -29,16 +30,18 @@ pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
-use quoin_types::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
+use crate::commands::Answer;
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use clients::Export;
 use links::{LinkName, Links};
+use snapshots::Wished;
 use sources::{Slot, Sources};
 
 /// Inputs of other threads to a shard.
@@ -64,6 +67,12 @@ pub enum Input {
         volume: VolumeId,
         version: u64,
         membership: Option<Membership>,
+    },
+    /// The controller wants a snapshot made or deleted.
+    Snapshot {
+        volume: VolumeId,
+        id: SnapshotId,
+        wish: SnapshotWish,
     },
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Close all volumes, then end.
@@ -141,6 +150,11 @@ pub enum Ask {
     },
     /// A change that is worth a report soon.
     Changed,
+    /// The outcome of a command.
+    Answered {
+        volume: VolumeId,
+        answer: Answer,
+    },
     /// The volume is not served here any more; true: because a newer epoch fenced it.
     Stopped {
         volume: VolumeId,
@@ -156,6 +170,7 @@ struct Volume {
     grant: Granted,
     orders: Orders,
     stage: Stage,
+    wished: Wished,
     timer_key: u64,
     touched: bool,
     /// Bytes of entries that it kept at its shard's last count.
@@ -437,6 +452,7 @@ impl Shard {
             Input::Swapped { volume, version, membership } => {
                 self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
+            Input::Snapshot { volume, id, wish } => self.wish_snapshot(now, volume, id, wish),
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
                 // The caller may have stopped waiting.
@@ -480,6 +496,7 @@ impl Shard {
             grant: Granted::default(),
             orders: Orders::new(options),
             stage: Stage::default(),
+            wished: Wished::default(),
             timer_key,
             touched: false,
             retained_bytes: 0,
@@ -696,6 +713,9 @@ impl Shard {
             volume.stage.note(&note);
             volume.stage.served
         });
+        if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
+            self.answer_snapshot(id, snapshot, outcome);
+        }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.reports.metrics.moved.inc_by(moved_bytes);
         }

@@ -101,7 +101,7 @@ pub enum VolumeCommand {
     /// Compare all replicas, and replace what is bad in one by the copy of another.
     #[command(after_help = verify::REPAIR_HELP)]
     Repair(verify::RepairOptions),
-    /// Delete a volume and all its data.
+    /// Delete a volume and all its data. Where it has snapshots, these stay until they are deleted.
     #[command(visible_alias = "rm")]
     Delete {
         /// Its name or id.
@@ -141,7 +141,7 @@ pub struct CreateOptions {
 }
 
 /// Names as CSI allows them: anything readable of at most 128 bytes.
-fn parse_name(text: &str) -> Result<String, String> {
+pub fn parse_name(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("a volume needs a name, as in `quoin volume create db --size 1GiB`".into());
     }
@@ -242,6 +242,10 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             let view = wait_until_deleted(&mut cluster, volume, &found.id, client).await?;
             output::print_one(format, &view, || match view.state {
                 "deleted" => format!("volume {} is deleted", view.volume),
+                "retained" => format!(
+                    "volume {} is deleted, and its snapshots are kept: {}",
+                    view.volume, view.waiting_for
+                ),
                 _ => format!(
                     "volume {} is being deleted; the deletion continues by itself and waits for {}",
                     view.volume, view.waiting_for
@@ -270,6 +274,17 @@ async fn wait_until_deleted(
             }
             Err(status) => return Err(refusal(status)),
         };
+        if volume.phase == "Retained" {
+            let kept = match volume.snapshots {
+                1 => "1 snapshot".to_owned(),
+                count => format!("{count} snapshots"),
+            };
+            let id = &volume.id;
+            let waiting_for = format!(
+                "{kept} (`quoin snapshot list {id}`); its space is free once they are deleted"
+            );
+            return Ok(view("retained", waiting_for));
+        }
         if began.elapsed() > client.timeout() {
             return Ok(view("deleting", volume.waiting_for));
         }

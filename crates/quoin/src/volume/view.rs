@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
 use crate::size::show_size;
+use crate::snapshot::SnapshotView;
 
 /// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.
 #[derive(Serialize)]
@@ -27,6 +28,7 @@ pub struct VolumeView {
     #[serde(flatten)]
     pub options: BTreeMap<&'static str, serde_json::Value>,
     pub created_at: String,
+    pub snapshots: SnapshotsView,
     pub replicas: Vec<ReplicaView>,
     /// The comparison of all replicas that is under way, or the last one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -34,6 +36,29 @@ pub struct VolumeView {
     /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<LocalDeviceView>,
+}
+
+/// Snapshots of a volume.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SnapshotsView {
+    pub count: u32,
+    /// The last one that was cut; absent: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub newest: Option<SnapshotView>,
+}
+
+impl SnapshotsView {
+    fn sentence(&self) -> String {
+        match (&self.newest, self.count) {
+            (_, 0) => String::new(),
+            (None, count) => format!("{count}, none of them cut yet"),
+            (Some(newest), 1) => format!("1: {} of {}", newest.name, newest.cut_at),
+            (Some(newest), count) => {
+                format!("{count}, the newest {} of {}", newest.name, newest.cut_at)
+            }
+        }
+    }
 }
 
 /// How a volume is.
@@ -203,6 +228,10 @@ impl From<Volume> for VolumeView {
                 .created_at
                 .map(|time| crate::events::show_time(&time))
                 .unwrap_or_default(),
+            snapshots: SnapshotsView {
+                count: volume.snapshots,
+                newest: volume.newest_snapshot.map(SnapshotView::from),
+            },
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
             verification: volume.verification.map(VerificationView::from),
             here: None,
@@ -275,6 +304,7 @@ impl VolumeView {
                 "verified",
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
+            ("snapshots", self.snapshots.sentence()),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);

@@ -635,7 +635,14 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
         retired: retired.into_iter().rev().take(RETIRED_MAX).map(Text).collect(),
         formed,
     };
-    record.phase = if pending { VolumePhase::Pending } else { VolumePhase::Ready };
+    // Without records of its snapshots nothing would keep a volume that is Retained: who deleted it is
+    // shown it again.
+    let retained = evidence.record.is_some_and(|record| record.phase == VolumePhase::Retained);
+    record.phase = match (pending, retained) {
+        (true, _) => VolumePhase::Pending,
+        (false, true) => VolumePhase::Retained,
+        (false, false) => VolumePhase::Ready,
+    };
     let blocks = rule.known.iter().flat_map(|m| held.iter().filter(move |h| h.member == *m));
     let blocks = blocks.map(|h| h.blocks).max().unwrap_or(0);
     record.size_bytes = record.size_bytes.max(blocks.saturating_mul(BLOCK_SIZE as u64));

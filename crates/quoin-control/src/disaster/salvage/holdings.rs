@@ -6,11 +6,14 @@ use prost::Message;
 use quoin_api::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
 use quoin_identity::convert;
 use quoin_types::entry::Rule;
+use quoin_types::ids::SnapshotId;
+use quoin_types::message::SNAPSHOTS_MAX;
 use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid, VolumeId};
 
 use super::decide::Held;
 use crate::Error;
 use crate::api::reports::id;
+use crate::snapshot::recovery::{FoundSnapshot, FoundSnapshots};
 use crate::state::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use crate::text;
 use crate::volume::spec::SIZE_BYTES_MAX;
@@ -31,6 +34,7 @@ const TEXT_BYTES_MAX: usize = 512;
 pub struct Told {
     pub replicas: Vec<Held>,
     pub deleted: HashSet<ReplicaGuid>,
+    pub snapshots: FoundSnapshots,
     bytes: usize,
 }
 
@@ -55,7 +59,11 @@ impl Told {
         let guid = |bytes: &[u8]| Some(ReplicaGuid(u128::from_le_bytes(bytes.try_into().ok()?)));
         self.deleted.extend(deleted.filter_map(guid));
         for holding in &piece.replicas {
-            self.replicas.push(held(&piece.pool, holding)?);
+            let replica = held(&piece.pool, holding)?;
+            if holding.knows_snapshots {
+                self.snapshots.insert(replica.member.guid, snapshots(holding)?);
+            }
+            self.replicas.push(replica);
         }
         if self.replicas.len() > REPLICAS_MAX || self.deleted.len() > DELETED_MAX {
             let rule = format!("at most {REPLICAS_MAX} replicas and {DELETED_MAX} deleted ones");
@@ -104,6 +112,25 @@ fn texts_of(note: &VolumeRecord) -> impl Iterator<Item = &str> {
     let discarded = note.discarded.iter().map(|discarded| discarded.pool.as_str());
     let attached = note.attachments.iter().flat_map(|a| [a.node.as_str(), a.usage.as_str()]);
     [note.spec.name.as_str()].into_iter().chain(replicas).chain(discarded).chain(attached)
+}
+
+/// Snapshots of a replica; more than a volume may have, or what cannot be, is refused.
+fn snapshots(told: &Holding) -> Result<Vec<FoundSnapshot>, Error> {
+    const BYTES: usize = 32;
+    let bad = |why: &str| Error::invalid("snapshots", why);
+    if told.snapshots.len() > SNAPSHOTS_MAX * BYTES || !told.snapshots.len().is_multiple_of(BYTES) {
+        return Err(bad("32 bytes each, at most as many as a volume may have"));
+    }
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |n, byte| n << 8 | u64::from(*byte));
+    let found = told.snapshots.chunks_exact(BYTES).map(|bytes| {
+        let id = u128::from(number(&bytes[8..16])) << 64 | u128::from(number(&bytes[..8]));
+        let (lsn, blocks) = (number(&bytes[16..24]), number(&bytes[24..]));
+        match lsn <= told.position_lsn && blocks <= quoin_types::VOLUME_BLOCKS_MAX {
+            true => Ok(FoundSnapshot { id: SnapshotId(id), lsn, blocks }),
+            false => Err(bad("one behind the replica's position, or of an impossible size")),
+        }
+    });
+    found.collect()
 }
 
 fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
@@ -222,5 +249,30 @@ mod tests {
         );
         record.spec.name = "x".repeat(TEXT_BYTES_MAX + 1);
         assert_eq!(noted(&record), None);
+    }
+
+    #[test]
+    fn snapshots_of_a_replica_are_bounded_and_lie_within_its_history() {
+        let told = |ids: u128, lsn: u64, blocks: u64| {
+            let one = |id: u128| {
+                let numbers = [lsn.to_le_bytes(), blocks.to_le_bytes()].concat();
+                [id.to_le_bytes().to_vec(), numbers].concat()
+            };
+            let snapshots = (0..ids).flat_map(one).collect();
+            snapshots_of(snapshots)
+        };
+        assert_eq!(
+            told(2, 7, 3).unwrap()[1],
+            FoundSnapshot { id: SnapshotId(1), lsn: 7, blocks: 3 }
+        );
+        assert!(told(1, 8, 3).is_err(), "behind the replica's end");
+        assert!(told(1, 7, u64::MAX).is_err());
+        assert!(told(SNAPSHOTS_MAX as u128 + 1, 7, 3).is_err());
+        assert!(snapshots_of(vec![0; 33]).is_err());
+    }
+
+    fn snapshots_of(snapshots: Vec<u8>) -> Result<Vec<FoundSnapshot>, Error> {
+        let told = Holding { snapshots, position_lsn: 7, ..holding(Vec::new()) };
+        super::snapshots(&told)
     }
 }

@@ -255,6 +255,9 @@ impl Recoveries {
         drop(no_other);
         self.remember_members().await?;
         self.members.end_recovered_tokens().await?;
+        crate::snapshot::catalog::give_up_attempts(&self.state).await?;
+        let judged = recovered.findings.iter().map(|(finding, _)| finding);
+        crate::snapshot::recovery::agree(&self.state, judged, &told).await?;
         let ruled = self.state.check_ruling().is_ok();
         self.state.term.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
         if !ruled {
@@ -443,7 +446,7 @@ impl Recoveries {
             if let Some(before) = before {
                 crate::volume::volumes::free_name(&self.state, before).await?;
             }
-        } else {
+        } else if record.phase != VolumePhase::Retained {
             self.take_name_of(&mut record, before).await?;
         }
         let written = match before {

@@ -1,0 +1,268 @@
+//! Commands to targets: what is to be done with volumes that they serve, one small message for each
+//! thing, and an answer for each.
+//!
+//! A command is repeated until its outcome is recorded: a target that does not serve its volume yet
+//! does nothing, and one that was restarted has forgotten. So a command must be such that twice is
+//! the same as once: it has an id, and its outcome is the same for a repeat.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_api::control::{
+    self as api, CommandOutcome, MakeSnapshot, RemoveSnapshot, TargetCommand, command_outcome,
+    target_command,
+};
+use quoin_types::VolumeId;
+use tokio::time::Instant;
+
+use super::catalog::{about, too_many};
+use crate::Error;
+use crate::state::State;
+use crate::state::events::Severity;
+use crate::state::records::{Record, VolumeRecord};
+use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
+use crate::text;
+use crate::time::now_ms;
+use crate::volume::spec::SIZE_BYTES_MAX;
+
+/// Time after which a command without an outcome is sent again.
+const REPEAT_AFTER: Duration = Duration::from_millis(500);
+/// Commands that a stream sends in one look.
+const COMMANDS_MAX: usize = 256;
+/// A target's clock that is ahead by more is not believed.
+const AHEAD_MAX_MS: u64 = 24 * 3600 * 1000;
+
+/// Commands and their outcomes.
+#[derive(Clone)]
+pub struct Commands {
+    state: Arc<State>,
+}
+
+/// Commands of one node, as one stream has sent them.
+pub struct CommandStream {
+    commands: Commands,
+    node: String,
+    /// Time of the last sending of each, by the snapshot's record name.
+    sent: BTreeMap<String, (SnapshotPhase, Instant)>,
+}
+
+impl Commands {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
+    pub fn of_node(&self, node: &str) -> CommandStream {
+        CommandStream { commands: self.clone(), node: node.to_owned(), sent: BTreeMap::new() }
+    }
+
+    /// Snapshots of which this node's target has something to do.
+    fn open_at(&self, node: &str) -> Vec<Arc<SnapshotRecord>> {
+        if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
+            return Vec::new();
+        }
+        let open: Vec<VolumeId> =
+            self.state.snapshots.records.index(|index| index.open().keys().copied().collect());
+        let is_served = |id: &VolumeId| {
+            let volume = self.state.volumes.get(&id.to_string());
+            volume.is_some_and(|volume| is_served_by(&volume, node))
+        };
+        let here = open.into_iter().filter(is_served);
+        here.flat_map(|volume| self.state.snapshots.open_of(volume)).collect()
+    }
+
+    /// Takes in the outcome of a command, if the node is the one that serves the volume. Anything
+    /// else is not recorded, and the command is sent again.
+    pub async fn ended(&self, outcome: &CommandOutcome) -> Result<(), Error> {
+        use command_outcome::What;
+        self.state.check_ruling()?;
+        let volume: VolumeId = crate::api::reports::id("volume_id", &outcome.volume_id)?;
+        let served = self.state.volumes.get(&volume.to_string());
+        if !served.is_some_and(|volume| is_served_by(&volume, &outcome.node)) {
+            return Ok(());
+        }
+        match &outcome.what {
+            Some(What::SnapshotMade(made)) => self.made(volume, made).await,
+            Some(What::SnapshotRemoved(removed)) => {
+                self.removed(volume, &removed.snapshot_id).await
+            }
+            Some(What::Refused(refused)) => self.refused(volume, &outcome.id, refused).await,
+            // An outcome of a later version, of a command that this one does not send.
+            None => Ok(()),
+        }
+    }
+
+    /// The snapshot of this id, if it is of this volume.
+    fn snapshot(&self, volume: VolumeId, id: &str) -> Option<Arc<SnapshotRecord>> {
+        let found = self.state.snapshots.records.get(id);
+        found.filter(|snapshot| snapshot.volume.0 == volume)
+    }
+
+    async fn made(&self, volume: VolumeId, made: &api::SnapshotMade) -> Result<(), Error> {
+        let Some(snapshot) = self.snapshot(volume, &made.snapshot_id) else { return Ok(()) };
+        let cut = cut(&snapshot, made)?;
+        let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.made(cut));
+        let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
+        if let Some((snapshot, true)) = updated {
+            let message = format!(
+                "snapshot {:?}: {}, as of LSN {}",
+                snapshot.name,
+                text::bytes(cut.size_bytes),
+                cut.lsn
+            );
+            let object = about(&snapshot);
+            self.state.events.record(Severity::Normal, object, "SnapshotCreated", message);
+        }
+        Ok(())
+    }
+
+    async fn removed(&self, volume: VolumeId, id: &str) -> Result<(), Error> {
+        let Some(snapshot) = self.snapshot(volume, id) else { return Ok(()) };
+        let is_deleting = |s: &SnapshotRecord| s.phase == SnapshotPhase::Deleting;
+        if self.state.snapshots.records.remove(&snapshot.name(), is_deleting).await? {
+            self.state.snapshots.free_name(&snapshot).await?;
+        }
+        Ok(())
+    }
+
+    /// The attempt is given up. Its deletion is sent all the same, for a repeat of the command that
+    /// is on its way may find a place.
+    async fn refused(
+        &self,
+        volume: VolumeId,
+        id: &str,
+        refused: &api::CommandRefused,
+    ) -> Result<(), Error> {
+        let Some(snapshot) = self.snapshot(volume, id) else { return Ok(()) };
+        let reason = match refused.reason() {
+            api::command_refused::Reason::TooManySnapshots => {
+                too_many(&snapshot.volume_name).to_string()
+            }
+            api::command_refused::Reason::Unspecified => {
+                refused.message.chars().take(1024).collect()
+            }
+        };
+        let change = |snapshot: &mut SnapshotRecord| {
+            let is_news = snapshot.phase == SnapshotPhase::Wished;
+            if is_news {
+                snapshot.failure.clone_from(&reason);
+                snapshot.remove();
+            }
+            Ok(is_news)
+        };
+        let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
+        if let Some((snapshot, true)) = updated {
+            self.state.snapshots.free_name(&snapshot).await?;
+            let message = format!("snapshot {:?}: {reason}", snapshot.name);
+            let object = about(&snapshot);
+            self.state.events.record(Severity::Warning, object, "SnapshotRefused", message);
+            self.state.tell_target(volume);
+        }
+        Ok(())
+    }
+}
+
+fn is_served_by(volume: &VolumeRecord, node: &str) -> bool {
+    volume.phase.is_kept() && volume.owner.as_deref() == Some(node)
+}
+
+/// The cut as it is recorded. What a target reports is bounded, not believed.
+fn cut(snapshot: &SnapshotRecord, made: &api::SnapshotMade) -> Result<Cut, Error> {
+    if made.lsn == 0 || made.lsn > quoin_types::LSN_MAX.0 {
+        return Err(Error::invalid("lsn", format!("{} is out of range", made.lsn)));
+    }
+    if made.size_bytes > SIZE_BYTES_MAX {
+        return Err(Error::invalid("size_bytes", format!("{} is out of range", made.size_bytes)));
+    }
+    let told_ms = made.cut_at.as_ref().map_or(0, |at| {
+        let seconds_ms = u64::try_from(at.seconds).unwrap_or(0).saturating_mul(1000);
+        seconds_ms.saturating_add(u64::try_from(at.nanos).unwrap_or(0) / 1_000_000)
+    });
+    // A target that was restarted in between does not know it: then it is that of the wish.
+    let is_told = told_ms > 0 && told_ms <= now_ms().saturating_add(AHEAD_MAX_MS);
+    Ok(Cut {
+        lsn: made.lsn,
+        epoch: made.epoch.unwrap_or(0),
+        chain: made.chain.unwrap_or(0),
+        at_ms: if is_told { told_ms } else { snapshot.wished_ms },
+        size_bytes: made.size_bytes,
+    })
+}
+
+fn command(snapshot: &SnapshotRecord, term: &[u8]) -> TargetCommand {
+    let snapshot_id = snapshot.id.0.to_string();
+    let what = match snapshot.phase {
+        SnapshotPhase::Wished => {
+            target_command::What::MakeSnapshot(MakeSnapshot { snapshot_id: snapshot_id.clone() })
+        }
+        _ => {
+            let snapshot_id = snapshot_id.clone();
+            target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id })
+        }
+    };
+    TargetCommand {
+        id: snapshot_id,
+        volume_id: snapshot.volume.0.to_string(),
+        term: term.to_vec(),
+        what: Some(what),
+    }
+}
+
+impl CommandStream {
+    /// Commands to send now, and the time after which to look again; `None`: after a change.
+    pub fn next(&mut self, now: Instant, term: &[u8]) -> (Vec<TargetCommand>, Option<Duration>) {
+        let open = self.commands.open_at(&self.node);
+        let names: std::collections::BTreeSet<String> =
+            open.iter().map(|snapshot| snapshot.name()).collect();
+        self.sent.retain(|name, _| names.contains(name));
+        let mut commands = Vec::new();
+        for snapshot in &open {
+            let name = snapshot.name();
+            let is_sent = self.sent.get(&name).is_some_and(|(phase, at)| {
+                *phase == snapshot.phase && now.duration_since(*at) < REPEAT_AFTER
+            });
+            if !is_sent && commands.len() < COMMANDS_MAX {
+                self.sent.insert(name, (snapshot.phase, now));
+                commands.push(command(snapshot, term));
+            }
+        }
+        (commands, (!open.is_empty()).then_some(REPEAT_AFTER))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::snapshot_records::tests::snapshot;
+
+    #[test]
+    fn what_a_target_cannot_have_cut_is_refused_and_its_clock_is_bounded() {
+        let made = |lsn, size_bytes, seconds| api::SnapshotMade {
+            lsn,
+            size_bytes,
+            cut_at: Some(prost_types::Timestamp { seconds, nanos: 5_000_000 }),
+            ..Default::default()
+        };
+        let record = snapshot(1, 7);
+        assert!(cut(&record, &made(0, 4096, 1)).is_err());
+        assert!(cut(&record, &made(u64::MAX, 4096, 1)).is_err());
+        assert!(cut(&record, &made(1, u64::MAX, 1)).is_err());
+        assert_eq!(cut(&record, &made(1, 4096, 1_600_000_000)).unwrap().at_ms, 1_600_000_000_005);
+        for wrong in [i64::MAX, i64::MIN, 0] {
+            let at = cut(&record, &made(1, 4096, wrong)).unwrap().at_ms;
+            assert!(at == record.wished_ms || at == 5, "{at}");
+        }
+    }
+
+    #[test]
+    fn a_command_has_the_id_of_its_snapshot_and_says_what_its_phase_asks_for() {
+        let mut record = snapshot(1, 7);
+        let make = command(&record, b"term");
+        assert_eq!(make.id, record.name());
+        assert!(matches!(make.what, Some(target_command::What::MakeSnapshot(_))));
+        record.remove();
+        let remove = command(&record, b"term");
+        assert_eq!(remove.id, make.id);
+        assert!(matches!(remove.what, Some(target_command::What::RemoveSnapshot(_))));
+    }
+}

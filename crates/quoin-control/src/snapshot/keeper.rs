@@ -1,0 +1,138 @@
+//! What follows from the end of a volume for its snapshots, and from the end of its snapshots for a
+//! volume that is Retained.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use quoin_types::VolumeId;
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
+use crate::state::events::Severity;
+use crate::state::records::{Record, VolumePhase, VolumeRecord};
+use crate::state::snapshot_records::SnapshotRecord;
+use crate::state::{State, about};
+
+/// A change of records is looked at after this time.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Reconciler of volumes that end with their snapshots.
+pub struct SnapshotKeeper {
+    state: Arc<State>,
+    queue: Arc<Queue<VolumeId>>,
+}
+
+#[async_trait]
+impl Reconciler for SnapshotKeeper {
+    type Key = VolumeId;
+    const NAME: &'static str = "keep snapshots";
+
+    fn queue(&self) -> &Queue<VolumeId> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, volume: &VolumeId, _: Instant) -> Result<Next, Error> {
+        if self.state.check_ruling().is_ok() {
+            self.look(*volume).await?;
+        }
+        Ok(Next::Rest)
+    }
+}
+
+impl SnapshotKeeper {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        let queue = queue_of_volumes(&state, PAUSE);
+        // A crash may have left snapshots of a volume that has no record any more, which nothing
+        // else brings here.
+        for snapshot in state.snapshots.records.list() {
+            queue.add(snapshot.volume.0, PAUSE);
+        }
+        Self { state, queue }
+    }
+
+    /// Looks at every volume, and at every one that only snapshots are left of.
+    pub async fn look_at_all(&self) -> Result<(), Error> {
+        let mut ids: Vec<VolumeId> = self.state.volumes.list().iter().map(|v| v.id.0).collect();
+        ids.extend(self.state.snapshots.records.list().iter().map(|s| s.volume.0));
+        ids.sort_unstable();
+        ids.dedup();
+        for id in ids {
+            self.reconcile(&id, Instant::now()).await?;
+        }
+        Ok(())
+    }
+
+    async fn look(&self, id: VolumeId) -> Result<(), Error> {
+        let tables = &self.state.snapshots;
+        let _changing = tables.changing.lock().await;
+        let volume = self.state.volumes.get(&id.to_string());
+        if let Some(volume) = volume.as_ref().filter(|v| v.phase == VolumePhase::Retained) {
+            // A crash may have come before this.
+            crate::volume::volumes::free_name(&self.state, volume).await?;
+        }
+        match volume.map(|volume| volume.phase) {
+            Some(VolumePhase::Ready | VolumePhase::Pending) => return Ok(()),
+            Some(VolumePhase::Retained) if tables.keeps(id) => {
+                // Nobody asks for what only schedules still want.
+                self.remove_schedules(id).await?;
+                return self.give_up(id).await;
+            }
+            Some(VolumePhase::Retained) => self.end(id).await?,
+            Some(VolumePhase::Deleting) | None => {}
+        }
+        // The replicas go with all that they hold.
+        self.remove_schedules(id).await?;
+        for snapshot in tables.of_volume(id) {
+            tables.free_name(&snapshot).await?;
+            tables.records.remove(&snapshot.name(), |_| true).await?;
+        }
+        Ok(())
+    }
+
+    /// Attempts at snapshots of a volume that nobody can use any more.
+    async fn give_up(&self, id: VolumeId) -> Result<(), Error> {
+        let tables = &self.state.snapshots;
+        for snapshot in tables.of_volume(id).iter().filter(|s| s.is_listed() && !s.is_kept()) {
+            let change = |snapshot: &mut SnapshotRecord| {
+                if !snapshot.is_kept() {
+                    snapshot.remove();
+                }
+                Ok(())
+            };
+            tables.records.update(&snapshot.name(), change).await?;
+            tables.free_name(snapshot).await?;
+        }
+        Ok(())
+    }
+
+    /// The last snapshot of a volume that was deleted is gone: now the volume goes.
+    async fn end(&self, id: VolumeId) -> Result<(), Error> {
+        let change = |volume: &mut VolumeRecord| {
+            let ends = volume.phase == VolumePhase::Retained;
+            if ends {
+                volume.begin_deletion();
+            }
+            Ok(ends)
+        };
+        match self.state.update_volume(id, change).await {
+            Ok((volume, true)) => {
+                let message = "its last snapshot is gone; its replicas are being removed";
+                let object = about(&volume);
+                self.state.events.record(Severity::Normal, object, "VolumeDeleted", message);
+                Ok(())
+            }
+            Ok(_) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn remove_schedules(&self, id: VolumeId) -> Result<(), Error> {
+        let schedules = &self.state.snapshots.schedules;
+        for schedule in schedules.indexed(|index| index.of_volume(id)) {
+            schedules.remove(&schedule.name, |found| found.volume.0 == id).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,39 @@
+//! Snapshots of volumes: asked for by users and schedules, made and deleted by the volumes' targets.
+//!
+//! The record of a snapshot says what is wanted. [`commands`] tells it to the target of the volume by
+//! a stream of small commands and takes the outcomes in; a command is repeated until its outcome is
+//! recorded. A volume that is attached nowhere is lent a target for it ([`crate::reconcile::tending`]).
+//!
+//! A volume that is deleted while it has snapshots is Retained: its name is free, nobody can attach
+//! it, and its replicas are kept and healed until its last snapshot is gone ([`keeper`]).
+
+pub(crate) mod catalog;
+pub(crate) mod commands;
+pub(crate) mod keeper;
+pub(crate) mod recovery;
+pub(crate) mod schedules;
+pub(crate) mod view;
+
+use std::sync::Arc;
+
+use crate::state::State;
+
+/// What users and targets ask of snapshots, and who looks after them.
+pub struct Parts {
+    pub catalog: Arc<catalog::Snapshots>,
+    pub schedules: Arc<schedules::Schedules>,
+    pub commands: commands::Commands,
+    pub keeper: Arc<keeper::SnapshotKeeper>,
+}
+
+impl Parts {
+    pub(crate) fn new(state: &Arc<State>) -> Self {
+        let catalog = Arc::new(catalog::Snapshots::new(state.clone()));
+        Self {
+            schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
+            commands: commands::Commands::new(state.clone()),
+            keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone())),
+            catalog,
+        }
+    }
+}

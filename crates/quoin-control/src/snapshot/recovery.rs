@@ -1,0 +1,142 @@
+//! Snapshots after the records were lost or restored: what the pools hold decides.
+//!
+//! Attempts that were under way are given up ([`super::catalog::give_up_attempts`]). Of a volume that
+//! an open quorum of its replicas told of, snapshots without a record get one again, under a name
+//! made of their id, so that they are seen, and keep the volume when it is deleted; records of
+//! snapshots that no replica has are removed.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use quoin_types::ids::SnapshotId;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, VolumeId};
+
+use super::catalog::about;
+use crate::Error;
+use crate::disaster::salvage::Told;
+use crate::disaster::salvage::decide::{Finding, Held};
+use crate::state::State;
+use crate::state::events::Severity;
+use crate::state::records::{Record, Text, VolumeRecord};
+use crate::state::snapshot_records::{Cut, SnapshotName, SnapshotPhase, SnapshotRecord};
+use crate::time::now_ms;
+
+/// A snapshot that a replica holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FoundSnapshot {
+    pub id: SnapshotId,
+    pub lsn: u64,
+    pub blocks: u64,
+}
+
+/// Snapshots of each replica whose pool told of them.
+pub type FoundSnapshots = HashMap<ReplicaGuid, Vec<FoundSnapshot>>;
+
+/// Lists of a volume's snapshots by the replicas that count: the furthest one's, and all ids.
+fn lists<'a>(
+    finding: &'a Finding,
+    told: &'a BTreeMap<String, Told>,
+) -> Option<(&'a [FoundSnapshot], HashSet<SnapshotId>)> {
+    if finding.needed == 0 || finding.answered < finding.needed {
+        return None;
+    }
+    let of = |held: &Held| told.get(&held.pool)?.snapshots.get(&held.member.guid);
+    let known = finding.standings.iter().filter(|(_, standing)| *standing == "known");
+    let counting =
+        known.map(|(held, _)| held).filter(|held| held.trusted && held.quorum && !held.damaged);
+    let mut all = HashSet::new();
+    let mut furthest = None::<(&Held, &Vec<FoundSnapshot>)>;
+    for held in counting {
+        // A pool of a version that tells none says nothing about them.
+        let list = of(held)?;
+        all.extend(list.iter().map(|found| found.id));
+        if furthest.is_none_or(|(best, _)| held.position > best.position) {
+            furthest = Some((held, list));
+        }
+    }
+    furthest.map(|(_, list)| (list.as_slice(), all))
+}
+
+/// Makes the records of snapshots agree with what the pools told. The records do not rule yet.
+pub(crate) async fn agree<'a>(
+    state: &State,
+    findings: impl Iterator<Item = &'a Finding>,
+    told: &BTreeMap<String, Told>,
+) -> Result<(), Error> {
+    let _changing = state.snapshots.changing.lock().await;
+    for finding in findings {
+        let volume = state.volumes.get(&finding.volume.to_string());
+        let Some(volume) = volume.filter(|volume| volume.phase.is_kept()) else { continue };
+        let Some((list, all)) = lists(finding, told) else { continue };
+        for found in list {
+            adopt(state, &volume, found).await?;
+        }
+        forget_gone(state, finding.volume, &all).await?;
+    }
+    Ok(())
+}
+
+async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> Result<(), Error> {
+    let id = found.id.to_string();
+    if state.snapshots.records.get(&id).is_some() {
+        return Ok(());
+    }
+    let short = format!("found-{}", &id[..8]);
+    let name = if state.snapshots.named(&short).is_none() { short } else { format!("found-{id}") };
+    let named = SnapshotName { snapshot_name: name.clone(), snapshot_id: Text(found.id) };
+    if state.snapshots.names.create(named.clone()).await?.is_err() {
+        let take = |record: &mut SnapshotName| {
+            record.clone_from(&named);
+            Ok(())
+        };
+        state.snapshots.names.update(&name, take).await?;
+    }
+    let now_ms = now_ms();
+    let record = SnapshotRecord {
+        id: Text(found.id),
+        name,
+        volume: volume.id,
+        volume_name: volume.spec.name.clone(),
+        phase: SnapshotPhase::Ready,
+        wished_ms: now_ms,
+        cut: Some(Cut {
+            lsn: found.lsn,
+            epoch: 0,
+            chain: 0,
+            // Pools do not know it.
+            at_ms: now_ms,
+            size_bytes: found.blocks.saturating_mul(BLOCK_SIZE as u64),
+        }),
+        schedule: String::new(),
+        failure: String::new(),
+        used_by: Vec::new(),
+    };
+    if let Ok(record) = state.snapshots.records.create(record).await? {
+        let message = format!(
+            "snapshot {:?}, as of LSN {}: the pools hold it, and the records had no name and no time \
+             of it; delete it, or keep it under this name",
+            record.name, found.lsn
+        );
+        state.events.record(Severity::Warning, about(&record), "SnapshotFound", message);
+    }
+    Ok(())
+}
+
+async fn forget_gone(
+    state: &State,
+    volume: VolumeId,
+    held: &HashSet<SnapshotId>,
+) -> Result<(), Error> {
+    for snapshot in state.snapshots.of_volume(volume) {
+        let is_gone = snapshot.phase == SnapshotPhase::Ready && !held.contains(&snapshot.id.0);
+        if !is_gone || !state.snapshots.records.remove(&snapshot.name(), |_| true).await? {
+            continue;
+        }
+        state.snapshots.free_name(&snapshot).await?;
+        let message = format!(
+            "snapshot {:?}: no replica has it; it was deleted after the records were backed up",
+            snapshot.name
+        );
+        state.events.record(Severity::Warning, about(&snapshot), "SnapshotGone", message);
+    }
+    Ok(())
+}

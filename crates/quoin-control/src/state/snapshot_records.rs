@@ -1,0 +1,477 @@
+//! The records of snapshots and of schedules that make them.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use quoin_types::ids::SnapshotId;
+use quoin_types::{Lsn, VolumeId};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::state::changes::{Changes, Concerned};
+use crate::state::records::{Record, Text};
+use crate::state::store::{Store, StoreError};
+use crate::state::table::{Index, Table};
+use crate::volume::devices::is_zero;
+
+/// Steps of a snapshot. It never goes back to an earlier one: its id stands for one attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum SnapshotPhase {
+    /// The target of its volume is to make it.
+    Wished,
+    Ready,
+    /// Nobody sees it any more; the target is to delete it.
+    Deleting,
+    /// Deleted by its user, and kept because volumes are made from it.
+    Retained,
+}
+
+impl SnapshotPhase {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Wished => "Wished",
+            Self::Ready => "Ready",
+            Self::Deleting => "Deleting",
+            Self::Retained => "Retained",
+        }
+    }
+}
+
+/// The point of a volume's history at which a snapshot was cut, as its target reported it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Cut {
+    pub lsn: u64,
+    /// 0: not reported.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub epoch: u64,
+    /// 0: not reported.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub chain: u64,
+    /// By the target's clock.
+    pub at_ms: u64,
+    /// Size of the volume.
+    pub size_bytes: u64,
+}
+
+impl Cut {
+    pub fn lsn(&self) -> Lsn {
+        Lsn(self.lsn)
+    }
+}
+
+/// One attempt at a snapshot. The id is drawn for the attempt and names no other content, ever.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SnapshotRecord {
+    pub id: Text<SnapshotId>,
+    pub name: String,
+    pub volume: Text<VolumeId>,
+    /// The volume's name when the snapshot was made.
+    pub volume_name: String,
+    pub phase: SnapshotPhase,
+    pub wished_ms: u64,
+    /// `None`: not cut yet.
+    pub cut: Option<Cut>,
+    /// The schedule that made it; empty: a user did.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub schedule: String,
+    /// Reason why the attempt was given up; empty: it was not.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub failure: String,
+    /// Volumes that are made from it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub used_by: Vec<Text<VolumeId>>,
+}
+
+impl SnapshotRecord {
+    /// Users see it.
+    pub fn is_listed(&self) -> bool {
+        matches!(self.phase, SnapshotPhase::Wished | SnapshotPhase::Ready)
+    }
+
+    /// Its content must stay.
+    pub fn is_kept(&self) -> bool {
+        matches!(self.phase, SnapshotPhase::Ready | SnapshotPhase::Retained)
+    }
+
+    /// The target of its volume has something to do for it.
+    pub fn is_open(&self) -> bool {
+        matches!(self.phase, SnapshotPhase::Wished | SnapshotPhase::Deleting)
+    }
+
+    /// Time of the cut, or 0.
+    pub fn cut_ms(&self) -> u64 {
+        self.cut.map_or(0, |cut| cut.at_ms)
+    }
+
+    /// Takes over the cut that the target reported; false: the attempt was given up before, or this
+    /// is a repeat.
+    pub(crate) fn made(&mut self, cut: Cut) -> bool {
+        if self.phase != SnapshotPhase::Wished {
+            return false;
+        }
+        (self.phase, self.cut) = (SnapshotPhase::Ready, Some(cut));
+        true
+    }
+
+    /// Removes it from the users' sight; false: it was removed before.
+    pub(crate) fn remove(&mut self) -> bool {
+        let before = self.phase;
+        self.phase = match before {
+            SnapshotPhase::Ready if !self.used_by.is_empty() => SnapshotPhase::Retained,
+            SnapshotPhase::Wished | SnapshotPhase::Ready => SnapshotPhase::Deleting,
+            other => other,
+        };
+        self.phase != before
+    }
+}
+
+impl Record for SnapshotRecord {
+    type Index = SnapshotIndex;
+    const PREFIX: &'static str = "snapshot/";
+    fn name(&self) -> String {
+        self.id.0.to_string()
+    }
+    fn concerned(&self) -> Concerned {
+        // The node of the volume's target is told by [`crate::state::State::tell_target`].
+        Concerned::Status
+    }
+    fn volume(&self) -> Option<VolumeId> {
+        Some(self.volume.0)
+    }
+}
+
+/// Makes a snapshot's name its own: created before the snapshot, removed where it is deleted.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SnapshotName {
+    pub snapshot_name: String,
+    pub snapshot_id: Text<SnapshotId>,
+}
+
+impl Record for SnapshotName {
+    type Index = ();
+    const PREFIX: &'static str = "snapshot-name/";
+    fn name(&self) -> String {
+        self.snapshot_name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Nobody
+    }
+}
+
+/// Snapshots of one volume at intervals.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ScheduleRecord {
+    pub name: String,
+    pub volume: Text<VolumeId>,
+    pub volume_name: String,
+    pub every_ms: u64,
+    /// Snapshots that are kept; 0: no limit.
+    pub keep: u32,
+    /// Time for which a snapshot is kept; 0: no limit.
+    pub keep_for_ms: u64,
+    /// The first run; the others follow it at the interval.
+    pub created_ms: u64,
+    /// Time of the last run that was carried out, as planned; 0: none was.
+    #[serde(default)]
+    pub last_ms: u64,
+}
+
+impl ScheduleRecord {
+    /// The last run that was planned up to `now_ms`. Of several that were missed it is the only one
+    /// that is made up for.
+    pub fn planned_ms(&self, now_ms: u64) -> u64 {
+        let since = now_ms.saturating_sub(self.created_ms);
+        self.created_ms + since - since % self.every_ms.max(1)
+    }
+
+    /// The planned run that is due; `None`: the last one was carried out.
+    pub fn due_ms(&self, now_ms: u64) -> Option<u64> {
+        let planned = self.planned_ms(now_ms);
+        // A clock that was set back makes no run due that was carried out.
+        (now_ms >= self.created_ms && planned > self.last_ms).then_some(planned)
+    }
+
+    /// Time of the next planned run.
+    pub fn next_ms(&self, now_ms: u64) -> u64 {
+        match self.due_ms(now_ms) {
+            Some(due) => due,
+            None => self.planned_ms(now_ms.max(self.last_ms)) + self.every_ms,
+        }
+    }
+}
+
+impl Record for ScheduleRecord {
+    type Index = ScheduleIndex;
+    const PREFIX: &'static str = "schedule/";
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Status
+    }
+    fn volume(&self) -> Option<VolumeId> {
+        Some(self.volume.0)
+    }
+}
+
+/// Names of snapshots' records by their volumes and schedules.
+#[derive(Debug, Default)]
+pub struct SnapshotIndex {
+    by_volume: HashMap<VolumeId, BTreeSet<String>>,
+    by_schedule: HashMap<String, BTreeSet<String>>,
+    /// Those of which a target has something to do.
+    open: BTreeMap<VolumeId, BTreeSet<String>>,
+}
+
+impl SnapshotIndex {
+    pub fn of_volume(&self, volume: VolumeId) -> Option<&BTreeSet<String>> {
+        self.by_volume.get(&volume)
+    }
+
+    pub fn of_schedule(&self, schedule: &str) -> Option<&BTreeSet<String>> {
+        self.by_schedule.get(schedule)
+    }
+
+    /// Snapshots of which a target has something to do, by their volumes.
+    pub fn open(&self) -> &BTreeMap<VolumeId, BTreeSet<String>> {
+        &self.open
+    }
+
+    fn remove(&mut self, snapshot: &SnapshotRecord) {
+        let name = snapshot.name();
+        if let Some(names) = self.by_volume.get_mut(&snapshot.volume.0) {
+            names.remove(&name);
+            if names.is_empty() {
+                self.by_volume.remove(&snapshot.volume.0);
+            }
+        }
+        if let Some(names) = self.by_schedule.get_mut(&snapshot.schedule) {
+            names.remove(&name);
+            if names.is_empty() {
+                self.by_schedule.remove(&snapshot.schedule);
+            }
+        }
+        if let Some(names) = self.open.get_mut(&snapshot.volume.0) {
+            names.remove(&name);
+            if names.is_empty() {
+                self.open.remove(&snapshot.volume.0);
+            }
+        }
+    }
+
+    fn insert(&mut self, snapshot: &SnapshotRecord) {
+        let name = snapshot.name();
+        self.by_volume.entry(snapshot.volume.0).or_default().insert(name.clone());
+        if !snapshot.schedule.is_empty() {
+            let of_schedule = self.by_schedule.entry(snapshot.schedule.clone());
+            of_schedule.or_default().insert(name.clone());
+        }
+        if snapshot.is_open() {
+            self.open.entry(snapshot.volume.0).or_default().insert(name);
+        }
+    }
+}
+
+impl Index<SnapshotRecord> for SnapshotIndex {
+    fn follow(&mut self, before: Option<&SnapshotRecord>, after: Option<&SnapshotRecord>) {
+        if let Some(snapshot) = before {
+            self.remove(snapshot);
+        }
+        if let Some(snapshot) = after {
+            self.insert(snapshot);
+        }
+    }
+}
+
+/// Names of schedules by their volumes.
+#[derive(Debug, Default)]
+pub struct ScheduleIndex {
+    by_volume: HashMap<VolumeId, BTreeSet<String>>,
+}
+
+impl ScheduleIndex {
+    pub fn of_volume(&self, volume: VolumeId) -> Option<&BTreeSet<String>> {
+        self.by_volume.get(&volume)
+    }
+}
+
+impl Index<ScheduleRecord> for ScheduleIndex {
+    fn follow(&mut self, before: Option<&ScheduleRecord>, after: Option<&ScheduleRecord>) {
+        if let Some(schedule) = before
+            && let Some(names) = self.by_volume.get_mut(&schedule.volume.0)
+        {
+            names.remove(&schedule.name);
+            if names.is_empty() {
+                self.by_volume.remove(&schedule.volume.0);
+            }
+        }
+        if let Some(schedule) = after {
+            self.by_volume.entry(schedule.volume.0).or_default().insert(schedule.name.clone());
+        }
+    }
+}
+
+/// Tables of snapshots, their names and their schedules.
+pub(crate) struct SnapshotTables {
+    pub records: Table<SnapshotRecord>,
+    pub names: Table<SnapshotName>,
+    pub schedules: Table<ScheduleRecord>,
+    /// Makes the look at a volume or a name and the change that rests on it one step.
+    pub changing: tokio::sync::Mutex<()>,
+}
+
+impl SnapshotTables {
+    pub async fn load(store: &Arc<dyn Store>, changes: &Changes) -> Result<Self, StoreError> {
+        Ok(Self {
+            records: Table::load(store.clone(), changes.clone()).await?,
+            names: Table::load(store.clone(), changes.clone()).await?,
+            schedules: Table::load(store.clone(), changes.clone()).await?,
+            changing: tokio::sync::Mutex::new(()),
+        })
+    }
+
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
+        self.records.read_unanswered().await?;
+        self.names.read_unanswered().await?;
+        self.schedules.read_unanswered().await
+    }
+
+    /// All snapshots of a volume, those that are being deleted included.
+    pub fn of_volume(&self, volume: VolumeId) -> Vec<Arc<SnapshotRecord>> {
+        self.records.indexed(|index| index.of_volume(volume))
+    }
+
+    /// All snapshots that a schedule made.
+    pub fn of_schedule(&self, schedule: &str) -> Vec<Arc<SnapshotRecord>> {
+        self.records.indexed(|index| index.of_schedule(schedule))
+    }
+
+    /// Snapshots of a volume of which its target has something to do.
+    pub fn open_of(&self, volume: VolumeId) -> Vec<Arc<SnapshotRecord>> {
+        self.records.indexed(|index| index.open().get(&volume))
+    }
+
+    /// A snapshot of the volume must stay.
+    pub fn keeps(&self, volume: VolumeId) -> bool {
+        self.of_volume(volume).iter().any(|snapshot| snapshot.is_kept())
+    }
+
+    /// The snapshot that has this name now.
+    pub fn named(&self, name: &str) -> Option<Arc<SnapshotRecord>> {
+        let id = self.names.get(name)?.snapshot_id.0.to_string();
+        self.records.get(&id).filter(|snapshot| snapshot.is_listed() && snapshot.name == name)
+    }
+
+    /// Makes a name free, unless another snapshot has it by now.
+    pub async fn free_name(&self, snapshot: &SnapshotRecord) -> Result<(), Error> {
+        let ours = |name: &SnapshotName| name.snapshot_id == snapshot.id;
+        if self.names.get(&snapshot.name).is_some_and(|name| ours(&name)) {
+            self.names.remove(&snapshot.name, ours).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes names that no snapshot has: a crash between the two writes leaves the name.
+    pub async fn drop_unused_names(&self) -> Result<(), Error> {
+        for name in self.names.list() {
+            if self.named(&name.snapshot_name).is_none() {
+                self.names.remove(&name.snapshot_name, |found| *found == *name).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn snapshot(id: u128, volume: u128) -> SnapshotRecord {
+        SnapshotRecord {
+            id: Text(SnapshotId(id)),
+            name: format!("s{id}"),
+            volume: Text(VolumeId(volume)),
+            volume_name: "db".into(),
+            phase: SnapshotPhase::Wished,
+            wished_ms: 1_700_000_000_000,
+            cut: None,
+            schedule: String::new(),
+            failure: String::new(),
+            used_by: Vec::new(),
+        }
+    }
+
+    pub(crate) fn cut(at_ms: u64) -> Cut {
+        Cut { lsn: 9, epoch: 3, chain: 0xc4a1, at_ms, size_bytes: 1 << 30 }
+    }
+
+    #[test]
+    fn an_attempt_that_was_given_up_is_never_ready_and_never_wished_again() {
+        let mut attempt = snapshot(1, 7);
+        assert!(attempt.remove());
+        assert_eq!(attempt.phase, SnapshotPhase::Deleting);
+        assert!(!attempt.made(cut(5)), "its target answers late");
+        assert!(!attempt.remove());
+        assert_eq!((attempt.phase, attempt.cut), (SnapshotPhase::Deleting, None));
+    }
+
+    #[test]
+    fn a_cut_is_taken_over_once_and_a_repeat_changes_nothing() {
+        let mut attempt = snapshot(1, 7);
+        assert!(attempt.made(cut(5)));
+        assert!(!attempt.made(cut(6)));
+        assert_eq!((attempt.phase, attempt.cut_ms()), (SnapshotPhase::Ready, 5));
+    }
+
+    #[test]
+    fn a_snapshot_that_volumes_are_made_from_leaves_the_lists_and_keeps_its_content() {
+        let mut used = SnapshotRecord { used_by: vec![Text(VolumeId(8))], ..snapshot(1, 7) };
+        used.made(cut(5));
+        assert!(used.remove());
+        assert_eq!(used.phase, SnapshotPhase::Retained);
+        assert!(used.is_kept() && !used.is_listed() && !used.is_open());
+    }
+
+    #[test]
+    fn of_runs_that_were_missed_the_last_one_is_made_up_for_and_none_is_made_twice() {
+        let mut hourly = ScheduleRecord {
+            name: "db".into(),
+            volume: Text(VolumeId(7)),
+            volume_name: "db".into(),
+            every_ms: 3600,
+            keep: 2,
+            keep_for_ms: 0,
+            created_ms: 10_000,
+            last_ms: 0,
+        };
+        assert_eq!((hourly.due_ms(9_999), hourly.due_ms(10_000)), (None, Some(10_000)));
+        hourly.last_ms = 10_000;
+        assert_eq!((hourly.due_ms(13_599), hourly.due_ms(13_600)), (None, Some(13_600)));
+        assert_eq!(hourly.next_ms(11_000), 13_600);
+        // The controller was away for ten intervals.
+        assert_eq!(hourly.due_ms(10_000 + 36_500), Some(10_000 + 36_000));
+        hourly.last_ms = 10_000 + 36_000;
+        assert_eq!(hourly.due_ms(10_000 + 36_500), None);
+        assert_eq!(hourly.next_ms(10_000 + 36_500), 10_000 + 39_600);
+        // The clock was set back.
+        assert_eq!((hourly.due_ms(20_000), hourly.next_ms(20_000)), (None, 10_000 + 39_600));
+    }
+
+    #[test]
+    fn the_index_follows_every_change() {
+        let mut index = SnapshotIndex::default();
+        let scheduled = SnapshotRecord { schedule: "hourly".into(), ..snapshot(1, 7) };
+        index.follow(None, Some(&scheduled));
+        index.follow(None, Some(&snapshot(2, 7)));
+        assert_eq!(index.of_volume(VolumeId(7)).map(BTreeSet::len), Some(2));
+        assert_eq!(index.of_schedule("hourly").map(BTreeSet::len), Some(1));
+        let mut ready = scheduled.clone();
+        ready.made(cut(5));
+        index.follow(Some(&scheduled), Some(&ready));
+        assert_eq!(index.open().get(&VolumeId(7)).map(BTreeSet::len), Some(1));
+        index.follow(Some(&ready), None);
+        index.follow(Some(&snapshot(2, 7)), None);
+        assert!(index.of_volume(VolumeId(7)).is_none() && index.of_schedule("hourly").is_none());
+        assert!(index.open().is_empty());
+    }
+}
