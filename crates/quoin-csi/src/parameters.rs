@@ -10,6 +10,7 @@ use quoin_api::control::VolumeSpec;
 use quoin_api::volume::{OPTIONS, VolumeOption};
 use tonic::Status;
 
+use crate::encryption::PARAMETER;
 use crate::refusal::invalid;
 
 /// Prefix of keys that sidecars add; they are not the user's.
@@ -65,8 +66,9 @@ const OTHERS: [Other; 6] = [
     Other {
         key: "encrypted",
         aliases: &[],
-        values: "false",
-        set: |_, value| (value == "false").then_some(()),
+        values: "true | false",
+        // The key comes with the call's secrets.
+        set: |_, value| matches!(value, "true" | "false").then_some(()),
     },
 ];
 
@@ -120,6 +122,11 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
             return Err(invalid("parameters", why));
         }
         spec.parameters.insert(own.to_owned(), value.clone());
+    }
+    let is_encrypted = spec.parameters.get(PARAMETER).is_some_and(|value| value == "true");
+    if is_encrypted && spec.block_size == 512 {
+        let why = "has blockSize 512, and an encrypted volume has blocks of 4096 bytes";
+        return Err(invalid("parameters", why));
     }
     let most = if spec.replicas == 0 { REPLICAS_HARD_MAX } else { spec.replicas };
     if spec.consistency_factor > most {
@@ -209,7 +216,7 @@ mod tests {
             ("bandwidthLimit", "4095"),
             ("replaceAfter", "10 minutes"),
             ("replaceAfter", ""),
-            ("encrypted", "true"),
+            ("encrypted", "yes"),
             ("", ""),
         ] {
             let status = read(&of(&[(key, value)])).unwrap_err();
@@ -219,6 +226,15 @@ mod tests {
         let foreign = of(&[("csi.storage.k8s.io/pvc/name", "claim")]);
         assert_eq!(read(&foreign).unwrap(), VolumeSpec::default());
         assert_eq!(read(&HashMap::new()).unwrap(), VolumeSpec::default());
+    }
+
+    #[test]
+    fn encryption_needs_blocks_of_4096_bytes() {
+        read(&of(&[("encrypted", "true"), ("blockSize", "4096")])).unwrap();
+        read(&of(&[("encrypted", "false"), ("blockSize", "512")])).unwrap();
+        let refused = read(&of(&[("encrypted", "true"), ("blockSize", "512")])).unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains("blockSize 512"), "{refused}");
     }
 
     #[test]

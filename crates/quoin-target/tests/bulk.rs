@@ -257,6 +257,8 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
         since_epoch: 0,
         limits: Limits::default(),
         socket: Some(socket.clone()),
+        is_encrypted: false,
+        key: None,
         replicas: places,
         desired: Default::default(),
         verify: None,

@@ -66,6 +66,8 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
             since_epoch: 0,
             limits: Limits::default(),
             socket: None,
+            is_encrypted: false,
+            key: None,
             replicas: vec![ReplicaPlace {
                 member: known[0],
                 pool: "away".into(),

@@ -274,6 +274,15 @@ impl Cluster for Services {
         Ok(Response::new(ApplyVolumeResponse { volume, changes }))
     }
 
+    async fn set_key_slots(
+        &self,
+        request: Request<SetKeySlotsRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let volume = self.controller.volumes.key_slots.set(request.get_ref()).await?;
+        Ok(Response::new(self.controller.status.volume(&volume)))
+    }
+
     async fn set_cordon(
         &self,
         request: Request<SetCordonRequest>,

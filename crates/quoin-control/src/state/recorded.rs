@@ -49,6 +49,7 @@ fn spec() -> Spec {
         allow_loss_on_single_failure: true,
         parameters: words(&[("purpose", "test")]),
         accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
+        encryption: None,
     }
 }
 

@@ -15,7 +15,7 @@ use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::in_flight::run_to_completion;
 use crate::refusal::{invalid, missing, not_served, out_of_range};
-use crate::{Plugin, context, limits, parameters, topology};
+use crate::{Plugin, context, encryption, limits, parameters, topology};
 
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
@@ -66,6 +66,7 @@ impl Controller for ControllerService {
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read(&request.parameters)?;
+        let key = encryption::of_new_volume(&spec, &request.secrets)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
@@ -74,12 +75,19 @@ impl Controller for ControllerService {
                 topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
             spec.name = request.name;
             spec.size_bytes = size_bytes;
+            if let Some(key) = &key {
+                spec.encryption = Some(encryption::create(key.clone()).await?);
+            }
             let wanted = api::CreateVolumeRequest {
                 spec: Some(spec),
                 limit_bytes: range.limit_bytes,
                 any_size: range.required_bytes == 0,
             };
             let volume = backend.create_volume(wanted).await?;
+            if let Some(key) = key {
+                // It may have been made before, with another key.
+                encryption::check(&volume, key).await?;
+            }
             let volume = Some(response::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })

@@ -283,6 +283,8 @@ mod tests {
             since_epoch: 0,
             limits: Limits::default(),
             socket: None,
+            is_encrypted: false,
+            key: None,
             replicas: Vec::new(),
             desired: Default::default(),
             verify: None,

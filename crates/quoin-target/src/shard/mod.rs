@@ -9,12 +9,14 @@
 mod clients;
 mod links;
 mod memory;
+mod sealing;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use bytes::Bytes;
+use quoin_encryption::DataKey;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
 use quoin_replication::primary::{
@@ -39,6 +41,7 @@ use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use crate::tokens::Tokens;
 use links::{Link, LinkName};
+use sealing::Sealing;
 
 /// Inputs of other threads to a shard.
 pub enum Input {
@@ -85,6 +88,9 @@ pub struct VolumeSetup {
     pub limits: Limits,
     /// `None`: no client is accepted.
     pub socket: Option<PathBuf>,
+    pub is_encrypted: bool,
+    /// Key of an encrypted volume; `None`: it is not here yet.
+    pub key: Option<DataKey>,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
@@ -105,6 +111,8 @@ pub struct ReplicaPlace {
 pub struct VolumeUpdate {
     pub volume: VolumeId,
     pub socket: Option<PathBuf>,
+    /// As in [`VolumeSetup`].
+    pub key: Option<DataKey>,
     pub read_only: bool,
     pub since_epoch: u64,
     pub size_bytes: u64,
@@ -140,6 +148,7 @@ pub enum Ask {
 struct Volume {
     target: Primary,
     info: DeviceInfo,
+    sealing: Sealing,
     /// As in [`VolumeSetup`].
     since_epoch: u64,
     /// Listener and its reactor key; `None` while the volume accepts no clients.
@@ -377,7 +386,7 @@ impl Shard {
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
-        let VolumeSetup { replicas, desired, verify, seed, .. } = setup;
+        let VolumeSetup { replicas, desired, verify, seed, is_encrypted, key, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -399,6 +408,7 @@ impl Shard {
         let volume = Volume {
             target,
             info,
+            sealing: Sealing::new(is_encrypted, key.as_ref()),
             since_epoch,
             listener,
             timer_key,
@@ -437,7 +447,18 @@ impl Shard {
             volume.info.read_only = read_only;
             volume.since_epoch = update.since_epoch;
         }
+        if update.key.is_some()
+            && let Some(volume) = self.volumes.get_mut(&id)
+        {
+            volume.sealing.update(update.key.as_ref());
+        }
         self.serve(id, socket.as_deref());
+        if update.key.is_none()
+            && let Some(volume) = self.volumes.get_mut(&id)
+        {
+            // Its clients, which had the key's use, are gone.
+            volume.sealing.update(None);
+        }
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         if size_bytes > volume.info.size_bytes {
             volume.info.size_bytes = size_bytes;

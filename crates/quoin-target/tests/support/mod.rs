@@ -244,6 +244,8 @@ impl RunningTarget {
             since_epoch: 0,
             limits,
             socket: Some(socket.to_owned()),
+            is_encrypted: false,
+            key: None,
             replicas: places,
             desired: Default::default(),
             verify: None,
