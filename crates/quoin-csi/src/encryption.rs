@@ -89,7 +89,9 @@ fn refused(error: &Error) -> Status {
 }
 
 /// The derivation of a key takes some tenths of a second.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Status> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Status> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|_| internal("the use of a key"))
 }

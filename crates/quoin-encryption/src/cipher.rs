@@ -62,12 +62,8 @@ impl Xts {
         // both slices have the length that is passed.
         let done = unsafe {
             EVP_CipherInit_ex(self.0.as_ptr(), null(), null_mut(), null(), tweak.as_ptr(), -1) == 1
-                && EVP_Cipher(
-                    self.0.as_ptr(),
-                    output.as_mut_ptr(),
-                    input.as_ptr(),
-                    input.len(),
-                ) == 1
+                && EVP_Cipher(self.0.as_ptr(), output.as_mut_ptr(), input.as_ptr(), input.len())
+                    == 1
         };
         // AWS-LC fails only without a key or a tweak, or for a unit of another length.
         assert!(done, "AES-XTS of a data unit");

@@ -41,7 +41,7 @@ const SCRYPT_LOG2_N: std::ops::RangeInclusive<u8> = 14..=18;
 const SCRYPT_R: u8 = 8;
 const SCRYPT_P_MAX: u8 = 4;
 /// Memory of the largest parameters, and a little more.
-const SCRYPT_BYTES_MAX: usize = (128 * 8 << 18) + (1 << 20);
+const SCRYPT_BYTES_MAX: usize = (1024 << 18) + (1 << 20);
 
 /// One slot.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -160,7 +160,7 @@ impl Encryption {
     fn unlock_but(&self, user: &UserKey, without: Option<&str>) -> Result<Unlocked, Error> {
         self.check()?;
         for slot in self.slots.iter().filter(|slot| Some(slot.name.as_str()) != without) {
-            if let Some(key) = slot.unwrap(user)? {
+            if let Some(key) = slot.open(user)? {
                 // A slot of another volume's key opens nothing here.
                 if self.is_key(&key) {
                     return Ok(Unlocked { key, slot: slot.name.clone() });
@@ -257,7 +257,7 @@ impl KeySlot {
     }
 
     /// Returns the data key where this is the slot's user key.
-    fn unwrap(&self, user: &UserKey) -> Result<Option<DataKey>, Error> {
+    fn open(&self, user: &UserKey) -> Result<Option<DataKey>, Error> {
         let Some(wrapping) = self.wrapping_key(user)? else { return Ok(None) };
         let mut wrapped = Zeroizing::new(self.wrapped.clone());
         let opened =
@@ -304,7 +304,9 @@ impl KeySlot {
     fn check(&self) -> Result<(), Error> {
         self.check_name()?;
         if let Derivation::Scrypt { log2_n, r, p } = self.derivation
-            && !(SCRYPT_LOG2_N.contains(&log2_n) && r == SCRYPT_R && (1..=SCRYPT_P_MAX).contains(&p))
+            && !(SCRYPT_LOG2_N.contains(&log2_n)
+                && r == SCRYPT_R
+                && (1..=SCRYPT_P_MAX).contains(&p))
         {
             return Err(Error::Form("scrypt takes N of 2^14 to 2^18, r = 8, p of 1 to 4"));
         }
@@ -471,8 +473,8 @@ mod tests {
         fn a_slot_with_a_changed_bit_opens_no_more(at in 0..124usize, bit in 0..8u8) {
             let mut encryption = Encryption::create(&raw(1), "a").unwrap();
             let slot = &mut encryption.slots[0];
-            let parts = slot.salt.iter_mut().chain(&mut slot.nonce).chain(&mut slot.wrapped);
-            *parts.skip(at).next().unwrap() ^= 1 << bit;
+            let mut parts = slot.salt.iter_mut().chain(&mut slot.nonce).chain(&mut slot.wrapped);
+            *parts.nth(at).unwrap() ^= 1 << bit;
             prop_assert_eq!(encryption.unlock(&raw(1)).unwrap_err(), Error::WrongKey);
         }
     }

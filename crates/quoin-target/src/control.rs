@@ -96,7 +96,8 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request = WatchNodeRequest { node: self.options.node.clone(), partial: true, encrypts: true };
+        let request =
+            WatchNodeRequest { node: self.options.node.clone(), partial: true, encrypts: true };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.

@@ -183,8 +183,10 @@ fn a_restarted_target_serves_an_encrypted_volume_once_it_has_its_key_again() {
     // The key that opens it may be another one by now.
     let files = ["--key-file", key.as_str(), "--new-key-file", new.as_str()];
     dev.ok(&[&["volume", "key", "rotate", "db"], &files[..]].concat());
-    assert!(fails(&dev, &["volume", "attach", "db", "--nbd", "--key-file", &key])
-        .contains("opens no key slot"));
+    assert!(
+        fails(&dev, &["volume", "attach", "db", "--nbd", "--key-file", &key])
+            .contains("opens no key slot")
+    );
     drop(client);
     let client = nbd_client(&attach(&new));
     assert_eq!(client.read(0, 8192).unwrap(), vec![7; 8192]);

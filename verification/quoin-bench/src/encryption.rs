@@ -22,8 +22,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResu
     eprintln!("preparing {NAME}: filling both volumes");
     let plain = product.volume("bench-plain", Class::Cache, size_bytes)?;
     let encrypted = product.encrypted_volume("bench-encrypted", &key_file, size_bytes)?;
-    let (mut plain, mut encrypted) =
-        (Generator::connect(&plain)?, Generator::connect(&encrypted)?);
+    let (mut plain, mut encrypted) = (Generator::connect(&plain)?, Generator::connect(&encrypted)?);
     for generator in [&mut plain, &mut encrypted] {
         generator.fill(128 << 10)?;
         generator.wear_in()?;

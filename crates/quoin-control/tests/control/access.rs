@@ -82,7 +82,8 @@ async fn ask(channel: Channel) -> Answers {
             reported
         },
         act_as_n1: {
-            let watch = WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+            let watch =
+                WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
             let watched = code(agent.watch_node(watch).await);
             let reported = code(agent.report_node(n1).await);
             assert_eq!(watched, reported);

@@ -246,8 +246,9 @@ async fn listen(
     serving: &mut BTreeMap<String, UnixListener>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
-    let watched =
-        agent.watch_node(WatchNodeRequest { node: report.node.clone(), partial: false, encrypts: true }).await?;
+    let watched = agent
+        .watch_node(WatchNodeRequest { node: report.node.clone(), partial: false, encrypts: true })
+        .await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {

@@ -27,12 +27,12 @@ impl Sealing {
 
     /// Takes the key that this volume has now, or drops the one that it had.
     pub fn update(&mut self, key: Option<&DataKey>) {
-        match (&self, key) {
-            (Self::Locked, Some(key)) => match VolumeCipher::new(key) {
+        match key {
+            Some(key) if self.is_locked() => match VolumeCipher::new(key) {
                 Ok(cipher) => *self = Self::Unlocked(Box::new(cipher)),
                 Err(error) => tracing::error!(%error, "a volume stays locked"),
             },
-            (Self::Unlocked(_), None) => *self = Self::Locked,
+            None if matches!(self, Self::Unlocked(_)) => *self = Self::Locked,
             _ => {}
         }
     }

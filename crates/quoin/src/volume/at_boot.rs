@@ -126,7 +126,7 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
                 block_size: record.block_size,
                 read_only: record.read_only,
                 file_only: false,
-            key: None,
+                key: None,
             };
             anyhow::Ok(daemon.attach(request).await?)
         };
