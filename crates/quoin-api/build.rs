@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 
 /// Fields whose content may be sensitive in every message.
-const SENSITIVE_FIELDS: [&str; 2] = ["secrets", "mount_flags"];
+const SENSITIVE_FIELDS: [&str; 3] = ["secrets", "mount_flags", "wrapped"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");

@@ -12,7 +12,7 @@ use std::path::Path;
 /// upwards (storage that knows CSI, a core that knows sockets) cannot creep in.
 const LAYERS: [&[&str]; 11] = [
     &["quoin-types", "quoin-api", "quoin-telemetry", "quoin-model", "quoin-recorded"],
-    &["quoin-replication", "quoin-reactor", "quoin-nbd"],
+    &["quoin-replication", "quoin-reactor", "quoin-nbd", "quoin-encryption"],
     &["quoin-wire", "quoin-store"],
     &["quoin-identity", "quoin-attach", "quoin-testkit"],
     &["quoin-control", "quoin-node"],

@@ -8,6 +8,9 @@ pub mod volume;
 pub mod control {
     tonic::include_proto!("quoin.control.v1");
 
+    // The `Debug` of messages with wrapped keys: their name only.
+    include!(concat!(env!("OUT_DIR"), "/quoin.control.v1.redacted.rs"));
+
     /// The smallest volume that `mkfs.xfs` makes an XFS on.
     pub const XFS_BYTES_MIN: u64 = 300 << 20;
 }

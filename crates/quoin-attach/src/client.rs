@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
+use zeroize::Zeroizing;
 
 use super::Error;
 use super::protocol::{
@@ -86,7 +87,9 @@ impl AttachClient {
 
     async fn call(&self, request: &Request) -> Result<Response, Error> {
         let failed = |source| Error::Daemon { socket: self.socket.clone(), source };
-        let mut line = serde_json::to_vec(request).map_err(|error| failed(error.into()))?;
+        let line = serde_json::to_vec(request).map_err(|error| failed(error.into()))?;
+        // A request to attach may have a key.
+        let mut line = Zeroizing::new(line);
         line.push(b'\n');
         let mut stream = UnixStream::connect(&self.socket).await.map_err(failed)?;
         stream.write_all(&line).await.map_err(failed)?;

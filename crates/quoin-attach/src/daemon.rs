@@ -11,11 +11,13 @@ use rustix::fs::FlockOperation;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Mutex, watch};
+use zeroize::Zeroizing;
 
 use super::abort::{self, AbortHandles};
 use super::created::Created;
 use super::device::{Device, Host, check, check_name};
 use super::holder::Holder;
+use super::keys;
 use super::protocol::{
     AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
 };
@@ -31,7 +33,7 @@ const LINK_NAME_BYTES_MAX: usize = 128;
 type Slot = Arc<Mutex<Option<Device>>>;
 
 #[derive(Clone)]
-struct Daemon {
+pub(super) struct Daemon {
     host: Host,
     slots: Arc<std::sync::Mutex<BTreeMap<String, Slot>>>,
 }
@@ -70,6 +72,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         .map_err(io("protect", &options.socket))?;
     tracing::info!(socket = %options.socket.display(), "attach is ready");
 
+    let keys = tokio::spawn(keys::keep_handing(daemon.clone()));
     let clients = Arc::new(tokio::sync::Semaphore::new(CLIENTS_MAX));
     loop {
         tokio::select! {
@@ -97,6 +100,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             }
         }
     }
+    keys.abort();
     drop(listener);
     let _ = std::fs::remove_file(&options.socket);
     let result = daemon.shut_down(options.at_shutdown, options.drain_timeout).await;
@@ -172,9 +176,9 @@ impl Daemon {
         let (read, mut write) = stream.into_split();
         let mut reader = BufReader::new(read);
         loop {
-            let mut line = Vec::new();
+            let mut line = Zeroizing::new(Vec::new());
             let mut limited = (&mut reader).take(LINE_BYTES_MAX);
-            if limited.read_until(b'\n', &mut line).await? == 0 {
+            if limited.read_until(b'\n', &mut *line).await? == 0 {
                 return Ok(());
             }
             let complete = line.ends_with(b"\n");
@@ -227,6 +231,7 @@ impl Daemon {
                 Some(device) => {
                     let device = slot.insert(device);
                     device.check_same(&request)?;
+                    device.take_key(request.key);
                     device.ensure_device()?;
                     if request.size > device.size() {
                         device.resize(request.size)?;
@@ -300,6 +305,17 @@ impl Daemon {
             .end(&volume, "the device was ended by `quoin volume detach --force`");
         self.with_slot(volume, |slot| Ok(slot.take().map(Device::force_detach).unwrap_or_default()))
             .await
+    }
+
+    /// Returns what a target must be handed now: keys of volumes whose connection is down. Devices
+    /// that are worked on are left out.
+    pub(super) fn keys_to_hand(&self) -> Vec<keys::ToHand> {
+        let slots = {
+            let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            slots.values().cloned().collect::<Vec<Slot>>()
+        };
+        let to_hand = |slot: &Slot| slot.try_lock().ok()?.as_ref()?.key_to_hand();
+        slots.iter().filter_map(to_hand).collect()
     }
 
     async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<Response, Error> {

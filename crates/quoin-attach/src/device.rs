@@ -9,11 +9,13 @@ use super::Error;
 use super::abort::AbortHandles;
 use super::created::Created;
 use super::holder::{HeldDevice, Holder};
+use super::keys::ToHand;
 use super::metrics::Metrics;
 use super::protocol::{AttachVolume, Attached, Usage};
 use crate::fuse::Server;
 use crate::fuse::server::Geometry;
 use crate::loopdev::{LoopDevice, LoopError};
+use quoin_encryption::DataKey;
 use quoin_nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 
 /// Time for a device to be released before its IO is failed, and again after that.
@@ -220,6 +222,21 @@ impl Device {
         self.server.since_epoch()
     }
 
+    /// Keeps the key of an encrypted volume where it had none.
+    pub(super) fn take_key(&mut self, key: Option<DataKey>) {
+        if key.is_some() && self.request.key != key {
+            self.request.key = key;
+            self.hold();
+        }
+    }
+
+    /// The key, where the target may lack it: the connection to it is down.
+    pub(super) fn key_to_hand(&self) -> Option<ToHand> {
+        let key = self.request.key.clone().filter(|_| !self.server.connected())?;
+        let AttachVolume { volume, nbd_socket, .. } = &self.request;
+        Some(ToHand { volume: volume.clone(), nbd_socket: nbd_socket.clone(), key })
+    }
+
     pub(super) fn usage(&self) -> Usage {
         Usage {
             volume: self.request.volume.clone(),
@@ -286,9 +303,11 @@ impl Device {
         Ok(())
     }
 
-    /// Checks that `request` equals the attachment, except for its size.
+    /// Checks that `request` equals the attachment, except for its size and its key: who knows that
+    /// the target has the key names none.
     pub(super) fn check_same(&self, request: &AttachVolume) -> Result<(), Error> {
-        let same = AttachVolume { size: self.request.size, ..request.clone() };
+        let (size, key) = (self.request.size, self.request.key.clone());
+        let same = AttachVolume { size, key, ..request.clone() };
         if same == self.request {
             return Ok(());
         }
@@ -488,6 +507,7 @@ mod tests {
             block_size: 4096,
             read_only: false,
             file_only: false,
+            key: None,
         }
     }
 

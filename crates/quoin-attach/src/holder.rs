@@ -28,6 +28,7 @@ use rustix::net::{
     accept_with, bind, connect, listen, recvmsg, sendmsg, socket_with,
 };
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use super::Error;
 use super::metrics::Metrics;
@@ -349,7 +350,7 @@ fn send(
     message: &impl Serialize,
     descriptor: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    let bytes = serde_json::to_vec(message)?;
+    let bytes = Zeroizing::new(serde_json::to_vec(message)?);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut beside = SendAncillaryBuffer::new(&mut space);
     let descriptors: Vec<_> = descriptor.into_iter().collect();
@@ -364,7 +365,7 @@ fn send(
 fn receive<T: serde::de::DeserializeOwned>(
     socket: &OwnedFd,
 ) -> io::Result<Option<(T, Option<OwnedFd>)>> {
-    let mut bytes = vec![0; PACKET_BYTES_MAX];
+    let mut bytes = Zeroizing::new(vec![0; PACKET_BYTES_MAX]);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(&mut bytes)];
@@ -404,6 +405,7 @@ mod tests {
             block_size: 4096,
             read_only: false,
             file_only: false,
+            key: None,
         };
         HeldDevice {
             request,

@@ -33,6 +33,7 @@ mod daemon;
 mod device;
 pub mod fuse;
 pub mod holder;
+mod keys;
 pub mod loopdev;
 mod metrics;
 pub mod protocol;

@@ -10,6 +10,8 @@
 
 use std::path::PathBuf;
 
+use quoin_encryption::DataKey;
+use quoin_encryption::written::bare_key_or_none;
 use serde::{Deserialize, Serialize};
 
 /// Limit of a line.
@@ -69,6 +71,10 @@ pub struct AttachVolume {
     /// Set to get the FUSE file alone, without a loop device: `device` in the answer is the file.
     #[serde(default)]
     pub file_only: bool,
+    /// Key of an encrypted volume: the daemon hands it to the target again after that was restarted.
+    /// In memory only, here and at the holder.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "bare_key_or_none")]
+    pub key: Option<DataKey>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

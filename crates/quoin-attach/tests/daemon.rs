@@ -62,6 +62,7 @@ pub fn asked(volume: &str, socket: &Path) -> AttachVolume {
         block_size: 4096,
         read_only: false,
         file_only: false,
+        key: None,
     }
 }
 

@@ -8,13 +8,19 @@ use std::collections::HashMap;
 
 const CLUSTER: &str = "quoin.io/cluster";
 const BLOCK_SIZE: &str = "quoin.io/block-size";
+/// Only in the context of an encrypted volume. It outlives a record that lost its encryption, by
+/// which a node would write clear text.
+const ENCRYPTED: &str = "quoin.io/encrypted";
 
 /// Returns the context of a volume; it never changes.
 pub fn of_volume(volume: &quoin_api::control::Volume, cluster_id: &str) -> HashMap<String, String> {
-    HashMap::from([
+    let is_encrypted = volume.spec.as_ref().is_some_and(|spec| spec.encryption.is_some());
+    let always = [
         (CLUSTER.to_owned(), cluster_id.to_owned()),
         (BLOCK_SIZE.to_owned(), block_size(volume).to_string()),
-    ])
+    ];
+    let encrypted = is_encrypted.then(|| (ENCRYPTED.to_owned(), "true".to_owned()));
+    always.into_iter().chain(encrypted).collect()
 }
 
 /// Returns the logical block of a volume in bytes.
@@ -35,6 +41,9 @@ pub fn compare(
 ) -> Result<(), String> {
     if !own.keys().any(|key| sent.contains_key(key)) {
         return Ok(());
+    }
+    if sent.contains_key(ENCRYPTED) && !own.contains_key(ENCRYPTED) {
+        return Err("is of an encrypted volume, and this volume is not encrypted".to_owned());
     }
     for (key, value) in own {
         match sent.get(key) {
@@ -76,6 +85,10 @@ mod tests {
         compare(&more, &own).unwrap();
         assert_eq!(issued(&more, &own), own);
         assert!(compare(&of(&[(CLUSTER, "c1")]), &own).is_err());
+        let encrypted = of(&[(CLUSTER, "c1"), (BLOCK_SIZE, "4096"), (ENCRYPTED, "true")]);
+        compare(&encrypted, &encrypted).unwrap();
+        assert!(compare(&encrypted, &own).unwrap_err().contains("not encrypted"));
+        assert!(compare(&own, &encrypted).is_err());
         assert!(compare(&of(&[(CLUSTER, "c2"), (BLOCK_SIZE, "4096")]), &own).is_err());
     }
 }

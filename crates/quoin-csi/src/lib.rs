@@ -15,6 +15,7 @@ mod capability;
 mod capacity;
 mod context;
 mod controller;
+mod encryption;
 mod endpoint;
 mod group;
 mod health;

@@ -66,8 +66,8 @@ pub fn map(field: &str, value: &HashMap<String, String>) -> Result<(), Status> {
     Ok(())
 }
 
-/// Checks a map of secrets. Quoin requests and reads none, but a caller that sends them everywhere
-/// must send a well-formed map. A refused key is not repeated in the message: users confuse keys
+/// Checks a map of secrets. Quoin reads one of them, for encrypted volumes; a caller that sends
+/// others, or sends them everywhere, must send a well-formed map. A refused key is not repeated in the message: users confuse keys
 /// and values.
 pub fn secrets(value: &HashMap<String, String>) -> Result<(), Status> {
     let plain = |key: &String| {

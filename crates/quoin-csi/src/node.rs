@@ -17,7 +17,7 @@ use crate::capacity::{Range, signed};
 use crate::controller::cut;
 use crate::in_flight::run_to_completion;
 use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
-use crate::{NodeSide, Plugin, context, health, limits, topology};
+use crate::{NodeSide, Plugin, context, encryption, health, limits, topology};
 
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
@@ -85,7 +85,9 @@ impl Node for NodeService {
                     request.volume_id
                 )));
             };
+            let key = encryption::of_stage(&volume, &request.secrets).await?;
             let wanted = StageRequest {
+                key,
                 access: capability.access(default_file_system(&volume)),
                 mode: capability.mode_name().to_owned(),
                 read_only: attachment.read_only || capability.is_reader_only(),

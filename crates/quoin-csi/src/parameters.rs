@@ -10,6 +10,7 @@ use quoin_api::control::VolumeSpec;
 use quoin_api::volume::{OPTIONS, VolumeOption};
 use tonic::Status;
 
+use crate::encryption::PARAMETER;
 use crate::refusal::invalid;
 
 const PARAMETERS: &str = "parameters";
@@ -69,8 +70,9 @@ const OTHERS: [Other; 6] = [
     Other {
         key: "encrypted",
         aliases: &[],
-        values: "false",
-        set: |_, value| (value == "false").then_some(()),
+        values: "true | false",
+        // The key comes with the call's secrets.
+        set: |_, value| matches!(value, "true" | "false").then_some(()),
     },
 ];
 
@@ -203,6 +205,11 @@ pub fn read_new(
     merged.extend(mutable.iter().map(|(key, value)| (*key, value.clone())));
     let spec = spec_of(&merged);
     check_factors(&spec)?;
+    let is_encrypted = parameters.get(PARAMETER).is_some_and(|value| value == "true");
+    if is_encrypted && spec.block_size == 512 {
+        let why = "has blockSize 512, and an encrypted volume has blocks of 4096 bytes";
+        return Err(invalid(PARAMETERS, why));
+    }
     Ok(VolumeSpec { parameters: texts(parameters), mutable_parameters: texts(mutable), ..spec })
 }
 
@@ -319,7 +326,7 @@ mod tests {
             ("bandwidthLimit", "4095"),
             ("replaceAfter", "10 minutes"),
             ("replaceAfter", ""),
-            ("encrypted", "true"),
+            ("encrypted", "yes"),
             ("", ""),
         ] {
             let status = read(&of(&[(key, value)])).unwrap_err();
@@ -363,6 +370,15 @@ mod tests {
         let change = read_change(&of(&[("iopsLimit", "off"), ("repl", "3")])).unwrap().unwrap();
         assert_eq!((change.iops_limit, change.replicas), (quoin_api::volume::NO_LIMIT, 3));
         assert!(change.parameters.is_empty() && change.mutable_parameters.is_empty());
+    }
+
+    #[test]
+    fn encryption_needs_blocks_of_4096_bytes() {
+        read(&of(&[("encrypted", "true"), ("blockSize", "4096")])).unwrap();
+        read(&of(&[("encrypted", "false"), ("blockSize", "512")])).unwrap();
+        let refused = read(&of(&[("encrypted", "true"), ("blockSize", "512")])).unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains("blockSize 512"), "{refused}");
     }
 
     #[test]

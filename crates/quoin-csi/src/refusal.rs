@@ -53,6 +53,11 @@ pub fn internal(rpc: &str) -> Status {
     ))
 }
 
+/// Refuses where secrets are demanded and those sent do not authenticate: 16.
+pub fn unauthenticated(why: impl Into<String>) -> Status {
+    Status::unauthenticated(why)
+}
+
 /// Refuses an unknown volume: 5.
 pub fn no_volume(volume_id: &str) -> Status {
     Status::not_found(format!("volume {volume_id:?} does not exist"))
@@ -109,6 +114,7 @@ pub fn from_node(error: &quoin_node::Error) -> Status {
         Kind::FailedPrecondition => Code::FailedPrecondition,
         Kind::NotFound => Code::NotFound,
         Kind::OutOfRange => Code::OutOfRange,
+        Kind::Unauthenticated => Code::Unauthenticated,
         Kind::Unavailable => Code::Unavailable,
         Kind::Internal => Code::Internal,
     };

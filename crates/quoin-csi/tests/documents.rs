@@ -7,7 +7,7 @@ fn root() -> PathBuf {
 }
 
 /// Proves CSI-CREATEVOLUME-25, CSI-PROBE-05, CSI-SECRET-05, CSI-SECRET-03: parameters, topology
-/// keys, guidance on Probe, and that no secrets are read.
+/// keys, guidance on Probe, and the secret that is read, with its rule and its encoding.
 #[test]
 fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
     let text = std::fs::read_to_string(root().join("docs/csi.md")).unwrap();
@@ -19,7 +19,8 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
         "`quoin.io/cluster`",
         "keys under `quoin.io/`",
         "once every ten seconds is plenty",
-        "No secrets are needed, and none are looked at",
+        "One secret is looked at, `encryptionKey`",
+        "a passphrase of 8 to 1024 bytes of text, or 64 hex digits",
     ] {
         assert!(text.contains(words), "{words}");
     }

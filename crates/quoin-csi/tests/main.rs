@@ -5,6 +5,7 @@ mod common;
 
 mod controller;
 mod documents;
+mod encryption;
 mod health;
 mod interrupted;
 mod modify;

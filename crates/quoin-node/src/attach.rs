@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use quoin_encryption::DataKey;
+use quoin_encryption::handing::{self, Refusal};
 
 use crate::error::Error;
 
@@ -21,6 +23,8 @@ pub struct AttachRequest {
     /// Logical block: 512 or 4096.
     pub block_size: u32,
     pub read_only: bool,
+    /// Key of an encrypted volume.
+    pub key: Option<DataKey>,
 }
 
 /// A volume's block device, and the way of its IO.
@@ -54,6 +58,30 @@ pub trait Attacher: Send + Sync {
     /// since the device was made. `None`: the device is usable.
     async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {
         Ok(None)
+    }
+}
+
+/// Hands a volume's key to the target whose sockets are in `directory`.
+///
+/// # Errors
+/// [`Error::WrongKey`], or [`Error::Waiting`] after `deadline_ms`.
+pub async fn hand_key(
+    volume: &str,
+    directory: &Path,
+    key: &DataKey,
+    deadline_ms: u64,
+) -> Result<(), Error> {
+    let (socket, time) = (directory.join(handing::SOCKET), Duration::from_millis(deadline_ms));
+    match handing::hand_over_within(time, &socket, volume, key).await {
+        Ok(()) => Ok(()),
+        Err(handing::Error::Refused(Refusal::WrongKey | Refusal::NotEncrypted)) => {
+            Err(Error::WrongKey { volume: volume.to_owned() })
+        }
+        Err(error) => Err(Error::Waiting {
+            what: format!("the target of volume {volume} to take its key: {error}"),
+            waited_ms: deadline_ms,
+            way_out: "`quoin volume get` shows the reason, and this call may be repeated",
+        }),
     }
 }
 

@@ -37,6 +37,7 @@ impl Attacher for AttachProcess {
             block_size: request.block_size,
             read_only: request.read_only,
             file_only: false,
+            key: request.key.clone(),
         };
         Ok(self.client.attach(wanted).await.map_err(refused)?.device)
     }

@@ -15,6 +15,8 @@ pub enum Kind {
     NotFound,
     /// The size asked for cannot be delivered.
     OutOfRange,
+    /// The key is not the volume's.
+    Unauthenticated,
     /// The call is not possible now; the same call may succeed later.
     Unavailable,
     /// The host failed.
@@ -120,6 +122,8 @@ pub enum Error {
     ReadOnlyGrow { volume: String },
     #[error("volume {volume} has {has_bytes} bytes, more than the limit of {limit_bytes}")]
     AboveLimit { volume: String, has_bytes: u64, limit_bytes: u64 },
+    #[error("the key is not that of volume {volume}")]
+    WrongKey { volume: String },
     #[error("waited {waited_ms} ms for {what}; {way_out}")]
     Waiting { what: String, waited_ms: u64, way_out: &'static str },
     #[error(
@@ -174,6 +178,7 @@ impl Error {
             Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,
             Self::TooSmall { .. } | Self::AboveLimit { .. } => Kind::OutOfRange,
             Self::Busy { .. } | Self::Waiting { .. } | Self::Attach(_) => Kind::Unavailable,
+            Self::WrongKey { .. } => Kind::Unauthenticated,
             Self::DeadStaging { .. } => Kind::FailedPrecondition,
             Self::Tool { .. } | Self::Io { .. } | Self::Record { .. } | Self::Stopped(_) => {
                 Kind::Internal

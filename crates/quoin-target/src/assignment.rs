@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use quoin_api::control::{self, NodeAssignment, TargetAssignment, VolumeSpec};
 use quoin_api::volume::{self, VolumeOptions};
+use quoin_encryption::{DataKey, Encryption};
 use quoin_identity::convert::id;
 use quoin_replication::primary::{
     LiveOptions, OnFull, OnQuorumLoss, PrimaryConfig, ReadMode, VerifyOrder,
@@ -41,11 +42,14 @@ pub struct Assigned {
     pub verify: Option<VerifyOrder>,
     /// A block device is to be made of it here.
     pub device: bool,
+    /// `None`: it is not encrypted.
+    pub encryption: Option<Encryption>,
 }
 
 impl Assigned {
-    /// Returns the setup. `socket`: where it is served; `None`: no client is accepted.
-    pub fn setup(&self, socket: Option<PathBuf>) -> VolumeSetup {
+    /// Returns the setup. `socket`: where it is served; `None`: no client is accepted. `key`: that
+    /// of an encrypted volume, once it was handed over.
+    pub fn setup(&self, socket: Option<PathBuf>, key: Option<DataKey>) -> VolumeSetup {
         VolumeSetup {
             config: self.config.clone(),
             info: self.info.clone(),
@@ -53,6 +57,8 @@ impl Assigned {
             limits: self.limits,
             options_version: self.options.version,
             socket,
+            is_encrypted: self.encryption.is_some(),
+            key,
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
             verify: self.verify,
@@ -144,6 +150,11 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     let spec = target.spec.clone().unwrap_or_default();
     let options = complete(&spec)?;
     let live = live(&options, target.options_version);
+    let encryption = spec.encryption.as_ref().map(Encryption::try_from).transpose();
+    let encryption = encryption.map_err(|rule| format!("encryption: {rule}"))?;
+    if encryption.is_some() && options.block_size.bytes() != BLOCK_SIZE as u32 {
+        return Err("an encrypted volume has blocks of 4096 bytes".to_owned());
+    }
     let volume_blocks = target.size_bytes.div_ceil(BLOCK_SIZE as u64);
     if volume_blocks == 0 || volume_blocks > VOLUME_BLOCKS_MAX {
         return Err(format!("a size of {} bytes is out of range", target.size_bytes));
@@ -213,6 +224,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         maintenance: target.maintenance,
         verify: target.verify.as_ref().map(verify).transpose()?,
         device: target.device && !target.maintenance,
+        encryption,
     })
 }
 
@@ -336,6 +348,20 @@ mod tests {
         assert_eq!(granted_options(&spec, 9).unwrap(), options);
         let odd = VolumeSpec { on_quorum_loss: "explode".into(), ..VolumeSpec::default() };
         assert!(granted_options(&odd, 1).unwrap_err().contains("explode"));
+    fn an_encrypted_volume_has_whole_blocks_and_slots_that_make_sense() {
+        let user = quoin_encryption::UserKey::parse("ab".repeat(32).as_bytes()).unwrap();
+        let encryption = Encryption::create(&user, "a").unwrap();
+        let with = |block_size, cipher: &str| {
+            let mut message = control::Encryption::from(&encryption);
+            message.cipher = cipher.into();
+            let encryption = Some(message);
+            let spec = VolumeSpec { block_size, encryption, ..VolumeSpec::default() };
+            parse_one(TargetAssignment { spec: Some(spec), ..target() })
+        };
+        assert_eq!(with(4096, "aes-256-xts").unwrap().encryption.as_ref(), Some(&encryption));
+        assert!(with(512, "aes-256-xts").unwrap_err().contains("4096"));
+        // A cipher of a later version must not make the volume one without encryption.
+        assert!(with(4096, "rot13").unwrap_err().starts_with("encryption:"));
     }
 
     #[test]

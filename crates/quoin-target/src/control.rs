@@ -16,6 +16,8 @@ use quoin_api::control::{
     swap_membership_response,
 };
 use quoin_attach::protocol::AttachVolume;
+use quoin_encryption::DataKey;
+use quoin_encryption::handing::Refusal;
 use quoin_identity::{Contact, Identity, TermChannel, convert};
 use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
 use quoin_telemetry::notices::{Notice, Notices, Severity};
@@ -75,6 +77,8 @@ pub(crate) struct Served {
     closing: BTreeSet<VolumeId>,
     /// Volumes opened read-only.
     read_only: BTreeSet<VolumeId>,
+    /// Keys that were handed over for volumes in use here: [`Control::unlock`].
+    keys: BTreeMap<VolumeId, DataKey>,
     reach: Option<Mode>,
 }
 
@@ -92,7 +96,8 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request = WatchNodeRequest { node: self.options.node.clone(), partial: true };
+        let request =
+            WatchNodeRequest { node: self.options.node.clone(), partial: true, encrypts: true };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -140,7 +145,9 @@ impl Control {
 
     /// Opens missing volumes, updates changed ones, closes those that are not assigned any more.
     fn reconcile(&self, served: &mut Served) {
-        let Served { wanted, open, closing, read_only, .. } = served;
+        let Served { wanted, open, closing, read_only, keys, .. } = served;
+        // A key serves one use: after a detachment it must be handed over again.
+        keys.retain(|id, _| wanted.get(id).is_some_and(|assigned| !assigned.maintenance));
         for (id, shard) in open.iter() {
             match wanted.get(id) {
                 None if closing.insert(*id) => {
@@ -157,7 +164,8 @@ impl Control {
                 }
                 Some(assigned) => self.shards[*shard].send(Input::Update(Box::new(VolumeUpdate {
                     volume: *id,
-                    socket: self.socket(*id, assigned),
+                    socket: self.socket(*id, assigned, keys),
+                    key: keys.get(id).cloned(),
                     read_only: assigned.info.read_only,
                     since_epoch: assigned.since_epoch,
                     size_bytes: assigned.info.size_bytes,
@@ -170,7 +178,7 @@ impl Control {
             }
         }
         for (id, assigned) in wanted.iter() {
-            if let Some(device) = self.device(*id, assigned) {
+            if let Some(device) = self.device(*id, assigned, keys) {
                 self.devices.want(*id, &assigned.info.name, device);
             }
             if open.contains_key(id) {
@@ -183,20 +191,21 @@ impl Control {
             if assigned.config.read_only {
                 read_only.insert(*id);
             }
-            let socket = self.socket(*id, assigned);
-            self.shards[shard].send(Input::Open(Box::new(assigned.setup(socket))));
+            let socket = self.socket(*id, assigned, keys);
+            let setup = assigned.setup(socket, keys.get(id).cloned());
+            self.shards[shard].send(Input::Open(Box::new(setup)));
         }
     }
 
-    /// Returns the socket of a volume on this host.
-    fn socket(&self, id: VolumeId, assigned: &Assigned) -> Option<PathBuf> {
+    /// Returns the socket of a volume on this host; `None`: it accepts no clients.
+    fn socket(&self, id: VolumeId, assigned: &Assigned, keys: &Keys) -> Option<PathBuf> {
         let path = || self.options.run_dir.join("nbd").join(format!("{id}.sock"));
-        (!assigned.maintenance).then(path)
+        (!assigned.maintenance && !is_locked(id, assigned, keys)).then(path)
     }
 
     /// Returns the block device that is to be made of a volume.
-    fn device(&self, id: VolumeId, assigned: &Assigned) -> Option<AttachVolume> {
-        let nbd_socket = self.socket(id, assigned).filter(|_| assigned.device)?;
+    fn device(&self, id: VolumeId, assigned: &Assigned, keys: &Keys) -> Option<AttachVolume> {
+        let nbd_socket = self.socket(id, assigned, keys).filter(|_| assigned.device)?;
         Some(AttachVolume {
             volume: id.to_string(),
             nbd_socket: std::path::absolute(&nbd_socket).unwrap_or(nbd_socket),
@@ -204,7 +213,30 @@ impl Control {
             block_size: assigned.config.logical_block_size,
             read_only: assigned.info.read_only,
             file_only: false,
+            key: None,
         })
+    }
+
+    /// Takes the key of a volume that is attached here, and serves it from now on.
+    ///
+    /// # Errors
+    /// The reason why it is not taken.
+    pub fn unlock(&self, volume: &str, key: DataKey) -> Result<(), Refusal> {
+        let id = convert::id::<VolumeId>("volume", volume).map_err(|_| Refusal::Malformed)?;
+        let mut served = self.served.lock().expect("never held across a panic");
+        let assigned = served.wanted.get(&id).filter(|assigned| !assigned.maintenance);
+        let assigned = assigned.ok_or(Refusal::NotServed)?;
+        let encryption = assigned.encryption.as_ref().ok_or(Refusal::NotEncrypted)?;
+        encryption.open(&key).map_err(|error| match error {
+            quoin_encryption::Error::WrongKey => Refusal::WrongKey,
+            _ => Refusal::Failed,
+        })?;
+        if served.keys.insert(id, key).is_none() {
+            tracing::info!(volume = %id, "its key was handed over");
+            self.reconcile(&mut served);
+            self.changed.notify_one();
+        }
+        Ok(())
     }
 
     /// Reports that this target runs, until `shutdown`.
@@ -282,7 +314,8 @@ impl Control {
         let open = served
             .wanted
             .iter()
-            .filter(|(id, assigned)| served.open.contains_key(id) && !assigned.maintenance);
+            .filter(|(id, assigned)| served.open.contains_key(id) && !assigned.maintenance)
+            .filter(|(id, assigned)| !is_locked(**id, assigned, &served.keys));
         open.map(|(_, assigned)| assigned.info.clone()).collect()
     }
 
@@ -459,9 +492,16 @@ impl Control {
         served.wanted.get(&id).map_or_else(|| id.to_string(), |a| a.info.name.clone())
     }
 
+    fn waits_for_key(&self, id: VolumeId) -> bool {
+        let served = self.served.lock().expect("never held across a panic");
+        let assigned = served.wanted.get(&id).filter(|assigned| !assigned.maintenance);
+        assigned.is_some_and(|assigned| is_locked(id, assigned, &served.keys))
+    }
+
     fn nbd_uri(&self, id: VolumeId) -> String {
         let served = self.served.lock().expect("never held across a panic");
-        let name = served.wanted.get(&id).map(|assigned| assigned.info.name.as_str());
+        let assigned = served.wanted.get(&id).filter(|a| !is_locked(id, a, &served.keys));
+        let name = assigned.map(|assigned| assigned.info.name.as_str());
         match (&self.nbd_listener, name) {
             (Some(nbd_listener), Some(name)) => nbd_listener.uri(name),
             _ => String::new(),
@@ -471,12 +511,16 @@ impl Control {
     async fn report_one(&self, id: VolumeId, status: &PrimaryStatus, notices: Vec<Notice>) {
         let epoch = status.epoch;
         let device = self.devices.state(id);
+        let locked = if self.waits_for_key(id) { WAITS_FOR_KEY } else { "" };
         let mut request = tonic::Request::new(VolumeReport {
             volume_id: id.to_string(),
             node: self.options.node.clone(),
             epoch: epoch.0,
             state: state(status).into(),
-            waiting_for: status.waiting.clone(),
+            waiting_for: match status.waiting.as_str() {
+                "" => locked.to_owned(),
+                reason => reason.to_owned(),
+            },
             replicas: status
                 .replicas
                 .iter()
@@ -526,6 +570,16 @@ impl Control {
             }
         }
     }
+}
+
+type Keys = BTreeMap<VolumeId, DataKey>;
+
+/// Reason for which an encrypted volume without its key accepts no clients.
+const WAITS_FOR_KEY: &str = "its key (`quoin volume attach --key-file` on its node, or its CSI \
+     stage secret)";
+
+fn is_locked(id: VolumeId, assigned: &Assigned, keys: &Keys) -> bool {
+    assigned.encryption.is_some() && !keys.contains_key(&id)
 }
 
 fn state(status: &PrimaryStatus) -> &'static str {

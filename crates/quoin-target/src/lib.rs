@@ -95,6 +95,9 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         });
     }
     let _lock = prepare_run_dir(&options)?;
+    let keys_directory = options.run_dir.join("nbd");
+    let keys = quoin_encryption::handing::bind(&keys_directory)
+        .map_err(|source| Error::RunDir { path: keys_directory, source })?;
     let nbd_listener =
         options.nbd.as_ref().map(|nbd| NbdListener::open(nbd, &identity)).transpose()?;
     let notices = Notices::default();
@@ -150,6 +153,9 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         c.identity.keep_renewed(c.options.controller.clone(), s).await;
     });
 
+    let (c, s) = (control.clone(), shutdown.clone());
+    let take = move |volume: &str, key| c.unlock(volume, key);
+    tasks.spawn(quoin_encryption::handing::serve(keys, take, s));
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         let Some(nbd_listener) = &c.nbd_listener else { return };

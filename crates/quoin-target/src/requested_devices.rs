@@ -251,6 +251,7 @@ mod tests {
             block_size: 4096,
             read_only: false,
             file_only: false,
+            key: None,
         }
     }
 

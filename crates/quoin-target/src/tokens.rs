@@ -11,6 +11,8 @@ pub struct Origin {
     /// Kind of the request for metrics, and its arrival.
     pub kind: u8,
     pub came: Time,
+    /// Place of a read, which its answer does not name; 0 for other requests.
+    pub offset: u64,
 }
 
 /// Tokens in use, reused after the reply. No allocation per request in the long run.
@@ -56,7 +58,7 @@ mod tests {
     #[test]
     fn a_token_stands_for_one_request_and_is_redeemed_once() {
         let mut tokens = Tokens::default();
-        let origin = |client| Origin { client, token: 9, kind: 0, came: Time::ZERO };
+        let origin = |client| Origin { client, token: 9, kind: 0, came: Time::ZERO, offset: 0 };
         let (a, b) = (origin(1), origin(2));
         let (first, second) = (tokens.issue(a), tokens.issue(b));
         assert_ne!(first, second);

@@ -258,6 +258,8 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
         limits: Limits::default(),
         options_version: 0,
         socket: Some(socket.clone()),
+        is_encrypted: false,
+        key: None,
         replicas: places,
         desired: Default::default(),
         verify: None,

@@ -67,6 +67,8 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
             limits: Limits::default(),
             options_version: 0,
             socket: None,
+            is_encrypted: false,
+            key: None,
             replicas: vec![ReplicaPlace {
                 member: known[0],
                 pool: "away".into(),

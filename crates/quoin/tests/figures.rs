@@ -58,11 +58,19 @@ fn a_quick_run_writes_eight_cases_with_five_figures_each() {
 
 #[test]
 fn the_cost_of_the_network_is_measured_with_both_kinds_of_protection() {
-    let (cases, _) = cases(&["--only", "ted"]);
+    let (cases, _) = cases(&["--only", "128k-qd8-"]);
     assert_eq!(cases.len(), 2, "{cases:?}");
     for case in ["write-128k-qd8-authenticated", "write-128k-qd8-encrypted"] {
         assert_complete(case, &cases[case]);
     }
+}
+
+#[test]
+fn the_cost_of_the_encryption_of_a_volume_is_measured_beside_one_that_is_not_encrypted() {
+    let (cases, table) = cases(&["--only", "write-4k-qd32-encrypted"]);
+    assert_eq!(cases.len(), 1, "{cases:?}");
+    assert_complete("write-4k-qd32-encrypted", &cases["write-4k-qd32-encrypted"]);
+    assert!(table.contains("write-4k-qd32-encrypted"), "{table}");
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod days;
 mod demo;
 mod dev;
 mod differing;
+mod encryption;
 mod failing_disks;
 mod figures;
 mod floods;

@@ -17,6 +17,7 @@
 //! | `sustained` | writes that go on for longer than a page cache takes them |
 //! | `rebuild` | speed of the rebuild of a lost replica |
 //! | `security` | cost of encryption of data connections |
+//! | `encryption` | cost of the encryption of volumes |
 //! | `heal` | many volumes after the loss of a pool |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
 //! | `absence` | data moved at the return of a replica that was away |
@@ -24,6 +25,7 @@
 mod absence;
 pub mod cases;
 pub mod compare;
+pub mod encryption;
 pub mod floor;
 pub mod further;
 pub mod heal;
@@ -171,6 +173,9 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     }
     if whole {
         results.extend(security::run(options, quoin, &scratch.0)?);
+    }
+    if whole && options.wants(encryption::NAME) {
+        results.push(encryption::run(options, quoin, &scratch.0.join("encryption"))?);
     }
     report::print(&results);
     let facts = if whole { further::run(options, quoin, &scratch.0)? } else { Vec::new() };

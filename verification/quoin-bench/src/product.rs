@@ -101,23 +101,40 @@ impl Product {
         size_bytes: u64,
         replicas: usize,
     ) -> Result<PathBuf, Error> {
-        let (size, replicas) = (size_bytes.to_string(), replicas.to_string());
+        let replicas = replicas.to_string();
+        self.volume_by(name, class, size_bytes, &["--replicas", &replicas], &[])
+    }
+
+    /// Makes an encrypted volume whose key is in a file, and returns its NBD socket.
+    pub fn encrypted_volume(
+        &self,
+        name: &str,
+        key_file: &Path,
+        size_bytes: u64,
+    ) -> Result<PathBuf, Error> {
+        let key_file = key_file.to_string_lossy();
+        let key_file = ["--key-file", key_file.as_ref()];
+        let made = [&["--encrypt"], &key_file[..]].concat();
+        self.volume_by(name, Class::Cache, size_bytes, &made, &key_file)
+    }
+
+    /// Makes a volume with these flags, and attaches it with those.
+    fn volume_by(
+        &self,
+        name: &str,
+        class: Class,
+        size_bytes: u64,
+        made: &[&str],
+        attached: &[&str],
+    ) -> Result<PathBuf, Error> {
+        let size = size_bytes.to_string();
         let durability = match class {
             Class::Cache => "cache",
             Class::Media => "media",
         };
-        self.command(&[
-            "volume",
-            "create",
-            name,
-            "--size",
-            &size,
-            "--replicas",
-            &replicas,
-            "--durability",
-            durability,
-        ])?;
-        let text = self.command(&["volume", "attach", name, "--nbd"])?;
+        let create = ["volume", "create", name, "--size", &size, "--durability", durability];
+        self.command(&[&create, made].concat())?;
+        let text = self.command(&[&["volume", "attach", name, "--nbd"], attached].concat())?;
         // An NBD URI: nbd+unix:///EXPORT?socket=PATH.
         let socket = text
             .split_once("socket=")

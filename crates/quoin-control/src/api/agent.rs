@@ -102,8 +102,9 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
-        let in_part = request.get_ref().partial;
-        let mut stream = NodeStream::new(self.controller.assignments.clone(), &name, in_part);
+        let WatchNodeRequest { partial, encrypts, .. } = *request.get_ref();
+        let assignments = self.controller.assignments.clone();
+        let mut stream = NodeStream::new(assignments, &name, partial, encrypts);
         let caller = self.caller(&request)?;
         self.follow(caller, Concern::Node(name), move |news| stream.next(news))
     }

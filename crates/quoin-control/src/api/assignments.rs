@@ -287,15 +287,17 @@ pub struct NodeStream {
     assignments: Assignments,
     node: String,
     in_part: bool,
+    /// Its target encrypts. One of a former version would serve ciphertext, and write clear text.
+    encrypts: bool,
     told: BTreeMap<VolumeId, TargetAssignment>,
     head: Option<NodeAssignment>,
     ruled: bool,
 }
 
 impl NodeStream {
-    pub fn new(assignments: Assignments, node: &str, in_part: bool) -> Self {
+    pub fn new(assignments: Assignments, node: &str, in_part: bool, encrypts: bool) -> Self {
         let (node, told) = (node.to_owned(), BTreeMap::new());
-        Self { assignments, node, in_part, told, head: None, ruled: false }
+        Self { assignments, node, in_part, encrypts, told, head: None, ruled: false }
     }
 
     /// As [`PoolStream::next`].
@@ -314,6 +316,7 @@ impl NodeStream {
         let (mut changed, mut removed) = (Vec::new(), Vec::new());
         for id in self.concerned(&state, if begins { News::All } else { news }) {
             let volume = state.volumes.get(&id.to_string());
+            let volume = volume.filter(|v| self.encrypts || v.spec.encryption.is_none());
             match volume.and_then(|volume| self.assignments.target(&volume, &self.node)) {
                 Some(target) if self.told.get(&id) == Some(&target) => {}
                 Some(target) => {

@@ -138,7 +138,7 @@ impl Cluster for Services {
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
         let is_listed =
-            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
+            |volume: &VolumeRecord| include_deleting || is_there(volume);
         let catalog = &self.controller.volumes.catalog;
         let (page, next_token) = match ill_only {
             true => catalog.list_where(max_entries, &starting_token, |volume| {
@@ -297,6 +297,15 @@ impl Cluster for Services {
             None => None,
         };
         Ok(Response::new(ApplyVolumeResponse { volume, changes }))
+    }
+
+    async fn set_key_slots(
+        &self,
+        request: Request<SetKeySlotsRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let volume = self.controller.volumes.key_slots.set(request.get_ref()).await?;
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn set_cordon(

@@ -77,6 +77,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/ApplyVolume", OpenTo::Users, ASKED),
     ("Cluster/RecoverVolume", OpenTo::Governors, ASKED),
     ("Cluster/VerifyVolume", OpenTo::Users, ASKED),
+    ("Cluster/SetKeySlots", OpenTo::Users, SMALL),
     ("Cluster/PublishVolume", OpenTo::Users, ASKED),
     ("Cluster/UnpublishVolume", OpenTo::Users, ASKED),
     ("Cluster/CreateSnapshot", OpenTo::Users, ASKED),

@@ -55,6 +55,7 @@ fn spec() -> Spec {
         accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
         mutable_parameters: BTreeMap::new(),
         created_options: None,
+        encryption: None,
     }
 }
 

@@ -11,6 +11,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use quoin_api::volume::VolumeOptions;
+use quoin_encryption::Encryption;
 use quoin_types::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
 use serde::de::{DeserializeOwned, Error as _};
@@ -88,6 +89,9 @@ pub struct Spec {
     pub parameters: BTreeMap<String, String>,
     /// Any of these; empty: anywhere.
     pub accessible_topology: Vec<BTreeMap<String, String>>,
+    /// `None`: the volume is not encrypted. Holds wrapped keys alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<Encryption>,
     /// CSI's mutable parameters, as the volume was made with them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub mutable_parameters: BTreeMap<String, String>,

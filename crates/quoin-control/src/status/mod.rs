@@ -369,7 +369,9 @@ impl Status {
         let serving = serving(&self.state, &observed, volume);
         let online = observed.node_online(&attachment.node, self.state.settings.offline_after);
         let (phase, message) = match serving {
-            Some(seen) if seen.state == "serving" => ("Attached", String::new()),
+            Some(seen) if seen.state == "serving" && seen.waiting_for.is_empty() => {
+                ("Attached", String::new())
+            }
             Some(seen) => ("Attaching", seen.waiting_for.clone()),
             None if online => ("Attaching", "the node's target opens it".to_owned()),
             None => ("Attaching", format!("node {} is offline", attachment.node)),

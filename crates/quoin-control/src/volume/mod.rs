@@ -6,6 +6,7 @@ pub(crate) mod declare;
 pub(crate) mod devices;
 pub(crate) mod epochs;
 pub(crate) mod fencing;
+pub(crate) mod key_slots;
 pub(crate) mod modify;
 pub mod placement;
 pub mod policy;
@@ -25,6 +26,7 @@ pub struct Parts {
     pub replicas: scale::Replicas,
     pub attachments: attach::Attachments,
     pub declarations: declare::Declarations,
+    pub key_slots: key_slots::KeySlots,
     pub modifications: modify::Modifications,
     pub epochs: Arc<epochs::Epochs>,
     pub devices: Arc<devices::Devices>,
@@ -38,6 +40,7 @@ impl Parts {
             replicas: scale::Replicas::new(state.clone()),
             attachments: attach::Attachments::new(state.clone()),
             declarations: declare::Declarations::new(state.clone(), catalog.clone()),
+            key_slots: key_slots::KeySlots::new(state.clone()),
             modifications: modify::Modifications::new(state.clone()),
             epochs: Arc::new(epochs::Epochs::new(state.clone(), terms.clone())),
             devices: Arc::new(devices::Devices::new(state.clone())),

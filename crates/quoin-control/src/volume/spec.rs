@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use quoin_api::control::{self as api, VolumeSpec};
-use quoin_api::volume::{FileSystem, Spread, VolumeOptions};
+use quoin_api::volume::{BlockSize, FileSystem, Spread, VolumeOptions};
+use quoin_encryption::Encryption;
 use quoin_types::membership::default_cf;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
@@ -110,7 +111,20 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         accessible_topology,
         mutable_parameters: asked.mutable_parameters.clone().into_iter().collect(),
         created_options: None,
+        encryption: encryption(asked)?,
     })
+}
+
+/// Encryption is of whole blocks of 4 KiB, so a volume of smaller ones cannot have it.
+fn encryption(asked: &VolumeSpec) -> Result<Option<Encryption>, Error> {
+    let Some(given) = &asked.encryption else { return Ok(None) };
+    let given = Encryption::try_from(given);
+    let given = given.map_err(|rule| Error::invalid("encryption", rule.to_string()))?;
+    if asked.block_size == BlockSize::Bytes512.bytes() {
+        let rule = "512 bytes are too small for an encrypted volume, whose blocks have 4096";
+        return Err(Error::invalid("blockSize", rule));
+    }
+    Ok(Some(given))
 }
 
 fn topologies(asked: &[api::Topology]) -> Result<Vec<BTreeMap<String, String>>, Error> {
@@ -182,6 +196,7 @@ impl From<&Spec> for VolumeSpec {
                 .iter()
                 .map(|segments| api::Topology { segments: segments.clone().into_iter().collect() })
                 .collect(),
+            encryption: spec.encryption.as_ref().map(api::Encryption::from),
             ..VolumeSpec::default()
         };
         spec.options.write(&mut message);
@@ -264,6 +279,25 @@ mod tests {
             with(|s| drop(s.parameters.insert("k".into(), "v".repeat(5000))))
                 .starts_with("parameters:")
         );
+    }
+
+    #[test]
+    fn encryption_needs_blocks_of_4_kib_and_slots_that_keep_their_rules() {
+        let user = quoin_encryption::UserKey::parse(b"correct horse").unwrap();
+        let given = api::Encryption::from(&Encryption::create(&user, "a").unwrap());
+        let with = |encryption: &api::Encryption, block_size| VolumeSpec {
+            encryption: Some(encryption.clone()),
+            block_size,
+            ..asked()
+        };
+        for block_size in [0, 4096] {
+            let spec = complete(&with(&given, block_size), DEFAULTS).unwrap();
+            assert_eq!(VolumeSpec::from(&spec).encryption.as_ref(), Some(&given));
+        }
+        assert!(refusal(with(&given, 512)).starts_with("blockSize: 512 bytes"));
+        let mut spoilt = given;
+        spoilt.slots.clear();
+        assert!(refusal(with(&spoilt, 0)).starts_with("encryption:"));
     }
 
     #[test]

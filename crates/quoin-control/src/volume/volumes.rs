@@ -344,7 +344,7 @@ impl Catalog {
 }
 
 /// Its user has not deleted it.
-fn is_there(volume: &VolumeRecord) -> bool {
+pub(crate) fn is_there(volume: &VolumeRecord) -> bool {
     matches!(volume.phase, VolumePhase::Pending | VolumePhase::Ready)
 }
 
@@ -393,7 +393,10 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
 /// The fields of a spec that a volume is made with, each in words.
 fn in_words(spec: &Spec) -> Vec<(&'static str, String)> {
     let message = VolumeSpec::from(spec);
+    let encrypted = if spec.encryption.is_some() { "encryption" } else { "no encryption" };
     let factors = [
+        // Slots differ with each request; whether the key is the volume's own is for its holder.
+        ("encryption", encrypted.to_owned()),
         ("replicas", spec.replicas.to_string()),
         ("consistencyFactor", spec.consistency_factor.to_string()),
     ];

@@ -15,6 +15,7 @@ mod dying;
 mod fencing;
 mod gate;
 mod healing;
+mod key_slots;
 mod late_calls;
 mod leaving;
 mod lifecycle;

@@ -73,10 +73,15 @@ fn named(name: &str) -> Option<VolumeRef> {
 }
 
 async fn make(server: &Server, name: &str) -> Volume {
+    make_with(server, name, None).await
+}
+
+async fn make_with(server: &Server, name: &str, encryption: Option<Encryption>) -> Volume {
     let spec = VolumeSpec {
         name: name.into(),
         size_bytes: 1 << 20,
         replicas: POOLS as u32,
+        encryption,
         ..VolumeSpec::default()
     };
     let asked = CreateVolumeRequest { spec: Some(spec), ..CreateVolumeRequest::default() };
@@ -97,7 +102,7 @@ async fn watch_pool(server: &Server, partial: bool) -> Streaming<PoolAssignment>
 }
 
 async fn watch_node(server: &Server, partial: bool) -> Streaming<NodeAssignment> {
-    let asked = WatchNodeRequest { node: "n1".into(), partial };
+    let asked = WatchNodeRequest { node: "n1".into(), partial, ..Default::default() };
     server.local_agent().watch_node(asked).await.unwrap().into_inner()
 }
 
@@ -262,4 +267,21 @@ async fn a_report_of_changes_builds_on_the_one_that_was_taken_and_else_the_whole
     assert_eq!(taken(&cluster, change(&cluster, 15, 14)).await, 0, "another process");
     // Reports of former versions have no number.
     assert_eq!(taken(&cluster, whole(&cluster, 0)).await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_does_not_encrypt_is_given_no_encrypted_volume() {
+    let server = cluster().await;
+    let user = quoin_encryption::UserKey::parse(b"correct horse").unwrap();
+    let encryption = quoin_encryption::Encryption::create(&user, "a").unwrap();
+    make_with(&server, "secret", Some((&encryption).into())).await;
+    make(&server, "plain").await;
+    for (encrypts, expected) in [(true, &["plain", "secret"][..]), (false, &["plain"])] {
+        let asked = WatchNodeRequest { node: "n1".into(), partial: true, encrypts };
+        let mut stream = server.local_agent().watch_node(asked).await.unwrap().into_inner();
+        let targets = next(&mut stream).await.unwrap().targets;
+        let mut names: Vec<_> = targets.into_iter().map(|target| target.name).collect();
+        names.sort();
+        assert_eq!(names, expected);
+    }
 }

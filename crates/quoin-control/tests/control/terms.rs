@@ -369,7 +369,11 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
             (
                 "WatchNode",
                 of_node
-                    .watch_node(WatchNodeRequest { node: named.clone(), partial: false })
+                    .watch_node(WatchNodeRequest {
+                        node: named.clone(),
+                        partial: false,
+                        ..Default::default()
+                    })
                     .await
                     .err(),
             ),

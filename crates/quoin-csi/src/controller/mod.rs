@@ -19,7 +19,7 @@ use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::in_flight::run_to_completion;
 use crate::refusal::{self, invalid, missing, not_served, out_of_range};
-use crate::{Plugin, context, health, limits, parameters, topology};
+use crate::{Plugin, context, encryption, health, limits, parameters, topology};
 
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
@@ -74,6 +74,7 @@ impl Controller for ControllerService {
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
+        let key = encryption::of_new_volume(&spec, &request.secrets)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
@@ -82,6 +83,9 @@ impl Controller for ControllerService {
                 topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
             spec.name = request.name;
             spec.size_bytes = size_bytes;
+            if let Some(key) = &key {
+                spec.encryption = Some(encryption::create(key.clone()).await?);
+            }
             let wanted = api::CreateVolumeRequest {
                 spec: Some(spec),
                 limit_bytes: range.limit_bytes,
@@ -89,6 +93,10 @@ impl Controller for ControllerService {
             };
             let volume = backend.create_volume(wanted).await?;
             refuse_not_offered(&capabilities, &volume)?;
+            if let Some(key) = key {
+                // It may have been made before, with another key.
+                encryption::check(&volume, key).await?;
+            }
             let volume = Some(response::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })

@@ -276,6 +276,11 @@ fn apply_replica(assignment: ReplicaAssignment, held: &mut BTreeSet<String>) -> 
 async fn node(admin: Channel, report: NodeReport, sockets: PathBuf) {
     let mut agent = AgentClient::new(admin);
     let mut serving = BTreeMap::new();
+    // Its target takes every key.
+    let (_stop, stopped) = watch::channel(false);
+    let mut keys = tokio::task::JoinSet::new();
+    let listener = quoin_encryption::handing::bind(&sockets).unwrap();
+    keys.spawn(quoin_encryption::handing::serve(listener, |_, _| Ok(()), stopped));
     loop {
         let _gone = listen(&mut agent, &report, &sockets, &mut serving).await;
         tokio::time::sleep(RETRY).await;
@@ -289,8 +294,9 @@ async fn listen(
     serving: &mut BTreeMap<String, UnixListener>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
-    let watched =
-        agent.watch_node(WatchNodeRequest { node: report.node.clone(), partial: false }).await?;
+    let watched = agent
+        .watch_node(WatchNodeRequest { node: report.node.clone(), partial: false, encrypts: true })
+        .await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {

@@ -19,7 +19,9 @@ pub use health::{FaultKind, VolumeFault};
 pub use publish::PublishRequest;
 pub use volume_stats::VolumeStats;
 
-use crate::attach::{AttachRequest, Attacher, wait_for_socket};
+use quoin_encryption::DataKey;
+
+use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket};
 use crate::error::Error;
 use crate::format::{self, FileSystem, Job};
 use crate::mountinfo::{self, Mount};
@@ -63,6 +65,8 @@ pub struct StageRequest {
     pub read_only: bool,
     pub size_bytes: u64,
     pub block_size: u32,
+    /// Key of an encrypted volume; in no record.
+    pub key: Option<DataKey>,
 }
 
 impl NodeHost {
@@ -161,7 +165,11 @@ impl NodeHost {
         self.records.save(&record)?;
 
         self.step("attaching")?;
-        let nbd_socket = self.options.run_directory.join("nbd").join(format!("{volume}.sock"));
+        let sockets = self.options.run_directory.join("nbd");
+        if let Some(key) = &request.key {
+            hand_key(volume, &sockets, key, self.options.target_deadline_ms).await?;
+        }
+        let nbd_socket = sockets.join(format!("{volume}.sock"));
         wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
         let device = self
             .attacher
@@ -171,6 +179,7 @@ impl NodeHost {
                 size_bytes: request.size_bytes,
                 block_size: request.block_size,
                 read_only: request.read_only,
+                key: request.key.clone(),
             })
             .await?;
         if !request.read_only {

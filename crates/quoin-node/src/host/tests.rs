@@ -146,6 +146,7 @@ impl World {
             read_only: false,
             size_bytes: 64 * MIB,
             block_size: 512,
+            key: None,
         }
     }
 

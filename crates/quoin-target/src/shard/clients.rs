@@ -155,9 +155,17 @@ impl Volume {
         mut request: Request,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        let origin = Origin { client, token: request.token, kind, came: now };
+        let sealed = self.sealing.seal(&mut request.operation);
+        let offset = *sealed.as_ref().unwrap_or(&0);
+        let origin = Origin { client, token: request.token, kind, came: now, offset };
         request.token = self.export.tokens.issue(origin);
-        self.target.on(now, PrimaryEvent::Submit(request), actions);
+        match sealed {
+            Ok(_) => self.target.on(now, PrimaryEvent::Submit(request), actions),
+            Err(error) => {
+                let reply = Reply { token: request.token, result: Err(error) };
+                actions.push(PrimaryAction::Reply(reply));
+            }
+        }
     }
 }
 
@@ -240,7 +248,7 @@ impl Shard {
     /// Adopts a client that opened this volume over TCP.
     pub(super) fn adopt(&mut self, now: Time, id: VolumeId, new: NewClient) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        if !volume.accepts_clients() {
+        if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
         let NewClient { socket, mut session, input, mut requests, life } = new;
@@ -405,6 +413,7 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         let Some(origin) = volume.export.tokens.redeem(reply.token) else { return };
         let Some(Slot::Client(client)) = self.sources.slots.get_mut(&origin.client) else { return };
+        reply.result = volume.sealing.open(origin.offset, reply.result);
         self.reports.metrics.replied(&reply, origin.kind, self.round.began().since(origin.came));
         reply.token = origin.token;
         client.complete(reply);

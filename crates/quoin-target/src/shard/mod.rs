@@ -9,6 +9,7 @@
 mod clients;
 mod links;
 mod memory;
+mod sealing;
 mod snapshots;
 mod sources;
 
@@ -18,6 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use bytes::Bytes;
+use quoin_encryption::DataKey;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
@@ -41,6 +43,7 @@ use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use clients::Export;
 use links::{LinkName, Links};
+use sealing::Sealing;
 use snapshots::Wished;
 use sources::{Slot, Sources};
 
@@ -103,6 +106,9 @@ pub struct VolumeSetup {
     pub options_version: u64,
     /// `None`: no client is accepted.
     pub socket: Option<PathBuf>,
+    pub is_encrypted: bool,
+    /// Key of an encrypted volume; `None`: it is not here yet.
+    pub key: Option<DataKey>,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
@@ -123,6 +129,8 @@ pub struct ReplicaPlace {
 pub struct VolumeUpdate {
     pub volume: VolumeId,
     pub socket: Option<PathBuf>,
+    /// As in [`VolumeSetup`].
+    pub key: Option<DataKey>,
     pub read_only: bool,
     pub since_epoch: u64,
     pub size_bytes: u64,
@@ -171,6 +179,7 @@ struct Volume {
     orders: Orders,
     stage: Stage,
     wished: Wished,
+    sealing: Sealing,
     timer_key: u64,
     touched: bool,
     /// Bytes of entries that it kept at its shard's last count.
@@ -470,6 +479,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
+        let VolumeSetup { is_encrypted, key, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -497,6 +507,7 @@ impl Shard {
             orders: Orders::new(options),
             stage: Stage::default(),
             wished: Wished::default(),
+            sealing: Sealing::new(is_encrypted, key.as_ref()),
             timer_key,
             touched: false,
             retained_bytes: 0,
@@ -515,11 +526,20 @@ impl Shard {
             volume.export.info.read_only = read_only;
             volume.export.since_epoch = update.since_epoch;
             volume.export.limit(now, id, update.limits, &mut self.sources);
+            if update.key.is_some() {
+                volume.sealing.update(update.key.as_ref());
+            }
         }
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);
         self.serve(id, socket.as_deref());
+        if update.key.is_none()
+            && let Some(volume) = self.volumes.get_mut(&id)
+        {
+            // Its clients, which had the key's use, are gone.
+            volume.sealing.update(None);
+        }
         if let Some(volume) = self.volumes.get_mut(&id)
             && volume.export.grow(size_bytes, &mut self.sources)
         {

@@ -48,6 +48,8 @@ pub(super) fn setup() -> VolumeSetup {
         since_epoch: 0,
         limits: Limits::default(),
         socket: None,
+        is_encrypted: false,
+        key: None,
         replicas: Vec::new(),
         desired: Default::default(),
         verify: None,

@@ -246,6 +246,8 @@ impl RunningTarget {
             limits,
             options_version: 0,
             socket: Some(socket.to_owned()),
+            is_encrypted: false,
+            key: None,
             replicas: places,
             desired: Default::default(),
             verify: None,

@@ -50,6 +50,10 @@ impl AtBootOptions {
         self.at_boot || self.not_at_boot
     }
 
+    pub fn is_at_boot(&self) -> bool {
+        self.at_boot
+    }
+
     /// Refuses what could not be written later, before anything is changed.
     pub fn check(&self, volume: &Volume) -> Result<()> {
         if self.changes() && !rustix::process::geteuid().is_root() {
@@ -122,6 +126,7 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
                 block_size: record.block_size,
                 read_only: record.read_only,
                 file_only: false,
+                key: None,
             };
             anyhow::Ok(daemon.attach(request).await?)
         };

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::LocalDeviceView;
 use super::at_boot::AtBootOptions;
+use super::keys::{self, KeyFile};
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::attacher::Attacher;
 use crate::host::{loop_devices, lost};
@@ -33,6 +34,9 @@ pub struct AttachOptions {
     /// Where that is another host, its own attach process makes the device there.
     #[arg(long)]
     node: Option<String>,
+    /// The file with the key of an encrypted volume; - is the standard input.
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<KeyFile>,
     #[command(flatten)]
     boot: AtBootOptions,
     #[command(flatten)]
@@ -110,6 +114,16 @@ pub async fn attach(
     if is_elsewhere && options.boot.changes() {
         bail!("attachment at boot is set on the host itself: run the command on {node}");
     }
+    if is_elsewhere && keys::is_encrypted(&volume) {
+        bail!(
+            "the volume is encrypted, and its key is given to a target on its own host only: run \
+             the command on {node}"
+        );
+    }
+    if options.boot.is_at_boot() && keys::is_encrypted(&volume) {
+        bail!("an encrypted volume is not attached at boot: no key is kept on this host");
+    }
+    let key = keys::key_of(&volume, options.key_file.as_ref())?;
     if is_elsewhere && options.nbd.is_none() {
         let request = super::remote::Request { volume, node, read_only: options.read_only };
         return super::remote::attach(cluster, request, client, format).await;
@@ -128,6 +142,9 @@ pub async fn attach(
         device: false,
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
+    if let Some(key) = &key {
+        keys::hand_over(&volume, key, client).await?;
+    }
     let view = AttachedView {
         volume: volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
         id: volume.id.clone(),
@@ -157,6 +174,7 @@ pub async fn attach(
         block_size: volume.spec.as_ref().map_or(0, |spec| spec.block_size),
         read_only: options.read_only,
         file_only: false,
+        key,
     };
     let daemon = attach_daemon(client);
     let Ok(answer) = tokio::time::timeout(client.timeout(), daemon.attach(request)).await else {

@@ -4,6 +4,7 @@ mod at_boot;
 mod attach;
 mod detach;
 mod doctor;
+mod keys;
 mod modify;
 mod options;
 mod remote;
@@ -101,6 +102,9 @@ pub enum VolumeCommand {
     /// Compare all replicas, and replace what is bad in one by the copy of another.
     #[command(after_help = verify::REPAIR_HELP)]
     Repair(verify::RepairOptions),
+    /// The keys of an encrypted volume: list, add, remove and rotate its key slots.
+    #[command(subcommand)]
+    Key(keys::KeyCommand),
     /// Delete a volume and all its data. Where it has snapshots, these stay until they are deleted.
     #[command(visible_alias = "rm")]
     Delete {
@@ -131,6 +135,8 @@ pub struct CreateOptions {
     consistency_factor: Option<u32>,
     #[command(flatten)]
     options: OptionFlags,
+    #[command(flatten)]
+    encryption: keys::EncryptOptions,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
     /// writes.
     #[arg(long)]
@@ -231,6 +237,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Recover(options) => {
             replicas::recover(&mut cluster, options, client, format).await
         }
+        VolumeCommand::Key(command) => keys::run(&mut cluster, command, format).await,
         VolumeCommand::Delete { volume, yes } => {
             // A volume that does not exist needs no confirmation.
             let found = get_volume(&mut cluster, &volume).await?;
@@ -316,9 +323,13 @@ async fn create(
 ) -> Result<()> {
     // A user who names a size wants that one, not any that is at least as large.
     let limit_bytes = quoin_control::spec::size(options.size, 0)?;
-    let spec = Some(options.spec());
+    let (encryption, user) = options.encryption.make()?.unzip();
+    let spec = Some(VolumeSpec { encryption, ..options.spec() });
     let request = CreateVolumeRequest { spec, limit_bytes, ..Default::default() };
     let mut volume = cluster.create_volume(request).await.map_err(in_flags)?.into_inner();
+    if let Some(user) = user {
+        keys::check_made(&volume, &user)?;
+    }
     let began = Instant::now();
     while !options.no_wait && volume.phase == "Pending" {
         if began.elapsed() > client.timeout() {
@@ -348,12 +359,13 @@ async fn create(
             count => format!("{count} replicas"),
         };
         format!(
-            "volume {} is {}: {}{more}, {replicas}, {}\nnext: quoin volume attach {}",
+            "volume {} is {}: {}{more}, {replicas}, {}\nnext: quoin volume attach {}{}",
             view.name,
             view.state.phase.to_lowercase(),
             show_size(view.size_bytes),
             view.state.contract,
-            output::quoted(&view.name)
+            output::quoted(&view.name),
+            if view.encryption.is_some() { " --key-file FILE" } else { "" }
         )
     })
 }

@@ -6,6 +6,7 @@ use quoin_types::Epoch;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
+use super::keys::EncryptionView;
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
 use crate::size::show_size;
@@ -27,6 +28,9 @@ pub struct VolumeView {
     /// Every option by its key; one that names nothing is left out.
     #[serde(flatten)]
     pub options: BTreeMap<&'static str, serde_json::Value>,
+    /// How it is encrypted; none: it is not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<EncryptionView>,
     pub created_at: String,
     pub snapshots: SnapshotsView,
     pub replicas: Vec<ReplicaView>,
@@ -204,6 +208,7 @@ impl From<Volume> for VolumeView {
         let membership = volume.membership.unwrap_or_default();
         Self {
             options: options(&spec),
+            encryption: spec.encryption.as_ref().map(EncryptionView::from),
             name: spec.name,
             id: volume.id,
             size_bytes: volume.size_bytes,
@@ -294,6 +299,10 @@ impl VolumeView {
             ("contract", self.state.contract.clone()),
             ("durability", self.option("durability")),
             ("spread", self.option("spread")),
+            (
+                "encrypted",
+                self.encryption.as_ref().map(EncryptionView::sentence).unwrap_or_default(),
+            ),
             (
                 "replicas",
                 format!("{} in sync of {}", self.in_sync(), self.membership.replication_factor),
