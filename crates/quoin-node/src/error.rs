@@ -203,6 +203,7 @@ impl Error {
             | Self::TooSmall { .. }
             | Self::GrowNotPermitted { .. }
             | Self::ReadOnlyGrow { .. }
+            | Self::WrongKey { .. }
             | Self::AboveLimit { .. } => false,
             Self::ForeignMount { .. }
             | Self::OtherContent { .. }
