@@ -1,6 +1,6 @@
 //! Notes of a volume's state machine, in an operator's words.
 
-use quoin_replication::primary::{PrimaryNote, SnapshotOutcome, USER_SNAPSHOTS_MAX};
+use quoin_replication::primary::{PrimaryNote, RevertOutcome, SnapshotOutcome, USER_SNAPSHOTS_MAX};
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::VolumeId;
 
@@ -70,7 +70,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             (Normal, "ReplicaRebuilt", format!("complete again; {mib} MiB were copied{rounds}"))
         }
         PrimaryNote::Snapshot { id, outcome } => match outcome {
-            SnapshotOutcome::Made { lsn } => {
+            SnapshotOutcome::Made { lsn, .. } => {
                 (Normal, "SnapshotMade", format!("snapshot {id} is on media, as of LSN {lsn}"))
             }
             SnapshotOutcome::Deleted => {
@@ -81,6 +81,32 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
                 "TooManySnapshots",
                 format!("{USER_SNAPSHOTS_MAX} snapshots exist: delete one to make {id}"),
             ),
+            SnapshotOutcome::Unsupported => {
+                let message = format!(
+                    "the pool of an in-sync replica runs a version without snapshots: {id} waits \
+                     for its update"
+                );
+                (Warning, "SnapshotsUnsupported", message)
+            }
+        },
+        PrimaryNote::Reverted { attempt, outcome } => match outcome {
+            RevertOutcome::Done { lsn, .. } => {
+                (Normal, "Reverted", format!("Revert {attempt} is on media, as of LSN {lsn}"))
+            }
+            RevertOutcome::NoSnapshot => {
+                (Warning, "RevertFailed", format!("Revert {attempt}: there is no such snapshot"))
+            }
+            RevertOutcome::TooMany => {
+                let message = format!("Revert {attempt}: delete snapshots, there are too many");
+                (Warning, "RevertFailed", message)
+            }
+            RevertOutcome::Unsupported => {
+                let message = format!(
+                    "Revert {attempt}: the pool of an in-sync replica runs a version that reverts \
+                     otherwise"
+                );
+                (Warning, "RevertFailed", message)
+            }
         },
         PrimaryNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();

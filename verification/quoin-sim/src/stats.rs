@@ -103,6 +103,7 @@ counters! {
         /// Times that a volume was grown.
         growths,
         snapshots,
+        reverts,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -207,6 +208,7 @@ impl fmt::Display for Summary {
         )?;
         writeln!(f, "recovered by hand            {:>12}", s.operators.recoveries)?;
         writeln!(f, "snapshots made or deleted    {:>12}", s.operators.snapshots)?;
+        writeln!(f, "reverts                      {:>12}", s.operators.reverts)?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

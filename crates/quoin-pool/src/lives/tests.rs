@@ -199,6 +199,7 @@ impl Process {
             guid: MEMBER.guid,
             membership: membership(),
             lease_ms: 500,
+            knows_points: true,
         });
         match session.next()? {
             FromReplica::OpenAck(ack) => Some((session, *ack)),

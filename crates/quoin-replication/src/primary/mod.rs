@@ -27,7 +27,7 @@
 //! | `pace` | the rate of rebuilds beside clients |
 //! | `rounds` | rebuilds that do not gain on the writers |
 //! | `slow` | replicas that take writes later than the others |
-//! | `snapshots` | snapshots of users |
+//! | `snapshots`, `changes` | snapshots of users, and Reverts to them; changed ranges between two |
 //! | `plan`, `change` | the next membership of a change; its execution under both rules |
 //! | `wait_reason` | reasons for which the open or the IO waits |
 //! | `status`, `steps` | state for reports; work under way, by name |
@@ -35,6 +35,7 @@
 pub mod admission;
 mod bulk;
 mod change;
+mod changes;
 mod commit;
 mod events;
 mod gather;
@@ -68,6 +69,7 @@ mod verify;
 mod wait_reason;
 mod write;
 
+pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 use peer::{Link, Peer};
@@ -78,7 +80,7 @@ use quoin_types::membership::{Durability, Member};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::time::Time;
 use quorum::Views;
-pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+pub use snapshots::{RevertOutcome, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 pub use status::{PrimaryStatus, ReplicaStanding, ReplicaStatus};
 pub use timers::TIMER_DELAY_MIN;
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
@@ -174,6 +176,7 @@ pub struct Primary {
     history: History,
     commit: commit::Commit,
     requests: requests::Requests,
+    changes: changes::Changes,
     reads: read::Reads,
     change: change::Change,
     verification: verify::Verification,
@@ -197,6 +200,7 @@ impl Primary {
             history: History::empty(config.volume_blocks),
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
+            changes: changes::Changes::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
             verification: verify::Verification::new(),
@@ -265,6 +269,8 @@ impl Primary {
                 }
             }
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
+            PrimaryEvent::Changes(request) => self.ask_changes(now, request),
+            PrimaryEvent::Revert { snapshot, attempt } => self.wish_revert(snapshot, attempt),
             PrimaryEvent::Desired(desired) => self.members.desired = desired,
             PrimaryEvent::Verify(order) => self.order_verify(now, order),
             PrimaryEvent::Retain { bytes_max } => self.rebuilds.retain_bytes_max = bytes_max,
@@ -358,6 +364,8 @@ impl Primary {
             FromReplica::Fetched { entries, gone, .. } => {
                 self.on_fetched(now, index, entries, gone, actions);
             }
+            FromReplica::Pulled { id, slots, cursor, gone, .. }
+                if self.on_changes(index, id, &slots, cursor, gone) => {}
             FromReplica::Pulled { id, slots, cursor, end, gone } => {
                 self.on_pulled(now, index, id, slots, cursor, end, gone, actions);
             }

@@ -147,9 +147,10 @@ impl Session {
             return Ok(());
         }
         match message {
-            ToReplica::Pull { id, view, from, cursor, bytes_max } => {
+            ToReplica::Pull { id, view, from, cursor, bytes_max, want_data } => {
                 let bytes_max = bytes_max.min(ANSWER_BYTES_MAX);
-                let chunk = store.pull(self.key.nonce, view, from, cursor, bytes_max)?;
+                let nonce = self.key.nonce;
+                let chunk = store.pull(nonce, view, from, cursor, bytes_max, want_data)?;
                 let gone = chunk.is_none();
                 let chunk = chunk.unwrap_or_default();
                 let (slots, cursor, end) = (chunk.slots, chunk.cursor, chunk.end);
@@ -162,8 +163,9 @@ impl Session {
                 self.feed(rebuild, &slots, cursor, after, store)?;
                 self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
             }
-            ToReplica::IncrementCut { rebuild, snapshot } => {
-                store.increment_cut(rebuild, snapshot)?;
+            ToReplica::IncrementCut { rebuild, snapshot, head } => {
+                let head = head.filter(|_| !mutant::is("cut-without-its-head"));
+                store.increment_cut(rebuild, snapshot, &head.unwrap_or_default())?;
             }
             ToReplica::IncrementCommit { rebuild, to, fed } => {
                 self.commit(rebuild, &to, fed, store, actions)?;
@@ -238,7 +240,8 @@ impl Session {
         if let Way::Bulk(_) = way {
             self.copying.fed = FedSum::default();
             let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
-            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor }, actions);
+            let cut = store.shadow_cut().filter(|_| self.knows_points);
+            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor, cut }, actions);
         }
         for message in beginning.behind {
             self.copy(way, message, store, actions)?;

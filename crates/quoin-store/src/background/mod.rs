@@ -6,5 +6,6 @@ pub mod due_work;
 pub mod maintenance;
 pub mod recount;
 pub mod relocation;
+pub mod reverts;
 pub mod scheduler;
 pub mod scrub;

@@ -165,6 +165,8 @@ pub(crate) enum Event {
     },
     Snapshot,
     SendSnapshots,
+    Revert,
+    SendRevert,
     SendSize,
     Client {
         queue: usize,
@@ -347,6 +349,8 @@ impl World {
             Event::DeliverFence { pool } => self.deliver_fence(pool),
             Event::Snapshot => self.request_snapshot(),
             Event::SendSnapshots => self.send_snapshots(),
+            Event::Revert => self.request_revert(),
+            Event::SendRevert => self.send_revert(),
             Event::SendSize => self.send_size(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),

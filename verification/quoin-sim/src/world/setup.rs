@@ -447,6 +447,7 @@ impl World {
         self.plan_growth();
         self.plan_memory();
         self.plan_snapshots();
+        self.plan_revert();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

@@ -266,6 +266,11 @@ pub(crate) enum Observation<'a> {
         pool: usize,
         is_own: bool,
     },
+    /// No client was attached, and the volume shows a snapshot again.
+    Reverted {
+        target: usize,
+        life: u32,
+    },
     /// Every block was read and flushed, and nothing is under way.
     AtRest,
     Verified {
