@@ -68,6 +68,8 @@ fn answer(epochs: usize, last: Lsn) -> OpenAck {
         volume_blocks: VOLUME_BLOCKS_MAX,
         snapshots: Vec::new(),
         shadow: None,
+        shadow_cut: None,
+        heads: Vec::new(),
     }
 }
 

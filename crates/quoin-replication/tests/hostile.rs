@@ -167,7 +167,7 @@ fn requests_behind_the_old_end_that_waited_for_the_open_find_the_volume_grown() 
 /// The authority was rebuilt itself, and so never had the boundary of another replica's rebuild.
 #[test]
 fn a_boundary_that_only_one_replica_still_has_is_deleted_there_too() {
-    let (first, later) = (SnapshotId(71), SnapshotId(72));
+    let (first, later) = (SnapshotId::of_boundary(71), SnapshotId::of_boundary(72));
     let with = |id: SnapshotId, mut ack: OpenAck| {
         ack.snapshots = vec![SnapshotInfo { id, lsn: Lsn(4), hidden: true, blocks: 1024 }];
         ack
@@ -190,6 +190,36 @@ fn a_boundary_that_only_one_replica_still_has_is_deleted_there_too() {
     hand.answer(2, with(later, ack(table.to_vec(), 10)));
     hand.pass(10);
     assert_eq!((deletes(&hand, first), deletes(&hand, later)), (1, 1));
+}
+
+/// A hidden snapshot may pin a point for a transfer, or record a Revert.
+#[test]
+fn an_open_deletes_the_boundaries_of_rebuilds_and_no_other_hidden_snapshot() {
+    let (boundary, owned) = (SnapshotId::of_boundary(71), SnapshotId(72));
+    let table = [row(5, 1, 10, 55)];
+    let info = |id| SnapshotInfo { id, lsn: Lsn(4), hidden: true, blocks: 1024 };
+    let snapshots = vec![info(boundary), info(owned)];
+    let mut hand = Hand::new(config());
+    for id in [1, 3] {
+        hand.answer(id, OpenAck { snapshots: snapshots.clone(), ..ack(table.to_vec(), 10) });
+    }
+    hand.pass(1000);
+    for id in [1, 3] {
+        hand.truncated(id);
+        hand.applied(id, true);
+    }
+    assert!(hand.target.status().serving);
+    hand.answer(2, OpenAck { snapshots, ..ack(table.to_vec(), 10) });
+    hand.pass(10);
+    let deleted: Vec<SnapshotId> = hand
+        .entries_of(3)
+        .iter()
+        .filter_map(|e| match e.kind {
+            EntryKind::DeleteSnapshot { id } => Some(id),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(deleted, [boundary]);
 }
 
 #[test]

@@ -64,6 +64,7 @@ impl One {
                 guid: OWN.guid,
                 membership: membership(),
                 lease_ms: LEASE_MS,
+                knows_points: false,
             },
         );
         one.say(LOG, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) });
@@ -172,7 +173,10 @@ fn a_flip_is_told_by_the_sessions_own_connection_after_it_was_made() {
     let mut one = One::new();
     one.open_bulk(10, 1);
     one.begin(10);
-    assert_eq!(one.said(), [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0 })]);
+    assert_eq!(
+        one.said(),
+        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None })]
+    );
     one.say(10, feed(0, 0, 1));
     one.say(10, feed(1, 1, u64::MAX));
     one.said();
@@ -242,7 +246,10 @@ fn a_bulk_connection_that_ends_leaves_its_session_and_the_shadow_as_they_are() {
     assert!(matches!(one.said()[..], [(LOG, FromReplica::Applied { ping: Ping(4), .. })]));
     one.open_bulk(11, 2);
     one.begin(11);
-    assert_eq!(one.said(), [(11, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 1 })]);
+    assert_eq!(
+        one.said(),
+        [(11, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 1, cut: None })]
+    );
 }
 
 #[test]
@@ -292,7 +299,10 @@ fn requests_of_a_rebuild_after_close_are_no_fault() {
     one.syncs_wait = true;
     one.say(LOG, ToReplica::Close);
     let (view, from) = (quoin_types::message::ReadView::Live, Lsn(0));
-    one.say(10, ToReplica::Pull { id: 1, view, from, cursor: 0, bytes_max: 1 << 16 });
+    one.say(
+        10,
+        ToReplica::Pull { id: 1, view, from, cursor: 0, bytes_max: 1 << 16, want_data: true },
+    );
     one.syncs_wait = false;
     one.on(ReplicaEvent::Disconnected { connection: 10 });
     assert_eq!(one.said(), [(LOG, FromReplica::Closed)]);
@@ -316,7 +326,10 @@ fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
     one.on(ReplicaEvent::Timer);
     assert!(one.said().is_empty(), "a call for something else is no step");
     one.wake(Duration::ZERO);
-    assert_eq!(one.said(), [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0 })]);
+    assert_eq!(
+        one.said(),
+        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None })]
+    );
     assert_eq!(one.timer, None);
     one.say(10, feed(0, 0, u64::MAX));
     assert_eq!(

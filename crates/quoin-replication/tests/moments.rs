@@ -194,7 +194,10 @@ fn a_confirmed_read_is_answered_by_the_word_of_the_moment_in_which_it_came() {
 #[test]
 fn a_member_that_lost_the_map_of_a_stretch_is_given_what_another_has_there() {
     let mut hand = served(config());
-    hand.say(1, FromReplica::BadCopy(BadCopy { lba: 8, blocks: 4, version: Lsn(5) }));
+    hand.say(
+        1,
+        FromReplica::BadCopy(BadCopy { lba: 8, blocks: 4, version: Lsn(5), snapshot: None }),
+    );
     let from = hand.answer_read(Content::Hole);
     assert_ne!(from, 1);
     let mended = hand.sent.iter().find_map(|(m, message)| match message {

@@ -192,6 +192,7 @@ fn a_retired_replica_is_refused_permanently() {
         guid: OWN.guid,
         membership: later,
         lease_ms: LEASE_MS,
+        knows_points: true,
     };
     let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Retired };
     assert_eq!(one.send(key(9, 1, 1), message), [refused]);
@@ -207,6 +208,7 @@ fn a_replica_of_another_volume_or_another_guid_is_unknown() {
             guid,
             membership: membership(),
             lease_ms: LEASE_MS,
+            knows_points: true,
         };
         let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Unknown };
         assert_eq!(one.send(key(9, 1, 1), message), [refused]);
@@ -298,6 +300,7 @@ fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
         guid: OWN.guid,
         membership,
         lease_ms: LEASE_MS,
+        knows_points: true,
     };
     let session = key(5, 1, 1);
     one.send(session, open(newer.clone()));
@@ -346,7 +349,10 @@ fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
         let entry = one.entry(5, 7);
         one.append(session, entry);
         let slots = lbas.map(|lba| slot(lba, crc)).to_vec();
-        let sent = one.send(session, ToReplica::Mend { lba: 3, blocks: 2, at: Lsn(1), slots });
+        let sent = one.send(
+            session,
+            ToReplica::Mend { lba: 3, blocks: 2, at: Lsn(1), slots, snapshot: None },
+        );
         let mended = |m: &FromReplica| matches!(m, FromReplica::Mended { .. });
         assert!(!sent.iter().any(mended), "{sent:?}");
         let entry = one.entry(5, 8);
@@ -378,7 +384,10 @@ fn an_answer_from_the_log_or_of_an_increment_is_bounded_for_any_request() {
     let bytes: usize = entries.iter().map(|entry| entry.data.len()).sum();
     assert!((1 << 20..=4 << 20).contains(&bytes), "{bytes} bytes of the log");
     let (view, from, bytes_max) = (ReadView::Live, Lsn(0), u32::MAX);
-    let sent = one.send(session, ToReplica::Pull { id: 2, view, from, cursor: 0, bytes_max });
+    let sent = one.send(
+        session,
+        ToReplica::Pull { id: 2, view, from, cursor: 0, bytes_max, want_data: true },
+    );
     let [FromReplica::Pulled { slots, cursor: Some(_), .. }] = &sent[..] else {
         panic!("{} messages: all at once", sent.len())
     };
@@ -471,6 +480,7 @@ fn a_read_behind_the_end_that_a_replica_knows_finds_a_hole_and_ends_no_session()
             after,
             repair: false,
             ping,
+            snapshot: None,
         };
         for message in [read, verify] {
             let sent = one.send(session, message);

@@ -4,9 +4,10 @@
 use std::time::Duration;
 
 use crate::common::{Cluster, config};
-use quoin_replication::primary::PrimaryNote;
+use quoin_replication::primary::{PrimaryEvent, PrimaryNote, SnapshotWish};
 use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;
+use quoin_types::{Lsn, SnapshotId};
 
 /// 4 MiB, sixteen times the window.
 const BLOCKS: u64 = 1000;
@@ -18,6 +19,24 @@ fn rebuilding() -> Cluster {
     c.wait_in_sync(3);
     c.crash_replica(2);
     for block in 0..BLOCKS {
+        c.write(block, (block % 200) as u8 + 1);
+    }
+    c.wait_in_sync(2);
+    c.start_replica(2);
+    c
+}
+
+/// The same, with snapshots of a half of the writes and of three quarters.
+fn rebuilding_snapshots() -> Cluster {
+    let mut c = Cluster::new(3, config());
+    c.wait_in_sync(3);
+    c.crash_replica(2);
+    for block in 0..BLOCKS {
+        if block == BLOCKS / 2 || block == BLOCKS / 4 * 3 {
+            let (id, wish) = (SnapshotId(block.into()), SnapshotWish::Make);
+            c.event(PrimaryEvent::Snapshot { id, wish });
+            c.settle();
+        }
         c.write(block, (block % 200) as u8 + 1);
     }
     c.wait_in_sync(2);
@@ -63,12 +82,15 @@ fn feed_beside_a_client(c: &mut Cluster, bytes: u64) {
 fn fed(c: &mut Cluster) -> u64 {
     let guid = c.hosts[2].member.guid;
     let shadow = c.hosts[2].pool.replica(guid).unwrap().shadow();
-    shadow.map_or(0, |(_, _, cursor)| cursor * 4096)
+    shadow.map_or(0, |(_, _, cursor)| cursor.saturating_mul(4096))
 }
 
 /// Interrupts the rebuild again and again; returns the bytes copied in total, once it is complete.
-fn interrupted(mut interrupt: impl FnMut(&mut Cluster)) -> u64 {
-    let mut c = rebuilding();
+fn interrupted(interrupt: impl FnMut(&mut Cluster)) -> u64 {
+    interrupted_while(rebuilding(), interrupt)
+}
+
+fn interrupted_while(mut c: Cluster, mut interrupt: impl FnMut(&mut Cluster)) -> u64 {
     for quarter in 1..4 {
         feed_beside_a_client(&mut c, NEEDED_BYTES * quarter / 4);
         interrupt(&mut c);
@@ -117,4 +139,59 @@ fn a_rebuild_that_was_parked_for_too_long_is_begun_anew() {
         c.start_replica(2);
     });
     assert!(moved > NEEDED_BYTES * 2, "{moved} bytes were copied of {NEEDED_BYTES}");
+}
+
+fn cut_and_join(c: &mut Cluster) {
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    c.run(Duration::from_secs(5));
+    c.hosts[2].cut = false;
+}
+
+/// The receiver says which snapshots its shadow is complete for.
+#[test]
+fn a_rebuild_goes_on_in_the_view_that_it_was_interrupted_in() {
+    check(interrupted_while(rebuilding_snapshots(), cut_and_join));
+    check(interrupted_while(rebuilding_snapshots(), |c| {
+        c.crash_replica(2);
+        c.run(Duration::from_secs(5));
+        c.start_replica(2);
+    }));
+}
+
+fn shadow(c: &mut Cluster) -> Option<(u64, Lsn, u64)> {
+    let guid = c.hosts[2].member.guid;
+    c.hosts[2].pool.replica(guid).unwrap().shadow()
+}
+
+/// With a point every few seconds no rebuild would ever end.
+#[test]
+fn a_rebuild_goes_on_with_the_same_shadow_when_the_snapshot_that_it_copies_is_deleted() {
+    for joined in [true, false] {
+        let mut c = rebuilding_snapshots();
+        feed_beside_a_client(&mut c, NEEDED_BYTES / 4);
+        let (id, ..) = shadow(&mut c).expect("it is being fed");
+        let (deleted, wish) = (SnapshotId((BLOCKS / 2).into()), SnapshotWish::Delete);
+        c.event(PrimaryEvent::Snapshot { id: deleted, wish });
+        c.settle();
+        if !joined {
+            // The cursor that it reports is that of the deleted view.
+            cut_and_join(&mut c);
+        }
+        for _ in 0..10_000 {
+            if !rebuilt(&c).is_empty() {
+                break;
+            }
+            if let Some((now, ..)) = shadow(&mut c) {
+                assert_eq!(now, id, "it was begun anew");
+            }
+            c.read(0, 4096);
+            c.run(Duration::from_millis(1));
+        }
+        c.wait_in_sync(3);
+        for block in 0..BLOCKS {
+            assert_eq!(c.hosts[2].look(block), c.hosts[0].look(block), "block {block}");
+        }
+        assert_eq!(c.hosts[2].snapshots(), c.hosts[0].snapshots());
+    }
 }

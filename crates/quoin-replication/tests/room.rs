@@ -140,7 +140,14 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     let write = write(view.chain, 3);
     let entries = vec![view.into(), write.into()];
     let guid = own.guid;
-    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let open = ToReplica::Open {
+        volume,
+        replica: own.id,
+        guid,
+        membership,
+        lease_ms: LEASE_MS,
+        knows_points: true,
+    };
     let said = [
         open,
         ToReplica::Truncate { keep: Lsn(1), tip: Lsn(tip) },
@@ -260,7 +267,14 @@ fn offered_again_in_one_turn(
     let turn = joined(&[entries[3..].to_vec(), entries.clone()]);
     let now = Time::from_millis(1000);
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let open = ToReplica::Open {
+        volume,
+        replica: own.id,
+        guid,
+        membership,
+        lease_ms: LEASE_MS,
+        knows_points: true,
+    };
     let first = append(entries[..3].to_vec());
     let before = vec![open, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) }, first];
     let mut replica = Replica::new(now, pool.cookie(), &pool.replica(guid).unwrap());

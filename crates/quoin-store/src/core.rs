@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::BytesMut;
 use quoin_replication::replica::store::{FetchTicket, IoFault, StoreError, SyncTicket};
-use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, mutant};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, SnapshotId, mutant};
 
 use crate::background::recount::Recount;
 use crate::disk::Disk;
@@ -64,17 +64,25 @@ pub struct BadBlock {
     /// 1: the bytes of one block, wanted in the same version. More: the map of this stretch.
     pub blocks: u32,
     pub version: Lsn,
+    /// The snapshot that shows it; `None`: the live view.
+    pub snapshot: Option<SnapshotId>,
 }
 
 impl BadBlock {
     pub fn block(replica: ReplicaGuid, lba: u64, version: Lsn) -> Self {
-        BadBlock { replica, lba, blocks: 1, version }
+        BadBlock { replica, lba, blocks: 1, version, snapshot: None }
     }
 
     /// The stretch of the map, one leaf, that this block is in.
     pub fn stretch(replica: ReplicaGuid, lba: u64, newest: Lsn) -> Self {
         let lba = lba & !(LEAF_BLOCKS as u64 - 1);
-        BadBlock { replica, lba, blocks: LEAF_BLOCKS as u32, version: newest }
+        let blocks = LEAF_BLOCKS as u32;
+        BadBlock { replica, lba, blocks, version: newest, snapshot: None }
+    }
+
+    /// The same in a view: that of a snapshot, or live.
+    pub fn of(self, snapshot: Option<SnapshotId>) -> Self {
+        BadBlock { snapshot, ..self }
     }
 }
 

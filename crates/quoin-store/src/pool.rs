@@ -9,7 +9,9 @@ use quoin_replication::replica::store::{
     StoreState, SyncTicket,
 };
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{
+    CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+};
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool};
@@ -541,6 +543,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.snapshots.clone()
     }
 
+    fn snapshot_heads(&self) -> Vec<SnapshotHead> {
+        self.replica.snapshot_heads()
+    }
+
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         self.replica.append(self.core, entries)
     }
@@ -591,13 +597,14 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn verify(
         &mut self,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
         note: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        self.replica.verify(self.core, lba, blocks, bytes_max, note, out)
+        self.replica.verify(self.core, view, lba, blocks, bytes_max, note, out)
     }
 
     fn fetch(
@@ -649,8 +656,9 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
-        self.replica.pull(self.core, session, view, from, cursor, bytes_max)
+        self.replica.pull(self.core, session, view, from, cursor, bytes_max, want_data)
     }
 
     fn try_pull(
@@ -678,6 +686,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.shadow.as_ref().map(|s| s.progress())
     }
 
+    fn shadow_cut(&self) -> Option<Lsn> {
+        self.replica.shadow.as_ref().map(|s| s.cut())
+    }
+
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.replica.increment_begin(self.core, rebuild, from)
     }
@@ -691,8 +703,13 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.increment_feed(self.core, rebuild, slots, cursor)
     }
 
-    fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
-        self.replica.increment_cut(self.core, rebuild, snapshot)
+    fn increment_cut(
+        &mut self,
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+        head: &CutHead,
+    ) -> Result<(), StoreError> {
+        self.replica.increment_cut(self.core, rebuild, snapshot, head)
     }
 
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError> {
@@ -705,15 +722,16 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn repair(
         &mut self,
+        view: ReadView,
         lba: u64,
         version: Lsn,
         crc: u32,
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError> {
-        self.replica.repair(self.core, lba, version, crc, data)
+        self.replica.repair(self.core, view, lba, version, crc, data)
     }
 
-    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
-        self.replica.mend(self.core, lba, slots)
+    fn mend(&mut self, view: ReadView, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+        self.replica.mend(self.core, view, lba, slots)
     }
 }

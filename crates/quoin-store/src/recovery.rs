@@ -32,7 +32,7 @@ use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
-use crate::replica::{Image, Replica, Synced, Upper};
+use crate::replica::{Image, Replica, Synced};
 use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
 use crate::space::table::FoundTable;
@@ -107,7 +107,6 @@ pub fn recover<D: Disk>(
     replica.folded =
         Image { head: checkpoint.head, root: checkpoint.root, snapshots: checkpoint.snapshots };
     replica.log = Log::after(folded);
-    replica.upper = Upper { lower: checkpoint.root, ..Upper::default() };
     replica.shadow = checkpoint.shadow.map(Shadow::restored);
     replica.stable = checkpoint.stable;
     replica.replay_head();

@@ -28,7 +28,7 @@ use quoin_store::memory_disk::{DiskEvent, SECTOR_SIZE};
 use quoin_store::model::ModelPool;
 use quoin_store::{Disk, MemoryDisk, Pool, ReplicaPool};
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::ReadView;
+use quoin_types::message::{CutHead, ReadView};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 use rand::Rng;
 
@@ -332,7 +332,7 @@ fn every_crash_of_appends_truncations_and_syncs_leaves_what_the_model_allows() {
 fn every_crash_of_checkpoints_and_clean_up_leaves_what_the_model_allows() {
     for seed in seeds() {
         println!("seed {seed}");
-        let mut world = World::without_reverts(1000 + seed, 5 << 20);
+        let mut world = World::new(1000 + seed, 5 << 20);
         // Up to the pressure, without looking.
         for _ in 0..400 {
             step(&mut world);
@@ -436,7 +436,7 @@ fn every_crash_of_creating_and_deleting_a_replica_leaves_all_of_it_or_nothing() 
 fn every_crash_of_an_increment_leaves_the_copy_before_it_or_after_it() {
     for seed in seeds() {
         println!("seed {seed}");
-        let mut source = World::without_reverts(500 + seed, 32 << 20);
+        let mut source = World::new(500 + seed, 32 << 20);
         (0..60).for_each(|_| source.append());
         let (disk, mut pool) = common::new_pool(16 << 20);
         pool.create(identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room");
@@ -459,7 +459,7 @@ fn every_crash_of_an_increment_leaves_the_copy_before_it_or_after_it() {
         for info in &snapshots {
             let (slots, _) = pull_all(&mut from, ReadView::Snapshot(info.id), done);
             to.increment_feed(1, &slots, BLOCKS).expect("fed");
-            to.increment_cut(1, *info).expect("a cut");
+            to.increment_cut(1, *info, &CutHead::default()).expect("a cut");
             done = info.lsn;
         }
         let (slots, end) = pull_all(&mut from, ReadView::Base, done);
@@ -507,9 +507,9 @@ fn every_crash_behind_a_flip_that_a_sync_was_under_way_for_leaves_a_whole_copy()
     const OTHER: ReplicaGuid = ReplicaGuid(0x07e4);
     for seed in seeds() {
         println!("seed {seed}");
-        let mut old = World::without_reverts(700 + seed, 16 << 20);
+        let mut old = World::new(700 + seed, 16 << 20);
         (0..40).for_each(|_| old.append());
-        let mut source = World::without_reverts(800 + seed, 32 << 20);
+        let mut source = World::new(800 + seed, 32 << 20);
         (0..90).for_each(|_| source.append());
         source.set_stable_at_the_end();
         source.pool().settle().expect("a checkpoint of everything");

@@ -231,9 +231,12 @@ fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
                 continue;
             }
             let other = Lsn(found.version.0 + 1);
-            assert_eq!(replica.repair(found.lba, other, crc, data), Ok(false));
-            assert_eq!(replica.repair(found.lba, found.version, crc ^ 1, data), Ok(false));
-            if replica.repair(found.lba, found.version, crc, data) == Ok(true) {
+            assert_eq!(replica.repair(ReadView::Live, found.lba, other, crc, data), Ok(false));
+            assert_eq!(
+                replica.repair(ReadView::Live, found.lba, found.version, crc ^ 1, data),
+                Ok(false)
+            );
+            if replica.repair(ReadView::Live, found.lba, found.version, crc, data) == Ok(true) {
                 slots.clear();
                 replica.read(ReadView::Live, found.lba, 1, true, &mut slots).expect("a read");
                 assert_eq!(slots[0].content, Content::Data { crc, data: data.clone() });
@@ -248,7 +251,7 @@ fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
 #[test]
 fn a_fold_in_the_middle_of_a_scrub_hides_nothing_from_it() {
     for steps_before_fold in (0..120).step_by(7) {
-        let mut world = World::without_reverts(31, 32 << 20);
+        let mut world = World::new(31, 32 << 20);
         (0..20).for_each(|_| world.append());
         world.begin_sync();
         world.finish_sync();
@@ -353,7 +356,7 @@ fn a_crash_after_any_write_leaves_a_prefix_of_the_history() {
         world
     };
     let total = reference.disk.writes();
-    let first = World::without_reverts(31, 32 << 20).disk.writes();
+    let first = World::new(31, 32 << 20).disk.writes();
     let mut lengths = std::collections::BTreeSet::new();
     for limit in first..total {
         let world = workload(Some(limit));
@@ -381,7 +384,7 @@ fn a_crash_after_any_write_leaves_a_prefix_of_the_history() {
 
 /// A fixed workload whose disk dies after so many writes; its history is all that was tried.
 fn workload(limit: Option<u64>) -> World {
-    let mut world = World::without_reverts(31, 32 << 20);
+    let mut world = World::new(31, 32 << 20);
     let written = world.disk.writes();
     if let Some(limit) = limit {
         world.disk.fail_after(Some(limit.saturating_sub(written)));
@@ -432,7 +435,7 @@ fn assert_same(at: &str, rotten: u64, got: &Flat, wanted: &Flat) {
 /// replica and no other block is touched, and a peer's slots make it whole again.
 #[test]
 fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() {
-    let mut world = lives(World::without_reverts(17, 32 << 20));
+    let mut world = lives(World::new(17, 32 << 20));
     let mut peer = Pool::open(world.disk.fork(), options()).expect("whole");
     let size = peer.replica(GUID).expect("it").state().volume_blocks;
     world.pool = None;
@@ -471,9 +474,11 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
                 let slots = live(&mut peer, bad.lba, count);
                 let mut replica = pool.replica(GUID).expect("it");
                 if bad.blocks > 1 {
-                    stretches += u32::from(replica.mend(bad.lba, &slots) == Ok(true));
+                    stretches +=
+                        u32::from(replica.mend(ReadView::Live, bad.lba, &slots) == Ok(true));
                 } else if let Content::Data { crc, data } = &slots[0].content {
-                    let done = replica.repair(bad.lba, slots[0].version, *crc, data);
+                    let done =
+                        replica.repair(ReadView::Live, bad.lba, slots[0].version, *crc, data);
                     blocks += u32::from(done == Ok(true));
                 }
             }
@@ -535,7 +540,7 @@ enum OnMedia {
 /// killed before it could write down what became of that: the same boot, the pages still in the
 /// cache.
 fn killed_after_a_sync(held: OnMedia, batches: usize) {
-    let mut world = World::without_reverts(3, 32 << 20);
+    let mut world = World::new(3, 32 << 20);
     let claim = ReplicaMeta {
         session_open: true,
         cookie: world.disk.cookie(),

@@ -8,7 +8,7 @@ use crate::common::{
 use bytes::Bytes;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{MemoryDisk, Pool, ReplicaPool};
-use quoin_types::message::ReadView;
+use quoin_types::message::{CutHead, IncrementEnd, ReadView};
 use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -93,11 +93,11 @@ impl Receiver {
                 .collect();
             views.push(ReadView::Base);
             let mut done = from;
-            let mut end = None;
+            let mut end: Option<Box<IncrementEnd>> = None;
             for view in views {
                 let mut cursor = 0;
                 loop {
-                    let chunk = source.pull(4, view, done, cursor, 60_000).expect("a pull");
+                    let chunk = source.pull(4, view, done, cursor, 60_000, true).expect("a pull");
                     let chunk = chunk.expect("the view exists");
                     let next = chunk.cursor.unwrap_or(BLOCKS);
                     self.with(|s| s.increment_feed(id, &chunk.slots, next)).expect("fed");
@@ -119,8 +119,11 @@ impl Receiver {
                     }
                 }
                 if let ReadView::Snapshot(snapshot) = view {
-                    let info = *snapshots.iter().find(|s| s.id == snapshot).expect("listed");
-                    self.with(|s| s.increment_cut(id, info)).expect("a cut");
+                    let at = snapshots.iter().position(|s| s.id == snapshot).expect("listed");
+                    let (info, head) = (snapshots[at], source.snapshot_heads()[at]);
+                    let last_view = end.as_ref().and_then(|end| end.last_view.clone());
+                    let head = CutHead { head, last_view };
+                    self.with(|s| s.increment_cut(id, info, &head)).expect("a cut");
                     done = info.lsn;
                 }
             }
@@ -149,6 +152,7 @@ impl Receiver {
         assert_eq!(state.last_view, end.last_view);
         assert_eq!(self.with(|s| s.epoch_table()), end.epoch_table);
         assert_eq!(self.with(|s| s.snapshots()), end.snapshots);
+        assert_eq!(self.with(|s| s.snapshot_heads()), source.snapshot_heads());
         let views = end.snapshots.iter().map(|s| ReadView::Snapshot(s.id)).chain([ReadView::Base]);
         for view in views {
             let source = flat(&read_all(source, view, BLOCKS));
@@ -158,7 +162,7 @@ impl Receiver {
     }
 }
 
-/// Writes some history without Reverts and folds all of it, so that the base is the position.
+/// Writes some history and folds all of it, so that the base is the position.
 fn write(world: &mut World, batches: u32) {
     for _ in 0..batches {
         world.append();
@@ -176,7 +180,7 @@ fn a_copy_rebuilt_through_crashes_is_the_source_snapshots_and_holes_included() {
     let mut interruptions = 0;
     for seed in 0..60 {
         println!("seed {seed}");
-        let mut world = World::without_reverts(seed, 32 << 20);
+        let mut world = World::new(seed, 32 << 20);
         let mut receiver = Receiver::new(seed);
         let mut from = Lsn::ZERO;
         for round in 1..4u64 {
@@ -248,7 +252,7 @@ fn a_snapshot_is_pulled_as_it_was_while_writes_folds_and_clean_up_go_on_beneath_
         let (mut cursor, mut slots) = (0, Vec::new());
         let end = loop {
             let mut source = world.pool().replica(GUID).expect("it");
-            let chunk = source.pull(7, view, from, cursor, 30_000).expect("a pull");
+            let chunk = source.pull(7, view, from, cursor, 30_000, true).expect("a pull");
             let chunk = chunk.expect("the snapshot is there");
             slots.extend(chunk.slots);
             chunks += 1;
@@ -268,13 +272,13 @@ fn a_snapshot_is_pulled_as_it_was_while_writes_folds_and_clean_up_go_on_beneath_
 #[test]
 fn a_pinned_base_is_pulled_as_it_was_though_every_segment_was_emptied_meanwhile() {
     for seed in 0..6 {
-        let mut world = World::without_reverts(900 + seed, 12 << 20);
+        let mut world = World::new(900 + seed, 12 << 20);
         append(&mut world, (0..900).map(|_| EntryKind::Write));
         world.set_stable_at_the_end();
         world.pool().settle().expect("folded");
         let mut source = world.pool().replica(GUID).expect("it");
         let expected = flat(&read_all(&mut source, ReadView::Base, BLOCKS));
-        let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, 0, 600_000).expect("a pull");
+        let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, 0, 600_000, true).expect("a pull");
         let chunk = chunk.expect("the base is there");
         let (mut cursor, mut slots) = (chunk.cursor.expect("more to come"), chunk.slots);
         let held = world.pool().replica_stats(GUID).expect("it").allocated_bytes;
@@ -292,7 +296,7 @@ fn a_pinned_base_is_pulled_as_it_was_though_every_segment_was_emptied_meanwhile(
         assert!(moved > held, "{moved} bytes were moved of {held}");
         loop {
             let mut source = world.pool().replica(GUID).expect("it");
-            let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, cursor, 200_000);
+            let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, cursor, 200_000, true);
             let chunk = chunk.expect("a pull").expect("the pin");
             slots.extend(chunk.slots);
             match chunk.cursor {
@@ -307,12 +311,13 @@ fn a_pinned_base_is_pulled_as_it_was_though_every_segment_was_emptied_meanwhile(
 
 #[test]
 fn an_interrupted_shadow_resumes_where_its_last_commit_stood() {
-    let mut world = World::without_reverts(3, 32 << 20);
+    let mut world = World::new(3, 32 << 20);
     write(&mut world, 60);
     let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
     let mut receiver = Receiver::new(3);
     receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("a start");
-    let chunk = source.pull(1, ReadView::Base, Lsn::ZERO, 0, 200_000).expect("a pull").expect("it");
+    let chunk =
+        source.pull(1, ReadView::Base, Lsn::ZERO, 0, 200_000, true).expect("a pull").expect("it");
     let cursor = chunk.cursor.expect("more to come");
     receiver.with(|s| s.increment_feed(7, &chunk.slots, cursor)).expect("fed");
     while receiver.pool().background(1 << 20).expect("background work") {}
@@ -324,7 +329,7 @@ fn an_interrupted_shadow_resumes_where_its_last_commit_stood() {
     receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("the same one");
     let (mut cursor, mut end) = (cursor, None);
     while end.is_none() {
-        let chunk = source.pull(1, ReadView::Base, Lsn::ZERO, cursor, 200_000);
+        let chunk = source.pull(1, ReadView::Base, Lsn::ZERO, cursor, 200_000, true);
         let chunk = chunk.expect("a pull").expect("the pin");
         cursor = chunk.cursor.unwrap_or(BLOCKS);
         receiver.with(|s| s.increment_feed(7, &chunk.slots, cursor)).expect("fed");
@@ -343,7 +348,7 @@ fn an_interrupted_shadow_resumes_where_its_last_commit_stood() {
 /// Proves: a given-up rebuild costs no space.
 #[test]
 fn the_space_of_an_abandoned_shadow_comes_back() {
-    let mut world = World::without_reverts(5, 32 << 20);
+    let mut world = World::new(5, 32 << 20);
     write(&mut world, 60);
     let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
     let (slots, _) = pull_all(&mut source, ReadView::Base, Lsn::ZERO);
@@ -374,7 +379,7 @@ fn an_entry_ends_a_prepared_shadow_too_and_no_flip_goes_back_behind_it() {
 }
 
 fn an_entry_ends_it(prepared: bool) {
-    let mut world = World::without_reverts(5, 32 << 20);
+    let mut world = World::new(5, 32 << 20);
     write(&mut world, 60);
     let first = world.history[0].clone();
     let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
@@ -410,7 +415,7 @@ fn an_entry_ends_it(prepared: bool) {
 
 #[test]
 fn an_increment_that_starts_above_stable_or_lacks_a_snapshot_is_refused() {
-    let mut world = World::without_reverts(9, 32 << 20);
+    let mut world = World::new(9, 32 << 20);
     write(&mut world, 10);
     let above = Lsn(world.history.len() as u64 + 1);
     let mut replica = world.pool.as_mut().expect("open").replica(GUID).expect("it");

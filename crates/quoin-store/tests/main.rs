@@ -12,6 +12,7 @@ mod model;
 mod offline;
 mod opening;
 mod pressure;
+mod reverts;
 mod ring;
 mod steps;
 mod views;

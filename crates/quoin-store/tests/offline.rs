@@ -10,7 +10,7 @@ use quoin_types::message::ReadView;
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 fn lived_in() -> (World, MemoryDisk) {
-    let mut world = World::without_reverts(41, 32 << 20);
+    let mut world = World::new(41, 32 << 20);
     for _ in 0..40 {
         world.append();
     }
@@ -74,7 +74,7 @@ fn inspect_and_check_name_what_is_there_and_what_is_wrong() {
 
 #[test]
 fn what_a_replica_keeps_about_its_volume_outlives_restarts_and_the_restatement_of_the_ring() {
-    let mut world = World::without_reverts(43, 32 << 20);
+    let mut world = World::new(43, 32 << 20);
     let description = |n: u32| Bytes::from(format!("name: test, change {n}"));
     let mut last = 0;
     // Far more than the ring holds between two whole statements.

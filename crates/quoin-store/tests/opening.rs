@@ -34,7 +34,7 @@ fn flushed_log() -> (World, ReplicaMeta) {
 }
 
 fn flushed_log_of(batches: u64, blocks_each: u32) -> (World, ReplicaMeta) {
-    let mut world = World::without_reverts(5, 32 << 20);
+    let mut world = World::new(5, 32 << 20);
     let claim =
         ReplicaMeta { session_open: true, cookie: world.disk.cookie(), ..ReplicaMeta::default() };
     world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");

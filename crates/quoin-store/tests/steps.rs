@@ -142,7 +142,7 @@ fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
     let live = volume.pool.replica_stats(GUID).expect("it").live_bytes;
     assert!(live < 64 << 10, "{live} bytes are taken for live of what was trimmed");
     let mut replica = volume.pool.replica(GUID).expect("it");
-    let chunk = replica.pull(1, ReadView::Live, Lsn(0), 0, 1 << 20).expect("a pull");
+    let chunk = replica.pull(1, ReadView::Live, Lsn(0), 0, 1 << 20, true).expect("a pull");
     let slots = chunk.expect("the view exists").slots;
     assert!(slots.iter().all(|s| s.version == Lsn(volume.lsn)), "{:?}", &slots[..1]);
 }
@@ -412,7 +412,7 @@ fn an_answer_to_a_pull_of_many_holes_fits_a_frame_whatever_was_asked_for() {
             let (mut cursor, mut seen) = (0, 0);
             // The smallest answers are many: some of them tell.
             for _ in 0..2000 {
-                let chunk = replica.pull(1, ReadView::Live, Lsn(0), cursor, bytes_max);
+                let chunk = replica.pull(1, ReadView::Live, Lsn(0), cursor, bytes_max, true);
                 let chunk = chunk.expect("a pull").expect("the view exists");
                 let head = chunk.slots.len() * SLOT_BYTES;
                 assert!(head < HEAD_BYTES_MAX / 10 * 9, "{head} bytes of {bytes_max}");

@@ -23,7 +23,7 @@ type Versions = Arc<Vec<i64>>;
 #[derive(Clone)]
 struct State {
     live: Versions,
-    snapshots: Vec<(SnapshotId, Versions)>,
+    snapshots: Vec<(SnapshotId, Versions, i64)>,
     chain: Chain,
 }
 
@@ -96,11 +96,17 @@ impl World {
                 Arc::make_mut(&mut state.live)[range].fill(lsn as i64);
             }
             EntryKind::Trim => Arc::make_mut(&mut state.live)[range].fill(-(lsn as i64)),
-            EntryKind::Snapshot { id, .. } => state.snapshots.push((*id, state.live.clone())),
-            EntryKind::DeleteSnapshot { id } => state.snapshots.retain(|(other, _)| other != id),
+            EntryKind::Snapshot { id, .. } => {
+                state.snapshots.push((*id, state.live.clone(), lsn as i64));
+            }
+            EntryKind::DeleteSnapshot { id } => state.snapshots.retain(|(other, ..)| other != id),
             EntryKind::Revert { id } => {
-                let found = state.snapshots.iter().find(|(other, _)| other == id);
-                state.live = found.expect("it is listed").1.clone();
+                let found = state.snapshots.iter().find(|(other, ..)| other == id);
+                let (_, kept, since) = found.expect("it is listed").clone();
+                let live = Arc::make_mut(&mut state.live).iter_mut();
+                for (block, kept) in live.zip(kept.iter()).filter(|(b, _)| b.abs() > since) {
+                    *block = if *kept > 0 { lsn as i64 } else { -(lsn as i64) };
+                }
             }
             _ => unreachable!("not made here"),
         }
@@ -129,7 +135,7 @@ impl World {
     fn check(&mut self, lba: u64, blocks: u64) {
         let state = self.state().clone();
         let blocks = blocks.min(BLOCKS - lba);
-        let snapshots = state.snapshots.iter().map(|(id, held)| (ReadView::Snapshot(*id), held));
+        let snapshots = state.snapshots.iter().map(|(id, held, _)| (ReadView::Snapshot(*id), held));
         // Twice in turn: a view is found again after others were read.
         let views: Vec<_> = snapshots.chain([(ReadView::Live, &state.live)]).collect();
         for (view, held) in views.iter().chain(&views) {

@@ -122,13 +122,14 @@ fn opened(pool: &RunningPool, nonce: u64) -> Link {
         guid: MEMBER.guid,
         membership: membership(&[MEMBER], 1),
         lease_ms: 1000,
+        knows_points: true,
     });
     assert!(matches!(link.next(), Some(FromReplica::OpenAck(_))));
     link
 }
 
 fn pull(id: u64, cursor: u64, bytes_max: u32) -> ToReplica {
-    ToReplica::Pull { id, view: ReadView::Live, from: Lsn(0), cursor, bytes_max }
+    ToReplica::Pull { id, view: ReadView::Live, from: Lsn(0), cursor, bytes_max, want_data: true }
 }
 
 #[test]

@@ -123,9 +123,10 @@ impl EntryKind {
         Ok(kind)
     }
 
-    /// Returns true for kinds that a replica makes durable before it answers Applied (R2).
+    /// Returns true for kinds that a replica makes durable before it answers Applied (R2): Views,
+    /// Reverts and Resizes. A snapshot is answered at stable, so its entry waits for no sync.
     pub fn is_durable_first(&self) -> bool {
-        !matches!(self, EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. })
+        matches!(self, EntryKind::View(_) | EntryKind::Revert { .. } | EntryKind::Resize { .. })
     }
 }
 
@@ -297,8 +298,12 @@ impl Entry {
         Chain(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes))
     }
 
-    /// Returns true if the range of the entry overlaps `[lba, lba + blocks)`.
+    /// Returns true if the entry may change blocks of `[lba, lba + blocks)`. A Revert may change
+    /// any block.
     pub fn overlaps(&self, lba: u64, blocks: u64) -> bool {
+        if matches!(self.kind, EntryKind::Revert { .. }) && blocks > 0 {
+            return true;
+        }
         self.blocks > 0 && self.lba < lba + blocks && lba < self.lba + u64::from(self.blocks)
     }
 

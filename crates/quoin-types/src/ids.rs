@@ -68,6 +68,21 @@ impl fmt::Display for Lsn {
     }
 }
 
+impl SnapshotId {
+    /// Upper half of the id of every boundary of a rebuild.
+    const BOUNDARY: u64 = u64::from_be_bytes(*b"boundary");
+
+    /// The id of a rebuild's boundary, with a random lower half.
+    pub fn of_boundary(random: u64) -> Self {
+        Self(u128::from(Self::BOUNDARY) << 64 | u128::from(random))
+    }
+
+    /// Returns true for ids made by [`SnapshotId::of_boundary`].
+    pub fn is_of_boundary(self) -> bool {
+        (self.0 >> 64) as u64 == Self::BOUNDARY
+    }
+}
+
 /// Place in a volume's history: the epoch and LSN of the last entry, Views included.
 /// Compared lexicographically.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]

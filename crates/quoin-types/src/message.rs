@@ -118,6 +118,8 @@ pub struct BadCopy {
     pub blocks: u32,
     /// Version of the block; in a range, that of the newest block.
     pub version: Lsn,
+    /// The snapshot that shows it; `None`: the live view does.
+    pub snapshot: Option<SnapshotId>,
 }
 
 impl BadCopy {
@@ -149,6 +151,28 @@ pub struct SnapshotInfo {
     pub blocks: u64,
 }
 
+impl SnapshotInfo {
+    /// Returns true for the boundary of a rebuild, which exists for that rebuild alone. Other
+    /// hidden snapshots have an owner.
+    pub fn is_boundary(&self) -> bool {
+        self.hidden && self.id.is_of_boundary()
+    }
+}
+
+/// Epoch and chain of the history at a snapshot's LSN.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SnapshotHead {
+    pub epoch: Epoch,
+    pub chain: Chain,
+}
+
+/// Head of the history at a snapshot, as an increment carries it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct CutHead {
+    pub head: SnapshotHead,
+    pub last_view: Option<(Lsn, View)>,
+}
+
 /// Limit of snapshots of one volume.
 pub const SNAPSHOTS_MAX: usize = 1024;
 
@@ -176,6 +200,9 @@ pub enum ToReplica {
         /// Membership that the epoch was granted with; the replica keeps a durable copy.
         membership: Membership,
         lease_ms: u32,
+        /// The target knows the fields that concern snapshots: those of [`OpenAck::heads`] and
+        /// later, and snapshots in [`BadCopy`]. Set only for a replica that knows them too.
+        knows_points: bool,
     },
     /// Removes every entry after `keep`. Never executed below stable. Always the first message
     /// after the `OpenAck` of a replica that is going to be fed, also where nothing is removed.
@@ -211,7 +238,15 @@ pub enum ToReplica {
     /// Requests log entries after `after`, about `bytes_max` at most.
     Fetch { id: RequestId, after: Lsn, bytes_max: u32 },
     /// Requests slots of `view` with `from < version`, starting at LBA `cursor`.
-    Pull { id: RequestId, view: ReadView, from: Lsn, cursor: u64, bytes_max: u32 },
+    Pull {
+        id: RequestId,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+        /// False: data slots come without bytes. Only a replica with the feature is asked so.
+        want_data: bool,
+    },
     /// First message of a bulk connection. From now on, requests of rebuilds for this session come
     /// by it, and no longer by one with a lower number. Sent only to a replica whose session's
     /// connection has the feature.
@@ -228,7 +263,12 @@ pub enum ToReplica {
         after: Option<u64>,
     },
     /// Ends a snapshot: all data fed since the last cut is the whole of this snapshot.
-    IncrementCut { rebuild: u64, snapshot: SnapshotInfo },
+    IncrementCut {
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+        /// The history's head there; sent to a replica with the feature.
+        head: Option<Box<CutHead>>,
+    },
     /// Verifies, syncs, and flips atomically to this state.
     IncrementCommit {
         rebuild: u64,
@@ -238,11 +278,19 @@ pub enum ToReplica {
         fed: Option<FedSum>,
     },
     /// Replaces the bad copy of a block, only if the replica holds the same version.
-    Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
-    /// Carries another member's live slots for a range whose map is damaged, as of its LSN `at`. A
-    /// replica that has not applied as much, or whose map is intact there, ignores it.
-    Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot> },
-    /// Compares live blocks with their checksums on media and reports the result for a prefix of
+    Repair {
+        lba: u64,
+        version: Lsn,
+        crc: u32,
+        data: Bytes,
+        /// The snapshot whose block it is; `None`: the live view's.
+        snapshot: Option<SnapshotId>,
+    },
+    /// Carries another member's slots for a range whose map is damaged, as of its LSN `at`: those
+    /// of the snapshot, or the live ones. A replica that has not applied as much, or whose map is
+    /// intact there, ignores it.
+    Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot>, snapshot: Option<SnapshotId> },
+    /// Compares blocks of a view with their checksums on media and reports the result for a prefix of
     /// the range, about `bytes_max` of data. Sent only to a replica whose connection has the
     /// feature.
     Verify {
@@ -255,6 +303,8 @@ pub enum ToReplica {
         /// True: bad copies are requested from the other members. False: they are only reported.
         repair: bool,
         ping: Ping,
+        /// The snapshot whose blocks are compared; `None`: the live ones.
+        snapshot: Option<SnapshotId>,
     },
     /// Ends the session cleanly; everything is durable.
     Close,
@@ -325,6 +375,9 @@ impl OpenAck {
         if self.volume_blocks > VOLUME_BLOCKS_MAX {
             return Err("an impossible volume size");
         }
+        if !self.heads.is_empty() && self.heads.len() != self.snapshots.len() {
+            return Err("heads of other snapshots");
+        }
         if self.snapshots.len() > SNAPSHOTS_MAX || self.epoch_table.len() > EPOCH_TABLE_MAX {
             return Err("more snapshots or epochs than a volume may have");
         }
@@ -364,6 +417,11 @@ pub struct OpenAck {
     pub snapshots: Vec<SnapshotInfo>,
     /// A shadow left by an interrupted rebuild: its id, its start, and the next LBA.
     pub shadow: Option<(u64, Lsn, u64)>,
+    /// LSN of the last snapshot that the shadow is complete for; its start if there is none. The
+    /// next LBA counts within the view after it. Reported, like `heads`, to a target that knows it.
+    pub shadow_cut: Option<Lsn>,
+    /// Heads of the snapshots, in their order; or none at all.
+    pub heads: Vec<SnapshotHead>,
 }
 
 /// Reason for which a replica refused a session or ended it.
@@ -445,6 +503,8 @@ pub enum FromReplica {
     IncrementBegun {
         rebuild: u64,
         cursor: u64,
+        /// As [`OpenAck::shadow_cut`].
+        cut: Option<Lsn>,
     },
     /// Always sent by the session's own connection: what follows the flip uses that one.
     IncrementDone {

@@ -15,8 +15,9 @@ use quoin_types::ids::{
 };
 use quoin_types::membership::Membership;
 use quoin_types::message::{
-    BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica, IncrementEnd,
-    OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
+    BadCopy, Content, CutHead, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica,
+    IncrementEnd, OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotHead, SnapshotInfo,
+    ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
@@ -86,6 +87,7 @@ impl Body {
                 guid: ReplicaGuid(self.head.u128("open")?),
                 membership: Membership::decode(&mut self.head)?,
                 lease_ms: self.head.u32("open")?,
+                knows_points: self.has_more() && self.head.bool("open")?,
             },
             kind::TRUNCATE => ToReplica::Truncate { keep: self.lsn()?, tip: self.lsn()? },
             kind::APPEND => ToReplica::Append {
@@ -125,6 +127,7 @@ impl Body {
                 from: self.lsn()?,
                 cursor: self.lba()?,
                 bytes_max: self.head.u32("pull")?,
+                want_data: !self.has_more() || self.head.bool("pull")?,
             },
             kind::INCREMENT_BEGIN => ToReplica::IncrementBegin {
                 rebuild: self.head.u64("increment")?,
@@ -140,6 +143,7 @@ impl Body {
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
                 rebuild: self.head.u64("increment")?,
                 snapshot: self.snapshot()?,
+                head: self.has_more().then(|| self.cut_head()).transpose()?.map(Box::new),
             },
             kind::INCREMENT_COMMIT => ToReplica::IncrementCommit {
                 rebuild: self.head.u64("increment")?,
@@ -150,13 +154,15 @@ impl Body {
                 let (lba, version) = (self.lba()?, self.lsn()?);
                 let crc = self.head.u32("repair")?;
                 let data = self.block()?;
-                ToReplica::Repair { lba, version, crc, data }
+                let snapshot = self.snapshot_at_end()?;
+                ToReplica::Repair { lba, version, crc, data, snapshot }
             }
             kind::MEND => ToReplica::Mend {
                 lba: self.lba()?,
                 blocks: self.head.u32("mend")?,
                 at: self.lsn()?,
                 slots: self.slots()?,
+                snapshot: self.snapshot_at_end()?,
             },
             kind::VERIFY => {
                 let (id, lba) = (self.head.u64("verify")?, self.lba()?);
@@ -172,6 +178,7 @@ impl Body {
                     after: self.lsn()?,
                     repair: self.head.bool("verify")?,
                     ping: self.ping()?,
+                    snapshot: self.snapshot_at_end()?,
                 }
             }
             kind::CLOSE => ToReplica::Close,
@@ -181,26 +188,36 @@ impl Body {
 
     fn message_from_replica(&mut self, kind: u8) -> Result<FromReplica, WireError> {
         Ok(match kind {
-            kind::OPEN_ACK => FromReplica::OpenAck(Box::new(OpenAck {
-                position: self.position()?,
-                chain: Chain(self.head.u64("chain")?),
-                epoch_table: self.epoch_table()?,
-                stable: self.lsn()?,
-                durable: self.lsn()?,
-                base: self.lsn()?,
-                last_view: self.last_view()?,
-                continuous: self.head.bool("continuous flag")?,
-                membership_version: self.head.u64("membership version")?,
-                quorum: self.head.bool("quorum flag")?,
-                damaged: self.head.bool("damaged flag")?,
-                volume_blocks: self.head.u64("volume size")?,
-                snapshots: self.snapshots()?,
-                shadow: if self.head.bool("shadow flag")? {
-                    Some((self.head.u64("shadow")?, self.lsn()?, self.cursor()?))
-                } else {
-                    None
-                },
-            })),
+            kind::OPEN_ACK => {
+                let mut ack = OpenAck {
+                    position: self.position()?,
+                    chain: Chain(self.head.u64("chain")?),
+                    epoch_table: self.epoch_table()?,
+                    stable: self.lsn()?,
+                    durable: self.lsn()?,
+                    base: self.lsn()?,
+                    last_view: self.last_view()?,
+                    continuous: self.head.bool("continuous flag")?,
+                    membership_version: self.head.u64("membership version")?,
+                    quorum: self.head.bool("quorum flag")?,
+                    damaged: self.head.bool("damaged flag")?,
+                    volume_blocks: self.head.u64("volume size")?,
+                    snapshots: self.snapshots()?,
+                    shadow: if self.head.bool("shadow flag")? {
+                        Some((self.head.u64("shadow")?, self.lsn()?, self.cursor()?))
+                    } else {
+                        None
+                    },
+                    shadow_cut: None,
+                    heads: Vec::new(),
+                };
+                if self.has_more() {
+                    let has_cut = self.head.bool("shadow cut")?;
+                    ack.shadow_cut = Some(self.lsn()?).filter(|_| has_cut);
+                    ack.heads = self.heads()?;
+                }
+                FromReplica::OpenAck(Box::new(ack))
+            }
             kind::REFUSE => FromReplica::Refuse {
                 promised: Epoch(self.head.u64("refuse")?),
                 failure: self.failure()?,
@@ -256,6 +273,7 @@ impl Body {
             kind::INCREMENT_BEGUN => FromReplica::IncrementBegun {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
+                cut: self.has_more().then(|| self.lsn()).transpose()?,
             },
             kind::INCREMENT_DONE => FromReplica::IncrementDone {
                 rebuild: self.head.u64("increment")?,
@@ -277,6 +295,7 @@ impl Body {
                 lba: self.lba()?,
                 blocks: self.head.u32("bad copy")?,
                 version: self.lsn()?,
+                snapshot: self.snapshot_at_end()?,
             }),
             kind::CLOSED => FromReplica::Closed,
             kind::FAILED => FromReplica::Failed(self.failure()?),
@@ -366,6 +385,29 @@ impl Body {
             return Err(Malformed("snapshots"));
         }
         (0..n).map(|_| self.snapshot()).collect()
+    }
+
+    fn snapshot_at_end(&mut self) -> Result<Option<SnapshotId>, Malformed> {
+        self.has_more().then(|| self.head.u128("snapshot").map(SnapshotId)).transpose()
+    }
+
+    fn snapshot_head(&mut self) -> Result<SnapshotHead, Malformed> {
+        Ok(SnapshotHead {
+            epoch: Epoch(self.head.u64("snapshot head")?),
+            chain: Chain(self.head.u64("snapshot head")?),
+        })
+    }
+
+    fn cut_head(&mut self) -> Result<CutHead, Malformed> {
+        Ok(CutHead { head: self.snapshot_head()?, last_view: self.last_view()? })
+    }
+
+    fn heads(&mut self) -> Result<Vec<SnapshotHead>, Malformed> {
+        let n = self.head.count(16, "snapshot heads")?;
+        if n > SNAPSHOTS_MAX {
+            return Err(Malformed("snapshot heads"));
+        }
+        (0..n).map(|_| self.snapshot_head()).collect()
     }
 
     fn last_view(&mut self) -> Result<Option<(Lsn, View)>, Malformed> {

@@ -5,7 +5,8 @@ use quoin_types::codec::Writer;
 use quoin_types::entry::{Entry, View};
 use quoin_types::ids::{Lsn, SessionKey};
 use quoin_types::message::{
-    Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo, ToReplica,
+    Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+    ToReplica,
 };
 use quoin_types::{SnapshotId, crc32c};
 
@@ -137,6 +138,18 @@ fn snapshots(out: &mut BytesMut, list: &[SnapshotInfo]) {
     }
 }
 
+fn head(out: &mut BytesMut, head: &SnapshotHead) {
+    out.put_u64_le(head.epoch.0);
+    out.put_u64_le(head.chain.0);
+}
+
+/// Ends a frame with a snapshot where there is one: older versions end it before.
+fn snapshot_at_end(out: &mut BytesMut, snapshot: Option<SnapshotId>) {
+    if let Some(id) = snapshot {
+        out.put_u128_le(id.0);
+    }
+}
+
 fn last_view(out: &mut BytesMut, last: &Option<(Lsn, View)>) {
     out.put_flag(last.is_some());
     if let Some((lsn, view)) = last {
@@ -195,12 +208,16 @@ pub fn to_replica(
     let out = &mut frame.head;
     let kind = match message {
         ToReplica::Append { .. } => unreachable!("handled above"),
-        ToReplica::Open { volume, replica, guid, membership, lease_ms } => {
+        ToReplica::Open { volume, replica, guid, membership, lease_ms, knows_points } => {
             out.put_u128_le(volume.0);
             out.put_u128_le(replica.0);
             out.put_u128_le(guid.0);
             membership.encode(out);
             out.put_u32_le(*lease_ms);
+            // Versions without the feature end the frame here.
+            if *knows_points {
+                out.put_flag(true);
+            }
             kind::OPEN
         }
         ToReplica::Truncate { keep, tip } => {
@@ -234,12 +251,15 @@ pub fn to_replica(
             out.put_u32_le(*bytes_max);
             kind::FETCH
         }
-        ToReplica::Pull { id, view, from, cursor, bytes_max } => {
+        ToReplica::Pull { id, view, from, cursor, bytes_max, want_data } => {
             out.put_u64_le(*id);
             read_view(out, *view);
             out.put_u64_le(from.0);
             out.put_u64_le(*cursor);
             out.put_u32_le(*bytes_max);
+            if !want_data {
+                out.put_flag(false);
+            }
             kind::PULL
         }
         ToReplica::IncrementBegin { rebuild, from } => {
@@ -261,9 +281,13 @@ pub fn to_replica(
             }
             kind::INCREMENT_FEED
         }
-        ToReplica::IncrementCut { rebuild, snapshot: info } => {
+        ToReplica::IncrementCut { rebuild, snapshot: info, head: at } => {
             out.put_u64_le(*rebuild);
             snapshot(out, info);
+            if let Some(at) = at {
+                head(out, &at.head);
+                last_view(out, &at.last_view);
+            }
             kind::INCREMENT_CUT
         }
         ToReplica::IncrementCommit { rebuild, to, fed } => {
@@ -276,21 +300,23 @@ pub fn to_replica(
             }
             kind::INCREMENT_COMMIT
         }
-        ToReplica::Repair { lba, version, crc, data } => {
+        ToReplica::Repair { lba, version, crc, data, snapshot } => {
             out.put_u64_le(*lba);
             out.put_u64_le(version.0);
             out.put_u32_le(*crc);
+            snapshot_at_end(out, *snapshot);
             frame.data.push(data.clone());
             kind::REPAIR
         }
-        ToReplica::Mend { lba, blocks, at, slots } => {
+        ToReplica::Mend { lba, blocks, at, slots, snapshot } => {
             out.put_u64_le(*lba);
             out.put_u32_le(*blocks);
             out.put_u64_le(at.0);
             frame.slots(slots);
+            snapshot_at_end(&mut frame.head, *snapshot);
             kind::MEND
         }
-        ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
+        ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot } => {
             out.put_u64_le(*id);
             out.put_u64_le(*lba);
             out.put_u32_le(*blocks);
@@ -298,6 +324,7 @@ pub fn to_replica(
             out.put_u64_le(after.0);
             out.put_flag(*repair);
             out.put_u64_le(ping.0);
+            snapshot_at_end(out, *snapshot);
             kind::VERIFY
         }
         ToReplica::Close => kind::CLOSE,
@@ -336,6 +363,13 @@ pub fn from_replica(
                 out.put_u64_le(rebuild);
                 out.put_u64_le(from.0);
                 out.put_u64_le(cursor);
+            }
+            // Versions without the feature end the frame here.
+            if ack.shadow_cut.is_some() || !ack.heads.is_empty() {
+                out.put_flag(ack.shadow_cut.is_some());
+                out.put_u64_le(ack.shadow_cut.unwrap_or_default().0);
+                out.put_count(ack.heads.len());
+                ack.heads.iter().for_each(|at| head(out, at));
             }
             kind::OPEN_ACK
         }
@@ -393,9 +427,12 @@ pub fn from_replica(
             out.put_u64_le(*cursor);
             kind::INCREMENT_FED
         }
-        FromReplica::IncrementBegun { rebuild, cursor } => {
+        FromReplica::IncrementBegun { rebuild, cursor, cut } => {
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
+            if let Some(cut) = cut {
+                out.put_u64_le(cut.0);
+            }
             kind::INCREMENT_BEGUN
         }
         FromReplica::IncrementDone { rebuild, position } => {
@@ -428,6 +465,7 @@ pub fn from_replica(
             out.put_u64_le(copy.lba);
             out.put_u32_le(copy.blocks);
             out.put_u64_le(copy.version.0);
+            snapshot_at_end(out, copy.snapshot);
             kind::BAD_COPY
         }
         FromReplica::Closed => kind::CLOSED,

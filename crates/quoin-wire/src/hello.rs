@@ -22,8 +22,11 @@ pub const FEATURE_VERIFY: u64 = 1;
 pub const FEATURE_BULK: u64 = 2;
 /// A refused target gets the proof of the term that is newer than its grant's.
 pub const FEATURE_TERM: u64 = 4;
+/// Both sides know the fields that concern snapshots (their heads, the views of damage and repair,
+/// pulls without data), and a Revert as a versioned write.
+pub const FEATURE_POINTS: u64 = 8;
 /// Feature bits that this build knows.
-pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK | FEATURE_TERM;
+pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK | FEATURE_TERM | FEATURE_POINTS;
 /// Limit of a grant: a signed statement of a few ids, with the certificates of its signer.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 

@@ -105,6 +105,10 @@ fn snapshot() -> SnapshotInfo {
     SnapshotInfo { id: SnapshotId(0x5a), lsn: Lsn(103), hidden: true, blocks: 1 << 18 }
 }
 
+fn head() -> SnapshotHead {
+    SnapshotHead { epoch: Epoch(3), chain: Chain(0xcc) }
+}
+
 fn table() -> Vec<EpochEnd> {
     let row = |epoch, first, last, chain| EpochEnd {
         epoch: Epoch(epoch),
@@ -139,14 +143,16 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         want_data,
         ping,
     };
-    let open = ToReplica::Open {
+    let open = |knows_points| ToReplica::Open {
         volume: VolumeId(0xf01),
         replica: ReplicaId(2),
         guid: ReplicaGuid(3),
         membership: membership(),
         lease_ms: 2000,
+        knows_points,
     };
-    let verify = ToReplica::Verify {
+    let kept = Some(SnapshotId(0x5a));
+    let verify = |snapshot| ToReplica::Verify {
         id: 12,
         lba: 8,
         blocks: 504,
@@ -154,12 +160,37 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         after: Lsn(107),
         repair: true,
         ping,
+        snapshot,
     };
+    let pull = |want_data| ToReplica::Pull {
+        id: 11,
+        view,
+        from: Lsn(5),
+        cursor: 512,
+        bytes_max: 1 << 20,
+        want_data,
+    };
+    let cut = |head: Option<CutHead>| ToReplica::IncrementCut {
+        rebuild: 77,
+        snapshot: snapshot(),
+        head: head.map(Box::new),
+    };
+    let at_cut = CutHead { head: head(), last_view: end().last_view };
+    let repair = |snapshot| ToReplica::Repair {
+        lba: 8,
+        version: Lsn(90),
+        crc: 77,
+        data: block(8),
+        snapshot,
+    };
+    let mend =
+        |snapshot| ToReplica::Mend { lba: 1, blocks: 503, at: Lsn(107), slots: slots(), snapshot };
     let append = ToReplica::Append { entries: entries(), stable: Lsn(99), sync: true, ping };
     let feed = |after| ToReplica::IncrementFeed { rebuild: 77, slots: slots(), cursor: 504, after };
     let commit = |fed| ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()), fed };
     vec![
-        ("open", open),
+        ("open", open(false)),
+        ("open-points", open(true)),
         ("truncate", ToReplica::Truncate { keep: Lsn(98), tip: Lsn(107) }),
         ("append", append),
         ("sync", ToReplica::Sync { lsn: Lsn(107), ping }),
@@ -168,17 +199,22 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         ("read-snapshot", read(view, true)),
         ("read-base", read(ReadView::Base, false)),
         ("fetch", ToReplica::Fetch { id: 10, after: Lsn(50), bytes_max: 1 << 20 }),
-        ("pull", ToReplica::Pull { id: 11, view, from: Lsn(5), cursor: 512, bytes_max: 1 << 20 }),
+        ("pull", pull(true)),
+        ("pull-without-data", pull(false)),
         ("increment-begin", ToReplica::IncrementBegin { rebuild: 77, from: Lsn(5) }),
         ("increment-feed", feed(None)),
         ("increment-feed-after", feed(Some(7))),
         ("open-bulk", ToReplica::OpenBulk { number: 6 }),
-        ("increment-cut", ToReplica::IncrementCut { rebuild: 77, snapshot: snapshot() }),
+        ("increment-cut", cut(None)),
+        ("increment-cut-head", cut(Some(at_cut))),
         ("increment-commit", commit(None)),
         ("increment-commit-counted", commit(Some(FedSum { slots: 4, checksum: 0xfed }))),
-        ("repair", ToReplica::Repair { lba: 8, version: Lsn(90), crc: 77, data: block(8) }),
-        ("mend", ToReplica::Mend { lba: 1, blocks: 503, at: Lsn(107), slots: slots() }),
-        ("verify", verify),
+        ("repair", repair(None)),
+        ("repair-snapshot", repair(kept)),
+        ("mend", mend(None)),
+        ("mend-snapshot", mend(kept)),
+        ("verify", verify(None)),
+        ("verify-snapshot", verify(kept)),
         ("close", ToReplica::Close),
     ]
 }
@@ -201,7 +237,10 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         volume_blocks: 1 << 20,
         snapshots: vec![snapshot()],
         shadow: Some((77, Lsn(5), 504)),
+        shadow_cut: None,
+        heads: Vec::new(),
     };
+    let reported = OpenAck { shadow_cut: Some(Lsn(90)), heads: vec![head()], ..ack.clone() };
     let bare = OpenAck { shadow: None, last_view: None, snapshots: vec![], ..ack.clone() };
     let pulled = |cursor, end: Option<IncrementEnd>| FromReplica::Pulled {
         id: 11,
@@ -211,10 +250,13 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         gone: false,
     };
     let fetched = FromReplica::Fetched { id: 10, entries: entries(), gone: false };
-    let bad_copy = BadCopy { lba: 8, blocks: 1, version: Lsn(90) };
+    let bad_copy = BadCopy { lba: 8, blocks: 1, version: Lsn(90), snapshot: None };
+    let kept_bad = BadCopy { snapshot: Some(SnapshotId(0x5a)), ..bad_copy };
+    let begun = |cut| FromReplica::IncrementBegun { rebuild: 77, cursor: 504, cut };
     let refuse = FromReplica::Refuse { promised: Epoch(9), failure: Failure::Fenced };
     vec![
         ("open-ack", FromReplica::OpenAck(Box::new(ack))),
+        ("open-ack-points", FromReplica::OpenAck(Box::new(reported))),
         ("open-ack-bare", FromReplica::OpenAck(Box::new(bare))),
         ("refuse", refuse),
         ("truncated", FromReplica::Truncated { position, chain: Chain(0xbb) }),
@@ -225,13 +267,15 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         ("pulled", pulled(Some(504), None)),
         ("pulled-end", pulled(None, Some(end()))),
         ("increment-fed", FromReplica::IncrementFed { rebuild: 77, cursor: 504 }),
-        ("increment-begun", FromReplica::IncrementBegun { rebuild: 77, cursor: 504 }),
+        ("increment-begun", begun(None)),
+        ("increment-begun-cut", begun(Some(Lsn(90)))),
         ("increment-done", FromReplica::IncrementDone { rebuild: 77, position }),
         ("repaired", FromReplica::Repaired { lba: 8, version: Lsn(90), done: true }),
         ("mended", FromReplica::Mended { lba: 1, blocks: 503, done: true }),
         ("no-room", FromReplica::NoRoom { applied: Lsn(101) }),
         ("room", FromReplica::Room { short: true }),
         ("bad-copy", FromReplica::BadCopy(bad_copy)),
+        ("bad-copy-snapshot", FromReplica::BadCopy(kept_bad)),
         ("closed", FromReplica::Closed),
         ("failed-unknown", FromReplica::Failed(Failure::Unknown)),
         ("failed-retired", FromReplica::Failed(Failure::Retired)),

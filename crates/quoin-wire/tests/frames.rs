@@ -170,16 +170,26 @@ fn membership() -> impl Strategy<Value = Membership> {
     })
 }
 
+fn of_snapshot() -> impl Strategy<Value = Option<SnapshotId>> {
+    proptest::option::of(any::<u128>().prop_map(SnapshotId))
+}
+
+fn head() -> impl Strategy<Value = SnapshotHead> {
+    any::<(u64, u64)>()
+        .prop_map(|(epoch, chain)| SnapshotHead { epoch: Epoch(epoch), chain: Chain(chain) })
+}
+
 fn to_replica() -> impl Strategy<Value = ToReplica> {
     let ping = || any::<u64>().prop_map(Ping);
     prop_oneof![
-        (any::<u128>(), member(), membership(), any::<u32>()).prop_map(
-            |(volume, m, membership, lease_ms)| ToReplica::Open {
+        (any::<u128>(), member(), membership(), any::<u32>(), any::<bool>()).prop_map(
+            |(volume, m, membership, lease_ms, knows_points)| ToReplica::Open {
                 volume: VolumeId(volume),
                 replica: m.id,
                 guid: m.guid,
                 membership,
-                lease_ms
+                lease_ms,
+                knows_points,
             }
         ),
         (lsn(), lsn()).prop_map(|(keep, tip)| ToReplica::Truncate { keep, tip }),
@@ -211,13 +221,14 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
             after,
             bytes_max
         }),
-        (any::<u64>(), read_view(), lsn(), 0..1u64 << 44, any::<u32>()).prop_map(
-            |(id, view, from, cursor, bytes_max)| ToReplica::Pull {
+        (any::<u64>(), read_view(), lsn(), 0..1u64 << 44, any::<u32>(), any::<bool>()).prop_map(
+            |(id, view, from, cursor, bytes_max, want_data)| ToReplica::Pull {
                 id,
                 view,
                 from,
                 cursor,
-                bytes_max
+                bytes_max,
+                want_data,
             }
         ),
         (any::<u64>(), lsn())
@@ -231,31 +242,44 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
             }
         ),
         any::<u64>().prop_map(|number| ToReplica::OpenBulk { number }),
-        (any::<u64>(), snapshot())
-            .prop_map(|(rebuild, snapshot)| ToReplica::IncrementCut { rebuild, snapshot }),
+        (any::<u64>(), snapshot(), proptest::option::of((head(), view()))).prop_map(
+            |(rebuild, snapshot, at)| {
+                let last_view = |view| Some((snapshot.lsn, view));
+                let head = at.map(|(head, view)| CutHead { head, last_view: last_view(view) });
+                ToReplica::IncrementCut { rebuild, snapshot, head: head.map(Box::new) }
+            }
+        ),
         (any::<u64>(), increment_end(), proptest::option::of(any::<(u64, u32)>())).prop_map(
             |(rebuild, to, fed)| {
                 let fed = fed.map(|(slots, checksum)| FedSum { slots, checksum });
                 ToReplica::IncrementCommit { rebuild, to, fed }
             }
         ),
-        (0..1u64 << 44, lsn(), block()).prop_map(|(lba, version, data)| ToReplica::Repair {
-            lba,
-            version,
-            crc: crc32c(&data),
-            data
-        }),
-        (0..1u64 << 44, any::<u32>(), lsn(), slots())
-            .prop_map(|(lba, blocks, at, slots)| ToReplica::Mend { lba, blocks, at, slots }),
-        (any::<u64>(), 0..1u64 << 40, 1u32..VERIFY_BLOCKS_MAX, any::<(u32, bool)>(), lsn(), ping())
-            .prop_map(|(id, lba, blocks, (bytes_max, repair), after, ping)| ToReplica::Verify {
-                id,
+        (0..1u64 << 44, lsn(), block(), of_snapshot()).prop_map(
+            |(lba, version, data, snapshot)| ToReplica::Repair {
                 lba,
-                blocks,
-                bytes_max,
-                after,
-                repair,
-                ping,
+                version,
+                crc: crc32c(&data),
+                data,
+                snapshot,
+            }
+        ),
+        (0..1u64 << 44, any::<u32>(), lsn(), slots(), of_snapshot()).prop_map(
+            |(lba, blocks, at, slots, snapshot)| {
+                ToReplica::Mend { lba, blocks, at, slots, snapshot }
+            }
+        ),
+        (
+            any::<u64>(),
+            0..1u64 << 40,
+            1u32..VERIFY_BLOCKS_MAX,
+            any::<(u32, bool)>(),
+            lsn(),
+            ping(),
+            of_snapshot()
+        )
+            .prop_map(|(id, lba, blocks, (bytes_max, repair), after, ping, snapshot)| {
+                ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot }
             }),
         Just(ToReplica::Close),
     ]
@@ -265,25 +289,37 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
     let ping = || any::<u64>().prop_map(Ping);
     let shadow = proptest::option::of((any::<u64>(), lsn(), cursor()));
     prop_oneof![
-        (increment_end(), [lsn(), lsn(), lsn()], any::<[bool; 3]>(), any::<u64>(), shadow)
-            .prop_map(|(e, [stable, durable, base], flags, membership_version, shadow)| {
-                FromReplica::OpenAck(Box::new(OpenAck {
-                    position: e.position,
-                    chain: e.chain,
-                    epoch_table: e.epoch_table,
-                    stable,
-                    durable,
-                    base,
-                    last_view: e.last_view,
-                    continuous: flags[0],
-                    membership_version,
-                    quorum: flags[1],
-                    damaged: flags[2],
-                    volume_blocks: e.volume_blocks,
-                    snapshots: e.snapshots,
-                    shadow,
-                }))
-            }),
+        (
+            increment_end(),
+            [lsn(), lsn(), lsn()],
+            any::<[bool; 3]>(),
+            any::<u64>(),
+            shadow,
+            (proptest::option::of(lsn()), proptest::collection::vec(head(), 0..4)),
+        )
+            .prop_map(
+                |(e, [stable, durable, base], flags, membership_version, shadow, told)| {
+                    let (shadow_cut, heads) = told;
+                    FromReplica::OpenAck(Box::new(OpenAck {
+                        position: e.position,
+                        chain: e.chain,
+                        epoch_table: e.epoch_table,
+                        stable,
+                        durable,
+                        base,
+                        last_view: e.last_view,
+                        continuous: flags[0],
+                        membership_version,
+                        quorum: flags[1],
+                        damaged: flags[2],
+                        volume_blocks: e.volume_blocks,
+                        snapshots: e.snapshots,
+                        shadow,
+                        shadow_cut,
+                        heads,
+                    }))
+                }
+            ),
         any::<u64>()
             .prop_map(|e| FromReplica::Refuse { promised: Epoch(e), failure: Failure::Fenced }),
         (position(), any::<u64>())
@@ -315,8 +351,9 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
             }),
         (any::<u64>(), cursor())
             .prop_map(|(rebuild, cursor)| FromReplica::IncrementFed { rebuild, cursor }),
-        (any::<u64>(), cursor())
-            .prop_map(|(rebuild, cursor)| FromReplica::IncrementBegun { rebuild, cursor }),
+        (any::<u64>(), cursor(), proptest::option::of(lsn())).prop_map(|(rebuild, cursor, cut)| {
+            FromReplica::IncrementBegun { rebuild, cursor, cut }
+        }),
         (any::<u64>(), position())
             .prop_map(|(rebuild, position)| FromReplica::IncrementDone { rebuild, position }),
         (0..1u64 << 44, lsn(), any::<bool>())
@@ -325,9 +362,11 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
             .prop_map(|(lba, blocks, done)| FromReplica::Mended { lba, blocks, done }),
         lsn().prop_map(|applied| FromReplica::NoRoom { applied }),
         any::<bool>().prop_map(|short| FromReplica::Room { short }),
-        (0..1u64 << 44, any::<u32>(), lsn()).prop_map(|(lba, blocks, version)| {
-            FromReplica::BadCopy(BadCopy { lba, blocks, version })
-        }),
+        (0..1u64 << 44, any::<u32>(), lsn(), of_snapshot()).prop_map(
+            |(lba, blocks, version, snapshot)| {
+                FromReplica::BadCopy(BadCopy { lba, blocks, version, snapshot })
+            }
+        ),
         Just(FromReplica::Closed),
         Just(FromReplica::Failed(Failure::Stopping)),
     ]

@@ -254,7 +254,28 @@ impl Lineage {
     /// of their entry.
     pub fn image(&self, run: u64, path: &Path, upto: Lsn) -> BTreeMap<u64, (Lsn, Tags)> {
         let mut image = BTreeMap::new();
+        // What each snapshot that a later Revert goes back to holds.
+        let reverts = |entry: &&SharedEntry| match entry.kind {
+            EntryKind::Revert { id } => Some(id),
+            _ => None,
+        };
+        let wanted: BTreeSet<SnapshotId> =
+            self.entries_of(path).filter_map(|entry| reverts(&entry)).collect();
+        let mut kept: BTreeMap<SnapshotId, (Lsn, BTreeMap<u64, (Lsn, Tags)>)> = BTreeMap::new();
         for entry in self.entries_of(path).take_while(|entry| entry.lsn <= upto) {
+            match &entry.kind {
+                EntryKind::Snapshot { id, .. } if wanted.contains(id) => {
+                    kept.insert(*id, (entry.lsn, image.clone()));
+                }
+                EntryKind::Revert { id } => {
+                    let Some((since, then)) = kept.get(id) else { continue };
+                    let changed = image.iter_mut().filter(|(_, (version, _))| version > since);
+                    for (block, held) in changed {
+                        *held = (entry.lsn, then.get(block).map_or(ZERO, |(_, tags)| *tags));
+                    }
+                }
+                _ => {}
+            }
             for i in 0..u64::from(entry.blocks) {
                 let block = entry.lba + i;
                 let tags = if entry.kind == EntryKind::Write {

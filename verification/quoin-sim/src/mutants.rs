@@ -145,6 +145,15 @@ pub const ALL: &[Defect] = &[
     core("snapshot-missing-on-a-rebuilt-replica", Swarm::Snapshots),
     core("snapshots-behind-a-base-sent-with-it", Swarm::Snapshots),
     core("shadow-resumed-behind-a-cut", Swarm::Snapshots),
+    core("cursor-of-a-skipped-view-believed", Swarm::Snapshots),
+    core("deleted-view-restarts-a-rebuild", Swarm::Snapshots),
+    core("cut-without-its-head", Swarm::Snapshots),
+    core("hidden-snapshots-all-deleted-at-an-open", Swarm::Snapshots),
+    core("repair-without-its-view", Swarm::Snapshots),
+    core("snapshot-answered-before-stable", Swarm::Snapshots),
+    core("revert-done-again", Swarm::Snapshots),
+    core("points-for-an-old-member", Swarm::Snapshots),
+    store("revert-without-a-version", Swarm::Snapshots),
     core("bulk-failure-ends-the-session", Swarm::Rebuilds),
     core("former-bulk-connection-heard", Swarm::Rebuilds),
     core("flip-told-before-it-is-made", Swarm::Rebuilds),
@@ -211,7 +220,6 @@ pub const ALL: &[Defect] = &[
 pub const NOT_BUILT: &[(&str, &str)] = &[
     ("group snapshot with a broken hold", "group snapshots"),
     ("group hold that lets reads through", "group snapshots"),
-    ("increment that skips a Revert", "reverting to a snapshot"),
 ];
 
 /// Seed or test that has caught a defect before. It is tried first, as it takes seconds.

@@ -341,8 +341,8 @@ impl Storage for RealStorage {
     fn take_bad_blocks(&mut self) -> Vec<(ReplicaGuid, BadCopy)> {
         let bad = self.pool.as_mut().map(Pool::take_bad_blocks).unwrap_or_default();
         let copy = |bad: BadBlock| {
-            let BadBlock { lba, blocks, version, .. } = bad;
-            (bad.replica, BadCopy { lba, blocks, version })
+            let BadBlock { lba, blocks, version, snapshot, .. } = bad;
+            (bad.replica, BadCopy { lba, blocks, version, snapshot })
         };
         bad.into_iter().map(copy).collect()
     }

@@ -107,6 +107,7 @@ counters! {
         holes,
         /// Times that the durability was changed.
         durability_changes,
+        reverts,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -213,6 +214,7 @@ impl fmt::Display for Summary {
         writeln!(f, "snapshots made or deleted    {:>12}", s.operators.snapshots)?;
         let durability_changes = s.operators.durability_changes;
         writeln!(f, "durability changed           {durability_changes:>12}")?;
+        writeln!(f, "reverts                      {:>12}", s.operators.reverts)?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

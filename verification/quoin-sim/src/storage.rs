@@ -13,7 +13,9 @@ use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::{BadCopy, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{
+    BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+};
 use quoin_types::{Epoch, Lsn, ReplicaGuid};
 
 use crate::disk::{DiskCounts, Failing, Lie};
@@ -219,6 +221,9 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     fn snapshots(&self) -> Vec<SnapshotInfo> {
         self.inner.snapshots()
     }
+    fn snapshot_heads(&self) -> Vec<SnapshotHead> {
+        self.inner.snapshot_heads()
+    }
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         // The reserve takes Views and deletes of snapshots in a full pool, and what was owed to it
         // before its session began.
@@ -273,6 +278,7 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     }
     fn verify(
         &mut self,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
@@ -280,7 +286,7 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         self.reading()?;
-        self.inner.verify(lba, blocks, bytes_max, note, out)
+        self.inner.verify(view, lba, blocks, bytes_max, note, out)
     }
     fn fetch(
         &mut self,
@@ -316,15 +322,19 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         self.reading()?;
-        self.inner.pull(session, view, from, cursor, bytes_max)
+        self.inner.pull(session, view, from, cursor, bytes_max, want_data)
     }
     fn unpin(&mut self, session: u64) {
         self.inner.unpin(session);
     }
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.inner.shadow()
+    }
+    fn shadow_cut(&self) -> Option<Lsn> {
+        self.inner.shadow_cut()
     }
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.write(false)?;
@@ -339,9 +349,14 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.write(true)?;
         self.inner.increment_feed(rebuild, slots, cursor)
     }
-    fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
+    fn increment_cut(
+        &mut self,
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+        head: &CutHead,
+    ) -> Result<(), StoreError> {
         self.write(false)?;
-        self.inner.increment_cut(rebuild, snapshot)
+        self.inner.increment_cut(rebuild, snapshot, head)
     }
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError> {
         self.write(false)?;
@@ -353,6 +368,7 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     }
     fn repair(
         &mut self,
+        view: ReadView,
         lba: u64,
         version: Lsn,
         crc: u32,
@@ -360,8 +376,8 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     ) -> Result<bool, StoreError> {
         self.write(true)?;
         let mut before = Vec::new();
-        let known = self.inner.read(ReadView::Live, lba, 1, false, &mut before);
-        let done = self.inner.repair(lba, version, crc, data)?;
+        let known = self.inner.read(view, lba, 1, false, &mut before);
+        let done = self.inner.repair(view, lba, version, crc, data)?;
         if let (true, Ok(()), Some(slot)) = (done, known, before.first())
             && slot.version != version
         {
@@ -371,9 +387,9 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         }
         Ok(done)
     }
-    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+    fn mend(&mut self, view: ReadView, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
         self.write(true)?;
-        self.inner.mend(lba, slots)
+        self.inner.mend(view, lba, slots)
     }
 }
 

@@ -230,6 +230,7 @@ impl Process {
             guid: member.guid,
             membership: membership(),
             lease_ms: 500,
+            knows_points: true,
         });
         match session.next()? {
             FromReplica::OpenAck(ack) => Some((session, *ack)),

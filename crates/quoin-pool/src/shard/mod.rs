@@ -483,8 +483,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.opened(guid);
                 return;
             }
-            ReplicaNote::Repaired { lba, whole_map, done } => {
-                self.copy_came(guid, *lba, *whole_map, *done);
+            ReplicaNote::Repaired(repaired) => {
+                self.copy_came(guid, *repaired);
                 return;
             }
             ReplicaNote::Closed => {

@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use quoin_replication::pool_host::scrub::Place;
-use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::store::{ReplicaStore, StoreError};
-use quoin_store::{Due, ReplicaPool, ScrubAt};
+use quoin_replication::replica::{Repaired, ReplicaEvent};
+use quoin_store::{BadBlock, Due, ReplicaPool, ScrubAt};
 use quoin_telemetry::notices::Severity;
 use quoin_types::message::BadCopy;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, Time};
@@ -139,7 +139,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let mut found = 0;
         for bad in self.pool.take_bad_blocks() {
             let Some(held) = self.replicas.get_mut(&bad.replica) else { continue };
-            let copy = BadCopy { lba: bad.lba, blocks: bad.blocks, version: bad.version };
+            let BadBlock { lba, blocks, version, snapshot, .. } = bad;
+            let copy = BadCopy { lba, blocks, version, snapshot };
             if held.repairs.found(now, copy) {
                 found += 1;
                 self.repair_at = Some(now);
@@ -183,10 +184,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    pub(super) fn copy_came(&mut self, guid: ReplicaGuid, lba: u64, whole_map: bool, done: bool) {
+    pub(super) fn copy_came(&mut self, guid: ReplicaGuid, repaired: Repaired) {
         let now = quoin_reactor::now();
         let Some(held) = self.replicas.get_mut(&guid) else { return };
-        if held.repairs.answered(now, lba, whole_map, done) {
+        if held.repairs.answered(now, repaired) {
             self.parts.metrics.scrub.repaired.inc();
         }
         if !held.repairs.is_empty() {

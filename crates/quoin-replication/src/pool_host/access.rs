@@ -132,6 +132,7 @@ mod tests {
             replica: claim.replica,
             guid: claim.guid,
             lease_ms: 1000,
+            knows_points: true,
             membership: Membership::default(),
         };
         assert!(CLAIM.allows(&open(CLAIM)));

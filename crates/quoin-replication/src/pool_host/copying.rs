@@ -122,7 +122,7 @@ mod tests {
 
     fn pull(id: u64) -> ToReplica {
         let (view, from, cursor) = (ReadView::Live, Lsn(0), 0);
-        ToReplica::Pull { id, view, from, cursor, bytes_max: 1 }
+        ToReplica::Pull { id, view, from, cursor, bytes_max: 1, want_data: true }
     }
 
     fn served(copying: &mut Copying) -> Vec<(u64, ToReplica)> {

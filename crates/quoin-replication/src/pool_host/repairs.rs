@@ -7,8 +7,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use quoin_types::SnapshotId;
 use quoin_types::message::BadCopy;
 use quoin_types::time::Time;
+
+pub use crate::replica::Repaired;
 
 /// Bad copies remembered of one replica; the next scrub finds the others.
 const WANTED_MAX: usize = 4096;
@@ -23,6 +26,9 @@ const ASK_AGAIN_MAX: Duration = Duration::from_secs(600);
 const NOT_NOW: Duration = Duration::from_secs(2);
 /// Answers of "not now" before it is left to the next scrub.
 const NOT_NOW_MAX: u32 = 30;
+
+/// View, first block, and whether the map of a stretch is wanted.
+type Key = (Option<SnapshotId>, u64, bool);
 
 #[derive(Debug)]
 struct Wanted {
@@ -44,7 +50,7 @@ pub struct News {
 
 #[derive(Debug, Default)]
 pub struct Repairs {
-    wanted: BTreeMap<(u64, bool), Wanted>,
+    wanted: BTreeMap<Key, Wanted>,
     news: News,
     mended: u64,
 }
@@ -66,7 +72,7 @@ impl Repairs {
 
     /// True if it was not known.
     pub fn found(&mut self, now: Time, copy: BadCopy) -> bool {
-        let key = (copy.lba, copy.blocks > 1);
+        let key = (copy.snapshot, copy.lba, copy.blocks > 1);
         if self.wanted.contains_key(&key) || self.wanted.len() >= WANTED_MAX {
             return false;
         }
@@ -105,17 +111,19 @@ impl Repairs {
     }
 
     /// True if a copy was replaced.
-    pub fn answered(&mut self, now: Time, lba: u64, whole_map: bool, done: bool) -> bool {
+    pub fn answered(&mut self, now: Time, repaired: Repaired) -> bool {
+        let Repaired { snapshot, lba, whole_map, done } = repaired;
+        let key = (snapshot, lba, whole_map);
         if done {
-            self.wanted.remove(&(lba, whole_map));
+            self.wanted.remove(&key);
             self.mended += 1;
             self.news.mended += 1;
             return true;
         }
-        let Some(wanted) = self.wanted.get_mut(&(lba, whole_map)) else { return false };
+        let Some(wanted) = self.wanted.get_mut(&key) else { return false };
         if !whole_map || wanted.tries >= NOT_NOW_MAX {
             // A block that is overwritten is no longer bad.
-            self.wanted.remove(&(lba, whole_map));
+            self.wanted.remove(&key);
         } else {
             wanted.under_way = false;
             wanted.ask_at = now + NOT_NOW;
@@ -135,7 +143,16 @@ mod tests {
     use super::*;
 
     fn block(lba: u64) -> BadCopy {
-        BadCopy { lba, blocks: 1, version: Lsn(7) }
+        BadCopy { lba, blocks: 1, version: Lsn(7), snapshot: None }
+    }
+
+    fn stretch(lba: u64) -> BadCopy {
+        BadCopy { blocks: 256, ..block(lba) }
+    }
+
+    fn of(copy: BadCopy, done: bool) -> Repaired {
+        let BadCopy { lba, blocks, snapshot, .. } = copy;
+        Repaired { snapshot, lba, whole_map: blocks > 1, done }
     }
 
     #[test]
@@ -147,8 +164,8 @@ mod tests {
         }
         let asked: Vec<BadCopy> = std::iter::from_fn(|| repairs.next(start)).collect();
         assert_eq!(asked.len(), ASKED_MAX);
-        assert!(repairs.answered(start, 0, false, true));
-        assert!(!repairs.answered(start, 1, false, false), "it was overwritten");
+        assert!(repairs.answered(start, of(block(0), true)));
+        assert!(!repairs.answered(start, of(block(1), false)), "it was overwritten");
         assert_eq!(repairs.bad_blocks(), 18);
         assert_eq!(repairs.next(start).map(|c| c.lba), Some(8));
         let later = start + ANSWER_MAX;
@@ -162,9 +179,9 @@ mod tests {
     fn what_waits_to_be_asked_again_takes_no_place_of_what_is_asked() {
         let (mut repairs, now) = (Repairs::default(), Time::from_millis(1000));
         for at in 0..ASKED_MAX as u64 {
-            repairs.found(now, BadCopy { lba: at * 256, blocks: 256, version: Lsn(7) });
+            repairs.found(now, stretch(at * 256));
             assert!(repairs.next(now).is_some());
-            assert!(!repairs.answered(now, at * 256, true, false));
+            assert!(!repairs.answered(now, of(stretch(at * 256), false)));
         }
         repairs.found(now, block(100_000));
         assert_eq!(repairs.next(now).map(|copy| copy.lba), Some(100_000));
@@ -174,13 +191,24 @@ mod tests {
     #[test]
     fn a_stretch_that_cannot_be_mended_now_is_tried_again_and_a_new_session_asks_at_once() {
         let (mut repairs, now) = (Repairs::default(), Time::from_millis(1000));
-        repairs.found(now, BadCopy { lba: 256, blocks: 256, version: Lsn(7) });
+        repairs.found(now, stretch(256));
         assert!(repairs.next(now).is_some() && repairs.next(now).is_none());
-        assert!(!repairs.answered(now, 256, true, false));
+        assert!(!repairs.answered(now, of(stretch(256), false)));
         assert_eq!(repairs.due(), Some(now + NOT_NOW));
         repairs.next(now + NOT_NOW);
         repairs.opened(now + NOT_NOW);
         assert!(repairs.next(now + NOT_NOW).is_some());
-        assert!(repairs.answered(now, 256, true, true) && repairs.is_empty());
+        assert!(repairs.answered(now, of(stretch(256), true)) && repairs.is_empty());
+    }
+
+    #[test]
+    fn a_block_is_asked_for_in_each_view_that_shows_a_bad_copy_of_its_own() {
+        let (mut repairs, now) = (Repairs::default(), Time::from_millis(1000));
+        let kept = BadCopy { snapshot: Some(SnapshotId(3)), ..block(5) };
+        assert!(repairs.found(now, block(5)) && repairs.found(now, kept));
+        assert!(!repairs.found(now, kept), "it is known");
+        assert!(repairs.answered(now, of(block(5), true)));
+        assert_eq!(repairs.next(now), Some(kept), "the other copy is bad still");
+        assert!(repairs.answered(now, of(kept, true)) && repairs.is_empty());
     }
 }

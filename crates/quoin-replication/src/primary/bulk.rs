@@ -218,8 +218,8 @@ impl Primary {
             FromReplica::IncrementFed { rebuild, cursor } => {
                 self.on_increment_fed(index, rebuild, cursor);
             }
-            FromReplica::IncrementBegun { rebuild, cursor } => {
-                self.on_increment_begun(now, index, rebuild, cursor, actions);
+            FromReplica::IncrementBegun { rebuild, cursor, cut } => {
+                self.on_increment_begun(now, index, rebuild, cursor, cut, actions);
             }
             FromReplica::Failed(Failure::Protocol) | FromReplica::Refuse { .. }
                 if self.members[index].link == Link::Rebuilding =>

@@ -1,6 +1,9 @@
 //! Events of a target, its requests to the driver, and its notes for operators.
 
-use super::{LiveOptions, SnapshotOutcome, SnapshotWish, VerifyOrder, admission};
+use super::{
+    ChangesAnswer, ChangesRequest, LiveOptions, RevertOutcome, SnapshotOutcome, SnapshotWish,
+    VerifyOrder, admission,
+};
 use quoin_types::block::{Reply, Request, Token};
 use quoin_types::ids::{BulkKey, Epoch, Incarnation, Position, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
@@ -15,11 +18,13 @@ pub struct Knows {
     pub verify: bool,
     /// Bulk connections, and with them the sums of increments.
     pub bulk: bool,
+    /// Fields that concern snapshots, and Reverts as versioned writes.
+    pub points: bool,
 }
 
 impl Knows {
     /// All features of this version.
-    pub const ALL: Knows = Knows { verify: true, bulk: true };
+    pub const ALL: Knows = Knows { verify: true, bulk: true, points: true };
 }
 
 #[derive(Clone, Debug)]
@@ -86,6 +91,17 @@ pub enum PrimaryEvent {
         id: SnapshotId,
         wish: SnapshotWish,
     },
+    /// Requests that the volume show a snapshot's content again; repeated until a note answers it.
+    /// The driver passes it on only while no client is attached. `attempt` is drawn for this one
+    /// Revert: it names the hidden snapshot that records it, which the owner deletes once it has
+    /// the answer on record, and never uses again.
+    Revert {
+        snapshot: SnapshotId,
+        attempt: SnapshotId,
+    },
+    /// Requests a part of the changes between two snapshots; answered with
+    /// [`PrimaryAction::Changes`], or not at all by a target that does not serve.
+    Changes(ChangesRequest),
     /// The membership that the control plane desires.
     Desired(Desired),
     /// Requests a comparison of all members; `None` ends it.
@@ -147,6 +163,11 @@ pub enum PrimaryAction {
         message: ToReplica,
     },
     Reply(Reply),
+    /// Answer to [`PrimaryEvent::Changes`].
+    Changes {
+        token: u64,
+        answer: ChangesAnswer,
+    },
     /// Requests a call of `on(Timer)` at this time; replaces any earlier timer, `None` cancels it.
     Timer {
         at: Option<Time>,
@@ -219,6 +240,11 @@ pub enum PrimaryNote {
     Snapshot {
         id: SnapshotId,
         outcome: SnapshotOutcome,
+    },
+    /// Outcome of [`PrimaryEvent::Revert`].
+    Reverted {
+        attempt: SnapshotId,
+        outcome: RevertOutcome,
     },
     /// A verification made progress or ended: see the status.
     Verifying {

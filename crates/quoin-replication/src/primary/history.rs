@@ -1,13 +1,15 @@
 //! The volume's history as its target knows it: its end, its epochs, and the tail of entries that a
 //! replica may still need.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
-use quoin_types::ids::{Epoch, Lsn, Position};
-use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SnapshotInfo};
+use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
+use quoin_types::message::{
+    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SnapshotHead, SnapshotInfo,
+};
 
 #[derive(Default)]
 pub(super) struct History {
@@ -18,8 +20,17 @@ pub(super) struct History {
     pub chain: Chain,
     epochs: Vec<EpochEnd>,
     pub snapshots: Vec<SnapshotInfo>,
+    /// Heads of these snapshots, as far as the authority reported them.
+    heads: BTreeMap<SnapshotId, SnapshotHead>,
     pub blocks: u64,
     pub last_view: Option<(Lsn, View)>,
+}
+
+/// Heads of the snapshots that a replica reports. A rebuild by an older version left none.
+fn heads_of(replica: &OpenAck) -> BTreeMap<SnapshotId, SnapshotHead> {
+    let ids = replica.snapshots.iter().map(|s| s.id);
+    let known = |(_, head): &(SnapshotId, SnapshotHead)| head.epoch > Epoch::ZERO;
+    ids.zip(replica.heads.iter().copied()).filter(known).collect()
 }
 
 impl History {
@@ -37,6 +48,7 @@ impl History {
             chain: authority.chain,
             epochs: authority.epoch_table.clone(),
             snapshots: authority.snapshots.clone(),
+            heads: heads_of(authority),
             blocks: authority.volume_blocks,
             last_view: authority.last_view.clone(),
         }
@@ -95,19 +107,20 @@ impl History {
         match &entry.kind {
             EntryKind::View(view) => self.last_view = Some((entry.lsn, (**view).clone())),
             EntryKind::Resize { blocks } => self.blocks = *blocks,
-            EntryKind::Snapshot { id, hidden } => self.snapshots.push(SnapshotInfo {
-                id: *id,
-                lsn: entry.lsn,
-                hidden: *hidden,
-                blocks: self.blocks,
-            }),
-            EntryKind::DeleteSnapshot { id } => self.snapshots.retain(|s| s.id != *id),
-            EntryKind::Revert { id } => {
-                if let Some(snapshot) = self.snapshots.iter().find(|s| s.id == *id) {
-                    self.blocks = snapshot.blocks;
-                }
+            EntryKind::Snapshot { id, hidden } => {
+                let (lsn, blocks) = (entry.lsn, self.blocks);
+                self.snapshots.push(SnapshotInfo { id: *id, lsn, hidden: *hidden, blocks });
+                self.heads.insert(*id, SnapshotHead { epoch, chain: entry.chain });
             }
-            EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => {}
+            EntryKind::DeleteSnapshot { id } => {
+                self.snapshots.retain(|s| s.id != *id);
+                self.heads.remove(id);
+            }
+            // A Revert changes blocks only: the volume never shrinks.
+            EntryKind::Revert { .. }
+            | EntryKind::Write
+            | EntryKind::Trim
+            | EntryKind::Zero { .. } => {}
         }
         self.last = position;
         self.chain = entry.chain;
@@ -189,6 +202,16 @@ impl History {
     /// Returns true if the table still reaches back to this epoch, so that `holds` can be trusted.
     pub fn knows(&self, epoch: Epoch) -> bool {
         self.epochs.len() < EPOCH_TABLE_MAX || self.epochs.first().is_some_and(|r| r.epoch <= epoch)
+    }
+
+    pub fn snapshot(&self, id: SnapshotId) -> Option<&SnapshotInfo> {
+        self.snapshots.iter().find(|s| s.id == id)
+    }
+
+    /// Epoch and chain at a snapshot. The authority's report may lack them, if its pool is of an
+    /// older version.
+    pub fn head_of(&self, id: SnapshotId) -> Option<SnapshotHead> {
+        self.heads.get(&id).copied()
     }
 
     /// Last LSN that a replica and this history have in common. Everything ≤ its stable is common,
@@ -285,6 +308,8 @@ mod tests {
             volume_blocks: 64,
             snapshots: Vec::new(),
             shadow: None,
+            shadow_cut: None,
+            heads: Vec::new(),
         };
         (ack, entries)
     }

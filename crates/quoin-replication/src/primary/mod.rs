@@ -27,7 +27,7 @@
 //! | `pace` | the rate of rebuilds beside clients |
 //! | `rounds` | rebuilds that do not gain on the writers |
 //! | `slow` | replicas that take writes later than the others |
-//! | `snapshots` | snapshots of users |
+//! | `snapshots`, `changes` | snapshots of users, and Reverts to them; changed ranges between two |
 //! | `plan`, `change` | the next membership of a change; its execution under both rules |
 //! | `wait_reason` | reasons for which the open or the IO waits |
 //! | `status`, `steps` | state for reports; work under way, by name |
@@ -36,6 +36,7 @@ pub mod admission;
 mod announced;
 mod bulk;
 mod change;
+mod changes;
 mod commit;
 mod events;
 mod gather;
@@ -72,6 +73,7 @@ mod wait_reason;
 mod write;
 
 use announced::Announced;
+pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 use incarnations::Incarnations;
@@ -84,7 +86,7 @@ use quoin_types::membership::{Durability, Member};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::time::Time;
 use quorum::Views;
-pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+pub use snapshots::{RevertOutcome, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 pub use status::{PrimaryStatus, ReplicaStanding, ReplicaStatus};
 pub use timers::TIMER_DELAY_MIN;
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
@@ -180,6 +182,7 @@ pub struct Primary {
     history: History,
     commit: commit::Commit,
     requests: requests::Requests,
+    changes: changes::Changes,
     reads: read::Reads,
     change: change::Change,
     verification: verify::Verification,
@@ -201,6 +204,7 @@ impl Primary {
             history: History::empty(config.volume_blocks),
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
+            changes: changes::Changes::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
             verification: verify::Verification::new(),
@@ -269,6 +273,8 @@ impl Primary {
             }
             PrimaryEvent::Options { options, granted } => self.change_options(&options, granted),
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
+            PrimaryEvent::Changes(request) => self.ask_changes(now, request),
+            PrimaryEvent::Revert { snapshot, attempt } => self.wish_revert(snapshot, attempt),
             PrimaryEvent::Desired(desired) => self.members.desired = desired,
             PrimaryEvent::Verify(order) => self.order_verify(now, order),
             PrimaryEvent::Retain { bytes_max } => self.rebuilds.retain_bytes_max = bytes_max,
@@ -352,6 +358,8 @@ impl Primary {
             FromReplica::Fetched { entries, gone, .. } => {
                 self.on_fetched(now, index, entries, gone, actions);
             }
+            FromReplica::Pulled { id, slots, cursor, gone, .. }
+                if self.on_changes(index, id, &slots, cursor, gone) => {}
             FromReplica::Pulled { id, slots, cursor, end, gone } => {
                 self.on_pulled(now, index, id, slots, cursor, end, gone, actions);
             }

@@ -60,6 +60,8 @@ impl Primary {
         self.history.drop_entries();
         self.change.reset();
         self.requests.snapshots.clear();
+        self.requests.reverts.clear();
+        self.forget_changes();
         self.commit.end_epoch();
         self.reads_wait_for_reopen();
         self.rest(now);
@@ -119,6 +121,7 @@ impl Primary {
             return;
         }
         peer.verifies = knows.verify;
+        peer.knows_points = knows.points;
         peer.bulk = Bulk::new(knows.bulk);
         peer.link = Link::Opening;
         peer.since = now;
@@ -128,6 +131,7 @@ impl Primary {
             guid: peer.member.guid,
             membership: self.members.membership.clone(),
             lease_ms: self.config.lease_ms,
+            knows_points: knows.points,
         };
         self.send(index, message, actions);
     }
@@ -455,6 +459,13 @@ impl Primary {
             let durable_version = ack.membership_version;
             actions.push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
+        }
+        let is_revert = |e: &SharedEntry| matches!(e.kind, EntryKind::Revert { .. });
+        if !peer.knows_points && self.history.after(ack.position.lsn).any(is_revert) {
+            // Fed with it, the replica would hold something else than the others.
+            let (member, reason) = (peer.member, "its pool runs a version that reverts otherwise");
+            actions.push(PrimaryAction::Note(PrimaryNote::Dropped { member, reason }));
+            return self.hang_up(now, index, actions);
         }
         let common = match (self.history.common_prefix(ack), peer.lasting.parts_at) {
             (Ok(common), Some(parts_at)) => Ok(common.min(parts_at)),

@@ -132,6 +132,8 @@ pub(super) struct Peer {
     pub ack: Option<Box<OpenAck>>,
     /// Set if the replica supports verification.
     pub verifies: bool,
+    /// Set if the replica knows the fields that concern snapshots, and Reverts as versioned writes.
+    pub knows_points: bool,
     pub progress: Progress,
     pub lease: Lease,
     pub reads: PeerReads,
@@ -152,6 +154,7 @@ impl Peer {
             retry: Retry { at: now, pause: RETRY_FIRST },
             ack: None,
             verifies: false,
+            knows_points: false,
             progress: Progress::default(),
             lease: Lease::default(),
             reads: PeerReads::default(),

@@ -14,7 +14,7 @@ use super::slab::Slab;
 use super::{Link, Peer, Primary, PrimaryAction, PrimaryNote};
 use crate::primary::ReadMode;
 use quoin_types::block::{BlockError, Token};
-use quoin_types::ids::Lsn;
+use quoin_types::ids::{Lsn, SnapshotId};
 use quoin_types::membership::Member;
 use quoin_types::message::{Content, Ping, ReadView, RequestId, Slot, ToReplica, covers};
 use quoin_types::mutant;
@@ -47,7 +47,17 @@ pub(super) enum Purpose {
     /// until commit: in every history the merged entry follows the entries that it merged with.
     Merge { slot: usize, tail: bool },
     /// A good copy for a member that found its own to be bad.
-    Repair { member: Member, whole_map: bool },
+    Repair { member: Member, whole_map: bool, snapshot: Option<SnapshotId> },
+}
+
+impl Purpose {
+    /// The view that is read: only a repair is ever of a snapshot.
+    fn view(&self) -> ReadView {
+        match self {
+            Purpose::Repair { snapshot: Some(id), .. } => ReadView::Snapshot(*id),
+            _ => ReadView::Live,
+        }
+    }
 }
 
 pub(super) struct Read {
@@ -293,6 +303,13 @@ impl Primary {
         if read.asked.is_some() || read.ready.is_some() {
             return true;
         }
+        if let ReadView::Snapshot(id) = read.purpose.view()
+            && self.history.snapshot(id).is_none()
+        {
+            // Its snapshot was deleted: nothing is left to repair.
+            self.reads.open.take(index);
+            return true;
+        }
         let local = self.config.local;
         let asked = self.reads.choose(read, now, &self.members.peers, &self.commit.views, local);
         let any = asked != Asked::Nobody;
@@ -301,7 +318,7 @@ impl Primary {
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
             let lost = self.commit.views.all().flat_map(|v| &v.in_sync).all(is_bad)
                 || mutant::is("lost-while-one-is-away");
-            if let Purpose::Repair { member, whole_map } = read.purpose {
+            if let Purpose::Repair { member, whole_map, .. } = read.purpose {
                 // The member repeats its request for repair: nothing in the target waits for it.
                 let (lba, blocks) = (read.lba, read.blocks);
                 if any && lost {
@@ -335,7 +352,7 @@ impl Primary {
         let Some(id) = self.reads.id(index) else { return true };
         let message = ToReplica::Read {
             id,
-            view: ReadView::Live,
+            view: read.purpose.view(),
             lba: read.lba,
             blocks: read.blocks,
             after: read.after,
@@ -390,23 +407,25 @@ impl Primary {
             return;
         }
         // A member that wants the map of a range gets that, and no single blocks besides.
-        let mended = match read.purpose {
-            Purpose::Repair { member, whole_map: true } => Some(member),
-            _ => None,
+        let (mended, snapshot) = match read.purpose {
+            Purpose::Repair { member, whole_map: true, snapshot } => (Some(member), snapshot),
+            Purpose::Repair { snapshot, .. } => (None, snapshot),
+            _ => (None, None),
         };
         let others = read.bad.iter().filter(|(member, ..)| Some(*member) != mended);
         let repairs: Vec<(Member, u64)> = others.map(|(m, lba, _)| (*m, *lba)).collect();
         for (member, lba) in repairs {
-            self.repair(member, lba, &slots, actions);
+            self.repair(member, snapshot, lba, &slots, actions);
         }
         let Some(read) = self.reads.open.get(index) else { return };
         match read.purpose {
             Purpose::Client { .. } => {}
             Purpose::Merge { .. } => return self.finish(now, index, Ok(slots), actions),
-            Purpose::Repair { member, whole_map } => {
-                let (lba, blocks) = (read.lba, read.blocks);
+            Purpose::Repair { member, whole_map, .. } => {
                 if whole_map {
-                    self.mend(member, lba, blocks, at, slots, actions);
+                    let (lba, blocks) = (read.lba, read.blocks);
+                    let message = ToReplica::Mend { lba, blocks, at, slots, snapshot };
+                    self.mend(member, message, actions);
                 }
                 return self.finish(now, index, Ok(Vec::new()), actions);
             }
@@ -527,6 +546,7 @@ impl Primary {
     /// Ends the reads of a session that is over: they are sent to others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
         let gone = self.members[from].member;
+        self.changes.lost(gone);
         // A member that still needs its repair requests it again.
         let for_it = |p: &Purpose| matches!(p, Purpose::Repair { member, .. } if *member == gone);
         self.reads.forget(for_it);

@@ -21,7 +21,8 @@ use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, Position, SnapshotId};
 use quoin_types::membership::Member;
 use quoin_types::message::{
-    FedSum, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
+    CutHead, FedSum, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotHead, SnapshotInfo,
+    ToReplica,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
@@ -65,6 +66,8 @@ pub(super) struct Rebuild {
     lanes: Lanes,
     /// The source whose base is the boundary.
     base_source: Option<Member>,
+    /// Ends of the views so far.
+    cuts: Cuts,
     /// Sources that lack the view, and will not get it.
     without: Vec<Member>,
     feeds: u32,
@@ -82,6 +85,17 @@ struct Fed {
     sum: FedSum,
     /// End of the data sent, within the present view.
     upto: u64,
+}
+
+/// Ends of the views that were sent to a receiver.
+#[derive(Default)]
+struct Cuts {
+    /// LSNs of the snapshots that were cut.
+    sent: Vec<Lsn>,
+    /// State at the end of the present view, as its source reported it.
+    end: Option<Box<IncrementEnd>>,
+    /// A view was skipped since the last cut: the receiver's cursor may be of that one.
+    is_cursor_unknown: bool,
 }
 
 impl Rebuild {
@@ -222,6 +236,11 @@ impl Primary {
         // the shadow.
         self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
         self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
+        let resumed = self.members[index].rebuild.as_ref();
+        if resumed.is_some_and(|r| r.lanes.cursor() == u64::MAX) {
+            // All of the view was fed, but the message that ends it was lost.
+            self.end_view(now, index, actions);
+        }
     }
 
     /// Begins the shadow by the bulk connection, or asks for the state of the shadow and of its
@@ -243,30 +262,141 @@ impl Primary {
         index: usize,
         id: u64,
         cursor: u64,
+        cut: Option<Lsn>,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        let blocks = self.history.blocks;
-        let Some(rebuild) = self.members[index].rebuild.as_mut().filter(|r| r.id == id) else {
-            return;
-        };
+        let Some(mut rebuild) = self.members[index].rebuild.take_if(|r| r.id == id) else { return };
         if rebuild.ask || !matches!(rebuild.stage, Stage::Beginning | Stage::Committing) {
+            self.members[index].rebuild = Some(rebuild);
             return;
         }
-        // After a cut that may have been lost with the connection, the view of the cursor is
-        // unknown. Nor can the shadow be complete beyond what it was ever fed.
-        let unknown = rebuild.from != rebuild.start && !mutant::is("shadow-resumed-behind-a-cut");
-        if unknown || cursor > rebuild.fed.upto {
-            let rebuild = self.members[index].rebuild.take().expect("found above");
+        if !self.resume(&mut rebuild, cut, cursor) {
             return self.end_boundary(&rebuild);
         }
         rebuild.stage = Stage::Moving;
         rebuild.moved = now;
-        rebuild.lanes = Lanes::from(cursor, blocks);
-        rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
-        if cursor == u64::MAX {
+        let is_whole = rebuild.lanes.cursor() == u64::MAX;
+        self.members[index].rebuild = Some(rebuild);
+        if is_whole {
             // All of the view was fed, but the message that ends it was lost.
             self.end_view(now, index, actions);
         }
+    }
+
+    /// Goes on where the receiver's shadow stands: complete up to the snapshot at `cut`, and in the
+    /// next view that it was fed up to `cursor`. Older replicas do not report the cut: then it is
+    /// known only as long as none was sent. Returns false if the shadow is none of this rebuild's.
+    fn resume(&self, rebuild: &mut Rebuild, cut: Option<Lsn>, cursor: u64) -> bool {
+        let believed = mutant::is("shadow-resumed-behind-a-cut");
+        let none_sent = (rebuild.from == rebuild.start || believed).then_some(rebuild.from);
+        let Some(cut) = cut.filter(|_| !believed).or(none_sent) else { return false };
+        if cut != rebuild.start && !rebuild.cuts.sent.contains(&cut) && !believed {
+            return false;
+        }
+        // The view that followed that cut, which the cursor is in.
+        let of = |view: &(ReadView, Option<SnapshotInfo>)| view.1.map(|snapshot| snapshot.lsn);
+        let lost_cut = rebuild.cuts.sent.iter().copied().find(|sent| *sent > cut);
+        let was_in = lost_cut.or(rebuild.views.front().and_then(of));
+        if lost_cut.is_some() && rebuild.base_source.is_some() {
+            // Its views are known only as far as they are still to be sent.
+            return false;
+        }
+        if lost_cut.is_none() && !rebuild.cuts.is_cursor_unknown && cursor > rebuild.fed.upto {
+            // It cannot be complete beyond what it was ever fed.
+            return false;
+        }
+        rebuild.cuts.sent.retain(|sent| *sent <= cut);
+        rebuild.from = cut;
+        if rebuild.base_source.is_none() {
+            rebuild.views = self.views_after(cut, rebuild.boundary);
+        }
+        let is_known = lost_cut.is_some() || !rebuild.cuts.is_cursor_unknown;
+        let is_same = rebuild.views.front().is_some_and(|view| of(view) == was_in);
+        rebuild.cuts.is_cursor_unknown = !(is_known && is_same);
+        let from = if is_known && is_same { cursor } else { 0 };
+        rebuild.cuts.end = None;
+        rebuild.lanes = Lanes::from(from, self.history.blocks);
+        rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
+        true
+    }
+
+    /// Views to send to a receiver that is complete up to `from`: each snapshot that is kept, and
+    /// the boundary.
+    fn views_after(
+        &self,
+        from: Lsn,
+        boundary: Option<(SnapshotId, Lsn)>,
+    ) -> VecDeque<(ReadView, Option<SnapshotInfo>)> {
+        let upto = boundary.map_or(Lsn::ZERO, |(_, lsn)| lsn);
+        let kept = self.kept_snapshots();
+        let kept = kept.into_iter().filter(|s| s.lsn > from && s.lsn <= upto);
+        let views = kept.map(|s| (ReadView::Snapshot(s.id), Some(s)));
+        views.chain(boundary.map(|(id, _)| (ReadView::Snapshot(id), None))).collect()
+    }
+
+    /// Snapshots that a rebuilt replica has too: all but the boundaries of rebuilds.
+    fn kept_snapshots(&self) -> Vec<SnapshotInfo> {
+        let carried = |_: &&SnapshotInfo| !mutant::is("snapshot-missing-on-a-rebuilt-replica");
+        let snapshots = self.history.snapshots.iter();
+        snapshots.filter(|s| !s.is_boundary() && carried(s)).copied().collect()
+    }
+
+    /// Appends the boundary of a rebuild, and describes the state there.
+    fn append_boundary(&mut self, id: u64) -> ((SnapshotId, Lsn), Box<IncrementEnd>) {
+        let id = SnapshotId::of_boundary(id);
+        let kind = EntryKind::Snapshot { id, hidden: true };
+        let entry = self.history.append_bare(self.epoch, kind);
+        self.commit.want_sync(entry.lsn);
+        ((id, entry.lsn), Box::new(self.history.end(self.kept_snapshots())))
+    }
+
+    /// Returns true if an entry after `after` goes back to a snapshot that is deleted by now: a
+    /// replica that lacks it cannot follow.
+    fn has_lost_revert(&self, after: Lsn) -> bool {
+        self.history.after(after).any(|entry| match entry.kind {
+            EntryKind::Revert { id } => self.history.snapshot(id).is_none(),
+            _ => false,
+        })
+    }
+
+    /// Skips views whose snapshots were deleted: the next one covers them from the same LSN on. The
+    /// shadow stays. Returns false if the rebuild is begun anew.
+    fn skip_deleted_views(&mut self, index: usize) -> bool {
+        let blocks = self.history.blocks;
+        while let Some(rebuild) = &mut self.members[index].rebuild
+            && let Some((_, Some(snapshot))) = rebuild.views.front()
+            && self.history.snapshot(snapshot.id).is_none()
+        {
+            if mutant::is("deleted-view-restarts-a-rebuild") {
+                let rebuild = self.members[index].rebuild.take().expect("looked at above");
+                self.end_boundary(&rebuild);
+                return false;
+            }
+            rebuild.cuts.is_cursor_unknown = !mutant::is("cursor-of-a-skipped-view-believed");
+            rebuild.cuts.end = None;
+            rebuild.views.pop_front();
+            rebuild.lanes = Lanes::from(0, blocks);
+            rebuild.without.clear();
+        }
+        true
+    }
+
+    /// Gives a rebuild a boundary behind all entries so far; its shadow stays. One that copies a base
+    /// is begun anew.
+    fn move_boundary(&mut self, index: usize) {
+        let Some(mut rebuild) = self.members[index].rebuild.take() else { return };
+        self.end_boundary(&rebuild);
+        if rebuild.base_source.is_some() || self.phase != Phase::Serving {
+            return;
+        }
+        let random = self.incarnations.random();
+        let (boundary, end) = self.append_boundary(random);
+        (rebuild.boundary, rebuild.end) = (Some(boundary), Some(end));
+        rebuild.views = self.views_after(rebuild.from, rebuild.boundary);
+        rebuild.lanes = Lanes::from(0, self.history.blocks);
+        rebuild.without.clear();
+        rebuild.stage = Stage::Boundary;
+        self.members[index].rebuild = Some(rebuild);
     }
 
     /// Upper bound of the boundary of `receiver`.
@@ -342,31 +472,23 @@ impl Primary {
         let mut views: VecDeque<_> = VecDeque::new();
         let mut boundary = None;
         let mut end = None;
-        let carried = |_: &&SnapshotInfo| !mutant::is("snapshot-missing-on-a-rebuilt-replica");
-        let visible: Vec<SnapshotInfo> =
-            self.history.snapshots.iter().filter(|s| !s.hidden && carried(s)).copied().collect();
-        if recovering {
+        if let Some((_, base)) = base {
+            // Snapshots above a base arrive with the entries that follow it.
+            let upto = match mutant::is("snapshots-behind-a-base-sent-with-it") {
+                true => self.history.last.lsn,
+                false => base,
+            };
+            let kept = self.kept_snapshots().into_iter();
+            let kept = kept.filter(|s| s.lsn > from && s.lsn <= upto);
+            views.extend(kept.map(|s| (ReadView::Snapshot(s.id), Some(s))));
             views.push_back((ReadView::Base, None));
         } else {
             if !self.commit.held && !needed {
                 return false;
             }
-            let high = self.incarnations.random();
-            let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
-            let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
-            let entry = self.history.append_bare(self.epoch, kind);
-            self.commit.want_sync(entry.lsn);
-            boundary = Some((snapshot, entry.lsn));
-            end = Some(Box::new(self.history.end(visible.clone())));
-            views.push_back((ReadView::Snapshot(snapshot), None));
-        }
-        // Snapshots above a base arrive with the entries that follow it.
-        let upto = match base {
-            Some((_, base)) if !mutant::is("snapshots-behind-a-base-sent-with-it") => base,
-            _ => self.history.last.lsn,
-        };
-        for snapshot in visible.into_iter().rev().filter(|s| s.lsn > from && s.lsn <= upto) {
-            views.push_front((ReadView::Snapshot(snapshot.id), Some(snapshot)));
+            let (appended, state) = self.append_boundary(id);
+            (boundary, end) = (Some(appended), Some(state));
+            views = self.views_after(from, boundary);
         }
         actions.push(PrimaryAction::Note(PrimaryNote::Rebuilding {
             member,
@@ -383,6 +505,7 @@ impl Primary {
             views,
             lanes: Lanes::from(0, self.history.blocks),
             base_source: base.map(|(source, _)| source),
+            cuts: Cuts::default(),
             without: Vec::new(),
             feeds: 0,
             fed: Fed::default(),
@@ -396,7 +519,7 @@ impl Primary {
 
     /// Forwards chunks that have arrived, and requests more.
     fn pull_next(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
-        if !self.feed_next(now, index, actions) {
+        if !self.feed_next(now, index, actions) || !self.skip_deleted_views(index) {
             return;
         }
         let unpaced = self.members[index].rounds.takes_precedence()
@@ -415,7 +538,8 @@ impl Primary {
             let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
             let (from, bytes_max) = (rebuild.from, self.rebuilds.pace.chunk_bytes());
             let asked = self.members.position(source);
-            let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
+            let want_data = true;
+            let message = ToReplica::Pull { id, view, from, cursor, bytes_max, want_data };
             let asked = asked.expect("it is a source");
             self.send_copying(now, asked, true, message, actions);
         }
@@ -461,7 +585,7 @@ impl Primary {
             .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member))
             .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
             .filter_map(|p| p.ack.as_deref().map(|ack| (p, ack.base)))
-            .filter(|(_, base)| base.next() >= first)
+            .filter(|(_, base)| base.next() >= first && !self.has_lost_revert(*base))
             .min_by_key(|(p, _)| p.reads.open)
             .map(|(p, base)| (p.member, base))
     }
@@ -529,7 +653,9 @@ impl Primary {
             return self.pull_next(now, index, actions);
         }
         rebuild.moved = now;
-        if rebuild.base_source.is_some() && rebuild.views.len() == 1 && cursor.is_none() {
+        if rebuild.views.len() > 1 && cursor.is_none() {
+            rebuild.cuts.end = end;
+        } else if rebuild.base_source.is_some() && cursor.is_none() {
             rebuild.end = end;
             if self.base_has_moved_on(index, from) {
                 self.members[index].rebuild = None;
@@ -552,7 +678,7 @@ impl Primary {
         let Some(ack) = self.members[source].ack.as_deref_mut() else { return false };
         let before = ack.base;
         ack.base = before.max(now);
-        self.history.snapshots.iter().any(|s| !s.hidden && s.lsn > before && s.lsn <= now)
+        self.history.snapshots.iter().any(|s| !s.is_boundary() && s.lsn > before && s.lsn <= now)
     }
 
     /// Forwards chunks from the sources, as far as they are in order and the receiver keeps up.
@@ -595,10 +721,20 @@ impl Primary {
                 rebuild.views.pop_front();
                 rebuild.fed.upto = 0;
                 rebuild.from = rebuild.from.max(snapshot.lsn);
-                ToReplica::IncrementCut { rebuild: id, snapshot }
+                rebuild.cuts.sent.push(snapshot.lsn);
+                rebuild.cuts.is_cursor_unknown = false;
+                let end = rebuild.cuts.end.take().filter(|end| end.position.lsn == snapshot.lsn);
+                let knows = peer.knows_points;
+                let head = knows.then(|| Box::new(self.cut_head(snapshot.id, end)));
+                ToReplica::IncrementCut { rebuild: id, snapshot, head }
             }
             None => {
                 let end = rebuild.end.clone();
+                let position = end.as_ref().map(|end| end.position.lsn);
+                if position.is_some_and(|lsn| self.has_lost_revert(lsn)) {
+                    self.move_boundary(index);
+                    return true;
+                }
                 let fits = |end: &IncrementEnd| {
                     end.check(self.epoch).is_ok()
                         && self.history.holds(end.position)
@@ -610,9 +746,16 @@ impl Primary {
                     self.shut_out(now, liar.unwrap_or(index), "PrefixAlways", actions);
                     return false;
                 };
-                // Boundaries of other rebuilds are not sent, so they do not exist at the receiver.
-                to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
+                // Boundaries of other rebuilds are not sent, so they do not exist at the receiver;
+                // nor do snapshots that were deleted before it was their turn.
                 let rebuild = self.members[index].rebuild.as_mut().expect("it is being fed");
+                let (start, cuts) = (rebuild.start, &rebuild.cuts.sent);
+                let is_there = |lsn: Lsn| lsn <= start || cuts.contains(&lsn);
+                let position = to.position.lsn;
+                let exists = |id| self.history.snapshot(id).is_some();
+                to.snapshots.retain(|s| {
+                    s.lsn == position || !s.is_boundary() && (is_there(s.lsn) || exists(s.id))
+                });
                 rebuild.end = Some(to.clone());
                 rebuild.stage = Stage::Committing;
                 ToReplica::IncrementCommit { rebuild: id, to, fed: apart.then_some(fed) }
@@ -621,6 +764,14 @@ impl Primary {
         let answered = snapshot.is_none();
         self.send_copying(now, index, answered, message, actions);
         true
+    }
+
+    /// Head of the history at a snapshot: as the history says, or as the source does.
+    fn cut_head(&self, id: SnapshotId, end: Option<Box<IncrementEnd>>) -> CutHead {
+        let reported = end.as_ref();
+        let reported = reported.map(|e| SnapshotHead { epoch: e.position.epoch, chain: e.chain });
+        let head = self.history.head_of(id).or(reported).unwrap_or_default();
+        CutHead { head, last_view: end.and_then(|end| end.last_view) }
     }
 
     pub(super) fn on_increment_fed(&mut self, index: usize, rebuild: u64, _cursor: u64) {

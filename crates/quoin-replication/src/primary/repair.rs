@@ -9,7 +9,7 @@ use super::peer::{Link, Peer};
 use super::read::{Purpose, Read};
 use super::{Phase, Primary, PrimaryAction};
 use quoin_types::BLOCK_SIZE;
-use quoin_types::ids::Lsn;
+use quoin_types::ids::SnapshotId;
 use quoin_types::membership::Member;
 use quoin_types::message::{BadCopy, Content, Slot, ToReplica};
 use quoin_types::time::Time;
@@ -22,6 +22,7 @@ impl Primary {
     pub(super) fn repair(
         &mut self,
         member: Member,
+        snapshot: Option<SnapshotId>,
         lba: u64,
         slots: &[Slot],
         actions: &mut Vec<PrimaryAction>,
@@ -34,7 +35,7 @@ impl Primary {
         };
         if data.len() == BLOCK_SIZE {
             let (version, crc, data) = (slot.version, *crc, data.clone());
-            self.send(index, ToReplica::Repair { lba, version, crc, data }, actions);
+            self.send(index, ToReplica::Repair { lba, version, crc, data, snapshot }, actions);
         }
     }
 
@@ -47,8 +48,14 @@ impl Primary {
         copy: BadCopy,
         actions: &mut Vec<PrimaryAction>,
     ) {
+        let size = match copy.snapshot.map(|id| self.history.snapshot(id)) {
+            None => self.history.blocks,
+            Some(Some(snapshot)) => snapshot.blocks,
+            // It was deleted meanwhile: nothing is left to repair.
+            Some(None) => return,
+        };
         let possible = (1..=BadCopy::BLOCKS_MAX).contains(&copy.blocks)
-            && copy.lba < self.history.blocks
+            && copy.lba < size
             && copy.version <= self.history.last.lsn;
         if !possible {
             return self.shut_out(now, from, "a bad copy of what cannot be", actions);
@@ -60,12 +67,17 @@ impl Primary {
         let of_it =
             |r: &&Read| matches!(r.purpose, Purpose::Repair { member: m, .. } if m == member);
         let reads = self.reads.open.iter().map(|(_, read)| read);
-        let under_way: Vec<u64> = reads.filter(of_it).map(|read| read.lba).collect();
-        if under_way.len() >= REPAIRS_MAX || under_way.contains(&copy.lba) {
+        let of_view = |r: &Read| match r.purpose {
+            Purpose::Repair { snapshot, .. } => snapshot,
+            _ => None,
+        };
+        let under_way: Vec<_> = reads.filter(of_it).map(|r| (of_view(r), r.lba)).collect();
+        if under_way.len() >= REPAIRS_MAX || under_way.contains(&(copy.snapshot, copy.lba)) {
             return;
         }
-        let purpose = Purpose::Repair { member, whole_map: copy.blocks > 1 };
-        let blocks = (self.history.blocks - copy.lba).min(copy.blocks.into()) as u32;
+        let (whole_map, snapshot) = (copy.blocks > 1, copy.snapshot);
+        let purpose = Purpose::Repair { member, whole_map, snapshot };
+        let blocks = (size - copy.lba).min(copy.blocks.into()) as u32;
         let index = self.start_read(now, purpose, copy.lba, blocks, true);
         if let Some(read) = self.reads.open.get_mut(index) {
             read.tried.push(member);
@@ -74,18 +86,10 @@ impl Primary {
     }
 
     /// Sends a member the slots of a range whose map it lost.
-    pub(super) fn mend(
-        &self,
-        member: Member,
-        lba: u64,
-        blocks: u32,
-        at: Lsn,
-        slots: Vec<Slot>,
-        actions: &mut Vec<PrimaryAction>,
-    ) {
+    pub(super) fn mend(&self, member: Member, mend: ToReplica, actions: &mut Vec<PrimaryAction>) {
         let fed = |p: &Peer| p.member == member && p.link == Link::Fed;
         if let Some(index) = self.members.peers.iter().position(fed) {
-            self.send(index, ToReplica::Mend { lba, blocks, at, slots }, actions);
+            self.send(index, mend, actions);
         }
     }
 }

@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, VecDeque};
 use bytes::Bytes;
 
 use super::slab::Slab;
-use super::snapshots::Wished;
+use super::snapshots::{Reverting, Wished};
 use quoin_types::BLOCK_SIZE;
 use quoin_types::block::{BlockError, Operation, Request, Token};
 use quoin_types::ids::Lsn;
@@ -118,6 +118,8 @@ pub(super) struct Requests {
     refused: Vec<(Token, BlockError)>,
     /// User snapshots that were made or deleted and are not reported yet.
     pub snapshots: Vec<Wished>,
+    /// Reverts that are not reported yet.
+    pub reverts: Vec<Reverting>,
     /// Start of the present shortage of room.
     pub short_since: Option<Time>,
 }
@@ -180,7 +182,16 @@ impl Requests {
     /// Returns true if an answer waits for commit, stable or the lease.
     pub fn awaits_answer(&self) -> bool {
         let states = [Waiting::Commit, Waiting::Stable, Waiting::Lease];
-        states.into_iter().any(|waiting| self.any(waiting)) || !self.snapshots.is_empty()
+        states.into_iter().any(|waiting| self.any(waiting))
+            || !self.snapshots.is_empty()
+            || !self.reverts.is_empty()
+    }
+
+    /// Returns true if no request of a client waits for anything.
+    pub fn is_idle(&self) -> bool {
+        let sequenced = [Waiting::Commit, Waiting::Stable, Waiting::Lease];
+        let others = [Waiting::Window, Waiting::Room, Waiting::Merge, Waiting::Overlap];
+        !sequenced.into_iter().chain(others).any(|waiting| self.any(waiting))
     }
 
     /// Returns true if a request for these blocks must wait for a merge.

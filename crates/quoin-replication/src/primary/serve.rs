@@ -60,6 +60,7 @@ impl Primary {
                 self.step_options();
                 self.step_change(now, actions);
                 self.step_verify(now, actions);
+                self.step_changes(now, actions);
             }
             if !self.is_closing() {
                 if self.phase != Phase::Recovering {
@@ -273,6 +274,7 @@ impl Primary {
             self.reply(w.token, Ok(Payload::None), actions);
         }
         self.tell_snapshots(actions);
+        self.tell_changes(actions);
         let confirmed = match self.config.reads {
             ReadMode::Confirmed => {
                 quorum::reached(&self.commit.views, &self.members.peers, |p| p.lease.answered)
@@ -289,7 +291,7 @@ impl Primary {
     }
 
     pub(super) fn replies_wait(&self) -> bool {
-        self.requests.awaits_answer() || !self.reads.is_empty()
+        self.requests.awaits_answer() || !self.reads.is_empty() || self.changes.awaits_answer()
     }
 
     fn send_entries(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {

@@ -1,18 +1,30 @@
 //! Snapshots of users: entries like others, so that each is a point of the one history, the same on
-//! every replica.
+//! every replica. And Reverts to them, which are writes like others.
 //!
 //! The owner of the records repeats a wish until it is answered: a target that does not serve
 //! accepts none, and a restarted target has forgotten earlier wishes. A repeated creation or
 //! deletion is answered like the first one, once the entry is on media of CF. An id is used once:
 //! after a deletion, the same id would name another content.
+//!
+//! A Revert that was done must not be done again after clients have written: each is recorded in
+//! the history itself, by a hidden snapshot of the attempt's own id behind it. Where that exists,
+//! the Revert before it is part of the history, whatever target asks.
+//!
+//! Replicas of versions that take a Revert for a change of older versions, or that report no heads,
+//! get neither: both are refused while one of them is in sync.
 
-use super::{Phase, Primary, PrimaryAction, PrimaryNote};
+use super::{Link, Phase, Primary, PrimaryAction, PrimaryNote};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, SnapshotId};
-use quoin_types::message::SNAPSHOTS_MAX;
+use quoin_types::membership::Member;
+use quoin_types::message::{SNAPSHOTS_MAX, SnapshotHead};
+use quoin_types::mutant;
 
-/// Limit of users' snapshots; the rest of a replica's list is for the boundaries of rebuilds.
+/// Limit of users' snapshots; the rest of a replica's list is for the boundaries of rebuilds and
+/// for the records of Reverts.
 pub const USER_SNAPSHOTS_MAX: usize = SNAPSHOTS_MAX / 2;
+/// Limit of all snapshots at which no Revert begins.
+const REVERTS_BELOW: usize = SNAPSHOTS_MAX / 4 * 3;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SnapshotWish {
@@ -23,13 +35,30 @@ pub enum SnapshotWish {
 /// Outcome of a wish.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SnapshotOutcome {
-    /// The snapshot is on media of CF, as of this LSN.
+    /// The snapshot is on media of CF, as of this LSN. `head`: epoch and chain of the history
+    /// there; unknown for one that was made under an older version.
     Made {
         lsn: Lsn,
+        head: Option<SnapshotHead>,
     },
     Deleted,
     /// The volume has [`USER_SNAPSHOTS_MAX`] snapshots.
     TooMany,
+    /// The pool of an in-sync replica runs a version without snapshots of users.
+    Unsupported,
+}
+
+/// Outcome of a Revert.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RevertOutcome {
+    /// The volume shows the snapshot's content as of this LSN, on media of CF.
+    Done { lsn: Lsn, head: Option<SnapshotHead> },
+    /// There is no such snapshot.
+    NoSnapshot,
+    /// The volume has too many snapshots to record the Revert.
+    TooMany,
+    /// The pool of an in-sync replica runs a version that reverts otherwise.
+    Unsupported,
 }
 
 /// A wish that was accepted and is not on media yet.
@@ -37,54 +66,140 @@ pub enum SnapshotOutcome {
 pub(super) struct Wished {
     id: SnapshotId,
     wish: SnapshotWish,
-    /// LSN of the snapshot, or the LSN that must be on media before its deletion counts.
+    /// LSN that must be on media before the outcome counts.
     lsn: Lsn,
-    /// Set if there is no place for it, as far as this target knows.
-    too_many: bool,
+    outcome: SnapshotOutcome,
+}
+
+/// A Revert whose outcome is not on media yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reverting {
+    attempt: SnapshotId,
+    lsn: Lsn,
+    outcome: RevertOutcome,
 }
 
 impl Primary {
     pub(super) fn wish_snapshot(&mut self, id: SnapshotId, wish: SnapshotWish) {
         let is_known = self.requests.snapshots.iter().any(|w| (w.id, w.wish) == (id, wish));
-        if self.phase != Phase::Serving || self.drain_requested || is_known {
+        // The boundary of a rebuild belongs to that rebuild alone.
+        if self.phase != Phase::Serving || self.drain_requested || is_known || id.is_of_boundary() {
             return;
         }
-        let existing = self.history.snapshots.iter().find(|s| s.id == id).copied();
-        let mut too_many = false;
+        let existing = self.history.snapshot(id).copied();
+        let last = self.history.last.lsn;
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
-        let lsn = match (wish, existing) {
-            // The boundary of a rebuild belongs to that rebuild alone.
-            (_, Some(snapshot)) if snapshot.hidden => return,
-            (SnapshotWish::Make, Some(snapshot)) => snapshot.lsn,
-            (SnapshotWish::Make, None) if users >= USER_SNAPSHOTS_MAX => {
-                too_many = true;
-                Lsn::ZERO
-            }
-            (SnapshotWish::Make, None) => {
-                let kind = EntryKind::Snapshot { id, hidden: false };
-                self.history.append_bare(self.epoch, kind).lsn
-            }
+        let (lsn, outcome) = match (wish, existing) {
+            (SnapshotWish::Make, Some(snapshot)) => (snapshot.lsn, self.made(id, snapshot.lsn)),
+            (SnapshotWish::Make, None) => match self.in_sync_know_points() {
+                None => return,
+                Some(false) => (last, SnapshotOutcome::Unsupported),
+                Some(true) if users >= USER_SNAPSHOTS_MAX => (Lsn::ZERO, SnapshotOutcome::TooMany),
+                Some(true) => {
+                    let kind = EntryKind::Snapshot { id, hidden: false };
+                    let lsn = self.history.append_bare(self.epoch, kind).lsn;
+                    (lsn, self.made(id, lsn))
+                }
+            },
             (SnapshotWish::Delete, Some(_)) => {
-                self.history.append_bare(self.epoch, EntryKind::DeleteSnapshot { id }).lsn
+                let kind = EntryKind::DeleteSnapshot { id };
+                (self.history.append_bare(self.epoch, kind).lsn, SnapshotOutcome::Deleted)
             }
-            (SnapshotWish::Delete, None) => self.history.last.lsn,
+            (SnapshotWish::Delete, None) => (last, SnapshotOutcome::Deleted),
         };
         self.commit.want_sync(lsn);
-        self.requests.snapshots.push(Wished { id, wish, lsn, too_many });
+        self.requests.snapshots.push(Wished { id, wish, lsn, outcome });
     }
 
-    /// Reports the snapshots that are on media now. The caller has checked the lease.
+    fn made(&self, id: SnapshotId, lsn: Lsn) -> SnapshotOutcome {
+        SnapshotOutcome::Made { lsn, head: self.history.head_of(id) }
+    }
+
+    /// Returns true if the pools of all in-sync members know snapshots of users and Reverts, false
+    /// if one does not; `None` if one has never been connected.
+    fn in_sync_know_points(&self) -> Option<bool> {
+        if mutant::is("points-for-an-old-member") {
+            return Some(true);
+        }
+        let newest = self.commit.views.newest()?;
+        // Others that are fed get the entry too.
+        let lacks = |p: &super::Peer| {
+            matches!(p.link, Link::Truncating | Link::Fed | Link::Rebuilding) && !p.knows_points
+        };
+        if self.members.peers.iter().any(lacks) {
+            return Some(false);
+        }
+        let knows = |m: &Member| self.members.get(*m).is_some_and(|p| p.knows_points);
+        newest.in_sync.iter().all(knows).then_some(true)
+    }
+
+    /// Accepts a Revert, once nothing of a client is under way and everything before is stable: so
+    /// at most one is ever above stable.
+    pub(super) fn wish_revert(&mut self, snapshot: SnapshotId, attempt: SnapshotId) {
+        let is_known = self.requests.reverts.iter().any(|r| r.attempt == attempt);
+        if self.phase != Phase::Serving
+            || self.drain_requested
+            || is_known
+            || attempt.is_of_boundary()
+        {
+            return;
+        }
+        let last = self.history.last.lsn;
+        let recorded = self.history.snapshot(attempt);
+        if recorded.is_some_and(|s| !s.hidden) {
+            // The id of a user's snapshot is that of no attempt.
+            return;
+        }
+        let done = recorded.map(|s| s.lsn);
+        let is_there = self.history.snapshot(snapshot).is_some_and(|s| !s.is_boundary());
+        let (lsn, outcome) = match done.filter(|_| !mutant::is("revert-done-again")) {
+            Some(lsn) => (lsn, self.reverted(attempt, lsn)),
+            None if !is_there => (last, RevertOutcome::NoSnapshot),
+            None => match self.in_sync_know_points() {
+                None => return,
+                Some(false) => (last, RevertOutcome::Unsupported),
+                Some(true) if self.history.snapshots.len() >= REVERTS_BELOW => {
+                    (last, RevertOutcome::TooMany)
+                }
+                Some(true) => {
+                    if !self.requests.is_idle() || !self.reads.is_empty() {
+                        return;
+                    }
+                    if self.commit.stable < last {
+                        return self.commit.want_sync(last);
+                    }
+                    self.history.append_bare(self.epoch, EntryKind::Revert { id: snapshot });
+                    let kind = EntryKind::Snapshot { id: attempt, hidden: true };
+                    let lsn = self.history.append_bare(self.epoch, kind).lsn;
+                    (lsn, self.reverted(attempt, lsn))
+                }
+            },
+        };
+        self.commit.want_sync(lsn);
+        self.requests.reverts.push(Reverting { attempt, lsn, outcome });
+    }
+
+    fn reverted(&self, attempt: SnapshotId, lsn: Lsn) -> RevertOutcome {
+        RevertOutcome::Done { lsn, head: self.history.head_of(attempt) }
+    }
+
+    /// Reports the outcomes that are on media now. The caller has checked the lease.
     pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<PrimaryAction>) {
-        let stable = self.commit.stable;
+        let stable = match mutant::is("snapshot-answered-before-stable") {
+            true => self.history.last.lsn,
+            false => self.commit.stable,
+        };
         self.requests.snapshots.retain(|wished| {
-            let Wished { id, wish, lsn, too_many } = *wished;
+            let Wished { id, lsn, outcome, .. } = *wished;
             if lsn <= stable {
-                let outcome = match wish {
-                    SnapshotWish::Make if too_many => SnapshotOutcome::TooMany,
-                    SnapshotWish::Make => SnapshotOutcome::Made { lsn },
-                    SnapshotWish::Delete => SnapshotOutcome::Deleted,
-                };
                 actions.push(PrimaryAction::Note(PrimaryNote::Snapshot { id, outcome }));
+            }
+            lsn > stable
+        });
+        self.requests.reverts.retain(|reverting| {
+            let Reverting { attempt, lsn, outcome } = *reverting;
+            if lsn <= stable {
+                actions.push(PrimaryAction::Note(PrimaryNote::Reverted { attempt, outcome }));
             }
             lsn > stable
         });

@@ -78,6 +78,7 @@ impl Primary {
             self.verify_due(),
             self.rebuilds.due(now),
             self.change.due(now),
+            self.changes.due(),
         ])
     }
 }

@@ -59,7 +59,7 @@ pub(super) struct CopyRequest {
 #[derive(Clone, Copy)]
 enum Copied {
     Entries { after: Lsn },
-    Slots { view: ReadView, from: Lsn, cursor: u64 },
+    Slots { view: ReadView, from: Lsn, cursor: u64, want_data: bool },
 }
 
 impl CopyRequest {
@@ -89,10 +89,11 @@ impl CopyRequest {
                 let gone = fetched.is_none();
                 Ok(FromReplica::Fetched { id, entries: fetched.unwrap_or_default(), gone })
             }
-            Copied::Slots { view, from, cursor } => {
+            Copied::Slots { view, from, cursor, want_data } => {
+                let nonce = session.nonce;
                 let chunk = match may_wait {
-                    true => store.try_pull(session.nonce, view, from, cursor, bytes_max)?,
-                    false => store.pull(session.nonce, view, from, cursor, bytes_max)?,
+                    true => store.try_pull(nonce, view, from, cursor, bytes_max, want_data)?,
+                    false => store.pull(nonce, view, from, cursor, bytes_max, want_data)?,
                 };
                 let gone = chunk.is_none();
                 let PullChunk { slots, cursor, end } = chunk.unwrap_or_default();
@@ -209,8 +210,8 @@ impl Session {
             return Ok(());
         }
         match message {
-            ToReplica::Pull { id, view, from, cursor, bytes_max } => {
-                let what = Copied::Slots { view, from, cursor };
+            ToReplica::Pull { id, view, from, cursor, bytes_max, want_data } => {
+                let what = Copied::Slots { view, from, cursor, want_data };
                 self.check_waiting()?;
                 self.answer_copy(CopyRequest::new(way, id, what, bytes_max), store, actions)?;
             }
@@ -226,8 +227,9 @@ impl Session {
                 self.feed(rebuild, &slots, cursor, after, store)?;
                 self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
             }
-            ToReplica::IncrementCut { rebuild, snapshot } => {
-                store.increment_cut(rebuild, snapshot)?;
+            ToReplica::IncrementCut { rebuild, snapshot, head } => {
+                let head = head.filter(|_| !mutant::is("cut-without-its-head"));
+                store.increment_cut(rebuild, snapshot, &head.unwrap_or_default())?;
             }
             ToReplica::IncrementCommit { rebuild, to, fed } => {
                 self.commit(rebuild, &to, fed, store, actions)?;
@@ -320,7 +322,8 @@ impl Session {
         if let Way::Bulk(_) = way {
             self.copying.fed = FedSum::default();
             let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
-            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor }, actions);
+            let cut = store.shadow_cut().filter(|_| self.knows_points);
+            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor, cut }, actions);
         }
         for message in beginning.behind {
             self.copy(way, message, store, actions)?;

@@ -20,7 +20,7 @@ use quoin_types::membership::RETIRED_MAX;
 use quoin_types::message::{BadCopy, Failure, FromReplica, OpenAck, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
-use quoin_types::{Durability, Epoch, Incarnation, Lsn};
+use quoin_types::{Durability, Epoch, Incarnation, Lsn, SnapshotId};
 use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
@@ -107,14 +107,20 @@ pub enum ReplicaNote {
     },
     /// Another member's copy replaced a bad one here; not `done`: the block was overwritten since,
     /// or the map cannot be mended now.
-    Repaired {
-        lba: u64,
-        /// Set if the map of the range that begins there was repaired, not the block.
-        whole_map: bool,
-        done: bool,
-    },
+    Repaired(Repaired),
     /// A peer sent what an invariant forbids; the session was ended. Names the invariant.
     InvariantRefused(&'static str),
+}
+
+/// Outcome of one repair.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Repaired {
+    /// The snapshot whose copy it was; `None`: the live view's.
+    pub snapshot: Option<SnapshotId>,
+    pub lba: u64,
+    /// Set if the map of the range that begins there was repaired, not the block.
+    pub whole_map: bool,
+    pub done: bool,
 }
 
 /// Share by which the clocks of two hosts may diverge (1/20). Leases are shortened at the target
@@ -357,7 +363,8 @@ impl Replica {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) {
-        let ToReplica::Open { volume, replica, guid, membership, lease_ms } = message else {
+        let ToReplica::Open { volume, replica, guid, membership, lease_ms, knows_points } = message
+        else {
             return;
         };
         let refuse = |failure: Failure, promised: Epoch, actions: &mut Vec<ReplicaAction>| {
@@ -433,7 +440,15 @@ impl Replica {
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
         let synced_to = mutant::is("answer-before-the-promise-is-on-media").then_some(expected);
-        self.pending = Some(PendingOpen { connection, key, lease_ms, ticket, synced_to, expected });
+        self.pending = Some(PendingOpen {
+            connection,
+            key,
+            lease_ms,
+            knows_points,
+            ticket,
+            synced_to,
+            expected,
+        });
         self.answer_open(now, store, actions);
     }
 
@@ -482,6 +497,8 @@ impl Replica {
             volume_blocks: state.volume_blocks,
             snapshots: store.snapshots(),
             shadow: store.shadow(),
+            shadow_cut: store.shadow_cut().filter(|_| pending.knows_points),
+            heads: if pending.knows_points { store.snapshot_heads() } else { Vec::new() },
         };
         let session = Session::new(&pending, durable);
         session.renew(now, &mut self.lease);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::copying::{CopyRequest, Copying, Way};
 use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
-use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
+use super::{ConnectionId, Lease, Repaired, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
 use quoin_types::ids::SessionKey;
@@ -15,7 +15,9 @@ use quoin_types::message::{
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
-use quoin_types::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
+use quoin_types::{
+    Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, SnapshotId, VOLUME_BLOCKS_MAX,
+};
 
 /// Limit of reads that wait for an entry or for the disk; a correct target stays far below it.
 const WAITING_READS_MAX: usize = 4096;
@@ -31,6 +33,8 @@ pub(super) struct PendingOpen {
     pub connection: ConnectionId,
     pub key: SessionKey,
     pub lease_ms: u32,
+    /// The target knows the fields that concern snapshots.
+    pub knows_points: bool,
     pub ticket: SyncTicket,
     /// LSN that the sync of the promise made durable, once it is done.
     pub synced_to: Option<Lsn>,
@@ -90,8 +94,8 @@ impl WaitingRead {
             Looked::Blocks { view, want_data } => {
                 store.read(view, self.lba, blocks, want_data, slots)
             }
-            Looked::Verified { bytes_max, repair } => {
-                store.verify(self.lba, blocks, bytes_max, repair, slots)
+            Looked::Verified { view, bytes_max, repair } => {
+                store.verify(view, self.lba, blocks, bytes_max, repair, slots)
             }
         }
     }
@@ -107,8 +111,17 @@ impl WaitingRead {
     ) -> Result<(), StoreError> {
         let size = store.state().volume_blocks;
         let blocks = size.saturating_sub(self.lba).min(self.blocks.into()) as u32;
-        let live = !matches!(self.what, Looked::Blocks { view, .. } if view != ReadView::Live);
-        if !live || blocks == self.blocks {
+        let (Looked::Blocks { view, .. } | Looked::Verified { view, .. }) = self.what;
+        if let ReadView::Snapshot(id) = view
+            && store.snapshots().iter().all(|s| s.id != id)
+        {
+            // It was deleted while the read was on its way: no copy of it is good.
+            let (lba, version) = (self.lba, Lsn::ZERO);
+            let slot = |lba| Slot { lba, blocks: 1, version, content: Content::Bad };
+            slots.extend((lba..lba + u64::from(self.blocks)).map(slot));
+            return Ok(());
+        }
+        if view != ReadView::Live || blocks == self.blocks {
             return Err(StoreError::Rule(rule));
         }
         if blocks > 0 {
@@ -131,11 +144,17 @@ pub(super) enum Parked {
     Copy(CopyRequest),
 }
 
+/// The view that a message means by a snapshot, or by none.
+fn view_of(snapshot: Option<SnapshotId>) -> ReadView {
+    let named = snapshot.filter(|_| !mutant::is("repair-without-its-view"));
+    named.map_or(ReadView::Live, ReadView::Snapshot)
+}
+
 /// Result that a read returns.
 #[derive(Clone, Copy)]
 enum Looked {
     Blocks { view: ReadView, want_data: bool },
-    Verified { bytes_max: u32, repair: bool },
+    Verified { view: ReadView, bytes_max: u32, repair: bool },
 }
 
 /// Action after a sync.
@@ -157,6 +176,8 @@ pub(super) struct Session {
     pub connection: ConnectionId,
     pub key: SessionKey,
     lease_ms: u32,
+    /// The target knows the fields that concern snapshots.
+    pub(super) knows_points: bool,
     /// Feeding has begun (the first Truncate was handled); its tip, see [`ToReplica::Truncate`].
     tip: Option<Lsn>,
     pub durable: Lsn,
@@ -184,6 +205,7 @@ impl Session {
             connection: open.connection,
             key: open.key,
             lease_ms: open.lease_ms,
+            knows_points: open.knows_points,
             tip: None,
             durable,
             applied: durable,
@@ -249,8 +271,9 @@ impl Session {
                 let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, limit, store, actions)?;
             }
-            ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
-                let what = Looked::Verified { bytes_max: bytes_max.min(VERIFY_BYTES_MAX), repair };
+            ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot } => {
+                let (view, bytes_max) = (view_of(snapshot), bytes_max.min(VERIFY_BYTES_MAX));
+                let what = Looked::Verified { view, bytes_max, repair };
                 let read = WaitingRead { id, what, lba, blocks, after, ping, fetches: 0 };
                 self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
@@ -263,33 +286,27 @@ impl Session {
             ToReplica::OpenBulk { .. } => {
                 return Err(Fault::Protocol("a bulk connection that is the session's own"));
             }
-            ToReplica::Repair { lba, version, crc, data } => {
+            ToReplica::Repair { lba, version, crc, data, snapshot } => {
                 let good =
                     data.len() == quoin_types::BLOCK_SIZE && quoin_types::crc32c(&data) == crc;
                 if !good {
                     return Err(Fault::Protocol("repair data"));
                 }
-                let done = store.repair(lba, version, crc, &data)?;
+                let done = store.repair(view_of(snapshot), lba, version, crc, &data)?;
                 self.send(FromReplica::Repaired { lba, version, done }, actions);
-                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
-                    lba,
-                    whole_map: false,
-                    done,
-                }));
+                let repaired = Repaired { snapshot, lba, whole_map: false, done };
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired(repaired)));
             }
-            ToReplica::Mend { lba, blocks, at, slots } => {
+            ToReplica::Mend { lba, blocks, at, slots, snapshot } => {
                 if !covers(&slots, lba, blocks) || !slots.iter().all(|s| s.is_good(at)) {
                     return Err(Fault::Protocol("mend data"));
                 }
                 // Entries that the source had applied and this replica has not may hide older
                 // content.
-                let done = at <= self.applied && store.mend(lba, &slots)?;
+                let done = at <= self.applied && store.mend(view_of(snapshot), lba, &slots)?;
                 self.send(FromReplica::Mended { lba, blocks, done }, actions);
-                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
-                    lba,
-                    whole_map: true,
-                    done,
-                }));
+                let repaired = Repaired { snapshot, lba, whole_map: true, done };
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired(repaired)));
             }
             ToReplica::Close => return self.close(*continuous, store),
         }
@@ -383,7 +400,8 @@ impl Session {
     }
 
     pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
-        if self.is_fed() {
+        // An older target would take the block of a snapshot for a live one.
+        if self.is_fed() && (copy.snapshot.is_none() || self.knows_points) {
             self.send(FromReplica::BadCopy(copy), actions);
         }
     }

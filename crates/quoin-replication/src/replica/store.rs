@@ -11,7 +11,9 @@
 use quoin_types::entry::{Chain, SharedEntry, View};
 use quoin_types::ids::{Epoch, Incarnation, Lsn, Position, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_types::membership::Membership;
-use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{
+    CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+};
 
 /// Number of a sync request; it grows with every request. A completed ticket covers all smaller
 /// ones of the same pool.
@@ -140,13 +142,18 @@ pub trait ReplicaStore {
     /// The newest [`quoin_types::message::EPOCH_TABLE_MAX`] epochs of the history, oldest first.
     fn epoch_table(&self) -> Vec<EpochEnd>;
     fn snapshots(&self) -> Vec<SnapshotInfo>;
+    /// Returns the heads of [`ReplicaStore::snapshots`], in their order.
+    fn snapshot_heads(&self) -> Vec<SnapshotHead>;
 
     /// Appends entries that follow `state().position` without a gap; their chains must continue
     /// `state().chain`. One call is one batch on disk. If the last View before the call has
     /// `durability: media`, the batch may stay in process memory until a sync that began later, and
     /// entries appended after it (after a truncation too) may be lost with it: the caller must not
     /// acknowledge any of them as applied before. Snapshot, DeleteSnapshot (of an unknown id:
-    /// nothing to do), Revert and Resize take effect here.
+    /// nothing to do), Revert and Resize take effect here. A Revert gives every block whose version
+    /// is above its snapshot's LSN the snapshot's content, with the Revert's LSN as version; the
+    /// size stays. Where too many of them wait to be merged into the map, the next one is refused
+    /// with `Full`, and fits later.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
     /// Sets the epoch before which entries belong to the history that an open found, and are no new
     /// writes of a client. In a full pool they may use a part of its reserve: IO can wait for them,
@@ -185,12 +192,13 @@ pub trait ReplicaStore {
         self.read(view, lba, blocks, want_data, out)
     }
 
-    /// Compares live blocks with their checksums on media, bypassing caches, and reports them:
+    /// Compares blocks of a view with their checksums on media, bypassing caches, and reports them:
     /// slots that cover a prefix of the range, data without bytes, until about `bytes_max` of data
     /// were read. `note`: bad copies are recorded as by any read, so that another copy is
     /// requested.
     fn verify(
         &mut self,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
@@ -215,7 +223,8 @@ pub trait ReplicaStore {
     /// Returns slots of `view` with `version > from`, holes included, in LBA order, starting at
     /// `cursor`. `Ok(None)`: the view does not exist. A pull of [`ReadView::Base`] at cursor 0 pins
     /// the base for `session` until its last chunk, the next pull of it, or
-    /// [`ReplicaStore::unpin`].
+    /// [`ReplicaStore::unpin`]. Without `want_data` the blocks are not read and data slots come with
+    /// empty bytes.
     fn pull(
         &mut self,
         session: u64,
@@ -223,6 +232,7 @@ pub trait ReplicaStore {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError>;
     /// Reads like [`ReplicaStore::pull`], but answers `Pending` instead of waiting for the disk.
     fn try_pull(
@@ -232,8 +242,9 @@ pub trait ReplicaStore {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
-        self.pull(session, view, from, cursor, bytes_max)
+        self.pull(session, view, from, cursor, bytes_max, want_data)
     }
     /// Releases what a session that is over had pinned, the increment that it waited to begin, and
     /// the calls that waited for the disk.
@@ -243,6 +254,8 @@ pub trait ReplicaStore {
     /// entry that is appended ends the shadow, prepared or not: a later flip is refused with
     /// `Rule`.
     fn shadow(&self) -> Option<(u64, Lsn, u64)>;
+    /// Returns the LSN of the last snapshot that the shadow is complete for, or its start.
+    fn shadow_cut(&self) -> Option<Lsn>;
     /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild id
     /// resumes. `from` above stable is refused with `Rule`. `Ok(false)`: the log up to `from` is
     /// not merged into the map yet. The call did one bounded step of that; the caller repeats it
@@ -256,7 +269,12 @@ pub trait ReplicaStore {
         slots: &[Slot],
         cursor: u64,
     ) -> Result<(), StoreError>;
-    fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError>;
+    fn increment_cut(
+        &mut self,
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+        head: &CutHead,
+    ) -> Result<(), StoreError>;
     /// First half of the commit: everything of the shadow is written and waits for a sync.
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError>;
     /// Second half, after that sync: flips, atomically and durably with the next sync. The log is
@@ -264,17 +282,19 @@ pub trait ReplicaStore {
     /// are deleted.
     fn increment_flip(&mut self, rebuild: u64) -> Result<(), StoreError>;
 
-    /// Replaces a bad copy; `Ok(false)` if the live slot no longer has this version.
+    /// Replaces a bad copy in `view` (live, or a snapshot); `Ok(false)` if its slot no longer has
+    /// this version, or there is no such view.
     fn repair(
         &mut self,
+        view: ReadView,
         lba: u64,
         version: Lsn,
         crc: u32,
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError>;
-    /// Rebuilds the damaged map of a range from a peer's live slots that cover it exactly, as of a
-    /// position ≤ this replica's own. `Ok(true)` also if the map is intact by now; `Ok(false)` if
-    /// it cannot be mended now. Blocks that were written since the base stay bad in the base, never
-    /// wrong.
-    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError>;
+    /// Rebuilds the damaged map of a range from a peer's slots of the same view that cover it
+    /// exactly, as of a position ≤ this replica's own. `Ok(true)` also if the map is intact by now;
+    /// `Ok(false)` if it cannot be mended now. Blocks that were written since the base stay bad in
+    /// the base, never wrong.
+    fn mend(&mut self, view: ReadView, lba: u64, slots: &[Slot]) -> Result<bool, StoreError>;
 }

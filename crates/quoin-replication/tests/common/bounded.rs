@@ -6,7 +6,9 @@ use quoin_replication::replica::store::{
     SyncTicket,
 };
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{
+    CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+};
 use quoin_types::*;
 
 /// Error of a refused read, which loses nothing and may be transient.
@@ -65,6 +67,9 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn snapshots(&self) -> Vec<SnapshotInfo> {
         self.inner.snapshots()
     }
+    fn snapshot_heads(&self) -> Vec<SnapshotHead> {
+        self.inner.snapshot_heads()
+    }
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
         self.inner.truncate(keep)
     }
@@ -97,11 +102,12 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         if self.unreadable {
             return Err(REFUSED);
         }
-        self.inner.pull(session, view, from, cursor, bytes_max)
+        self.inner.pull(session, view, from, cursor, bytes_max, want_data)
     }
     fn unpin(&mut self, session: u64) {
         self.inner.unpin(session);
@@ -109,14 +115,22 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.inner.shadow()
     }
+    fn shadow_cut(&self) -> Option<Lsn> {
+        self.inner.shadow_cut()
+    }
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.inner.increment_begin(rebuild, from)
     }
     fn increment_feed(&mut self, id: u64, slots: &[Slot], at: u64) -> Result<(), StoreError> {
         self.inner.increment_feed(id, slots, at)
     }
-    fn increment_cut(&mut self, id: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
-        self.inner.increment_cut(id, snapshot)
+    fn increment_cut(
+        &mut self,
+        id: u64,
+        snapshot: SnapshotInfo,
+        head: &CutHead,
+    ) -> Result<(), StoreError> {
+        self.inner.increment_cut(id, snapshot, head)
     }
     fn increment_prepare(&mut self, id: u64, end: &IncrementEnd) -> Result<(), StoreError> {
         self.inner.increment_prepare(id, end)
@@ -124,20 +138,28 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn increment_flip(&mut self, id: u64) -> Result<(), StoreError> {
         self.inner.increment_flip(id)
     }
-    fn repair(&mut self, lba: u64, v: Lsn, crc: u32, data: &Bytes) -> Result<bool, StoreError> {
-        self.inner.repair(lba, v, crc, data)
+    fn repair(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        v: Lsn,
+        crc: u32,
+        data: &Bytes,
+    ) -> Result<bool, StoreError> {
+        self.inner.repair(view, lba, v, crc, data)
     }
     fn verify(
         &mut self,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
         note: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        self.inner.verify(lba, blocks, bytes_max, note, out)
+        self.inner.verify(view, lba, blocks, bytes_max, note, out)
     }
-    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
-        self.inner.mend(lba, slots)
+    fn mend(&mut self, view: ReadView, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+        self.inner.mend(view, lba, slots)
     }
 }

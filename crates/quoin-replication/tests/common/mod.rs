@@ -14,8 +14,8 @@ use std::time::Duration;
 pub use bounded::Bounded;
 use bytes::Bytes;
 use quoin_replication::primary::{
-    Knows, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
-    ReadMode,
+    ChangesAnswer, Knows, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig,
+    PrimaryEvent, PrimaryNote, ReadMode,
 };
 use quoin_replication::replica::store::{
     ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
@@ -82,6 +82,7 @@ pub struct Cluster {
     pub epoch: Epoch,
     pub replies: Vec<Reply>,
     pub notes: Vec<PrimaryNote>,
+    pub changes: Vec<(u64, ChangesAnswer)>,
     pub stopped: bool,
     /// Host that is cut off when the target requests a change of the record.
     pub cut_at_swap: Option<usize>,
@@ -238,6 +239,7 @@ impl Cluster {
             epoch: Epoch(0),
             replies: Vec::new(),
             notes: Vec::new(),
+            changes: Vec::new(),
             stopped: false,
             cut_at_swap: None,
             swaps: VecDeque::new(),
@@ -353,8 +355,14 @@ impl Cluster {
 
     /// Delivers a bad copy that a pool's scrub found.
     pub fn found_bad(&mut self, host: usize, lba: u64, version: Lsn) {
-        let event = ReplicaEvent::BadCopy(BadCopy { lba, blocks: 1, version });
+        let event = ReplicaEvent::BadCopy(BadCopy { lba, blocks: 1, version, snapshot: None });
         self.queue.push_back(Event::ToReplica(host, event));
+    }
+
+    /// The same of a block that a snapshot shows.
+    pub fn found_bad_in(&mut self, host: usize, snapshot: SnapshotId, lba: u64, version: Lsn) {
+        let copy = BadCopy { lba, blocks: 1, version, snapshot: Some(snapshot) };
+        self.queue.push_back(Event::ToReplica(host, ReplicaEvent::BadCopy(copy)));
     }
 
     /// Lets pools report whether they are short of room.
@@ -599,6 +607,7 @@ impl Cluster {
                     }
                 }
                 PrimaryAction::Reply(reply) => self.replies.push(reply),
+                PrimaryAction::Changes { token, answer } => self.changes.push((token, answer)),
                 PrimaryAction::Timer { at } => self.target_timer = at,
                 PrimaryAction::Note(note) => self.notes.push(note),
                 PrimaryAction::Stopped => self.stopped = true,

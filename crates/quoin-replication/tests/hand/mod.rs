@@ -89,6 +89,8 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
         volume_blocks: 1024,
         snapshots: Vec::new(),
         shadow: None,
+        shadow_cut: None,
+        heads: Vec::new(),
     }
 }
 
@@ -185,7 +187,9 @@ impl Hand {
                     PrimaryAction::Reply(reply) => self.replies.push(reply),
                     PrimaryAction::Timer { at } => self.timer = at,
                     PrimaryAction::Note(note) => self.notes.push(note),
-                    PrimaryAction::SwapMembership { .. } | PrimaryAction::Stopped => {}
+                    PrimaryAction::SwapMembership { .. }
+                    | PrimaryAction::Changes { .. }
+                    | PrimaryAction::Stopped => {}
                 }
             }
         }

@@ -9,6 +9,7 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
+use crate::background::reverts::RevertFold;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
@@ -27,7 +28,7 @@ const EDITS_A_STEP: usize = 1024;
 /// collected, what is newest of them is folded in the order of its LBAs, then that one entry.
 pub struct CheckpointJob {
     target: u64,
-    work: Image,
+    pub(super) work: Image,
     /// The first entry that is not in `work` or in `newest`.
     next: u64,
     /// The first entry that is no part of the stage.
@@ -37,18 +38,39 @@ pub struct CheckpointJob {
     cursor: u64,
     /// The entry that ends the stage.
     special: Option<u64>,
+    /// A Revert that ended the stage and is not in `work` yet.
+    pub(super) revert: Option<RevertFold>,
     /// Edits of a step, kept from step to step.
-    part: Edits,
+    pub(super) part: Edits,
+}
+
+impl CheckpointJob {
+    /// The newest version that a snapshot of the job's state may hold.
+    pub(super) fn kept_through(&self) -> u64 {
+        self.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0)
+    }
 }
 
 /// Part of a stage on its way into the map.
 #[derive(Default)]
-struct Edits {
+pub(super) struct Edits {
     /// The cursor that they were made for.
     made_for: Option<u64>,
-    edits: Vec<Edit>,
-    crcs: Vec<u32>,
+    pub edits: Vec<Edit>,
+    pub crcs: Vec<u32>,
     end: u64,
+}
+
+impl Edits {
+    pub fn clear(&mut self) {
+        self.edits.clear();
+        self.crcs.clear();
+    }
+
+    /// Adds the change of the blocks from `start` to `end`, which follow all others.
+    pub fn push(&mut self, start: u64, end: u64, change: Change) {
+        self.edits.push(Edit { lba: start, blocks: (end - start) as u32, change });
+    }
 }
 
 /// A state on its way to the ring.
@@ -88,6 +110,7 @@ impl Replica {
                 newest,
                 cursor: u64::MAX,
                 special: None,
+                revert: None,
                 part: Edits::default(),
             };
             self.begin_stage(&mut job);
@@ -130,6 +153,9 @@ impl Replica {
         if let Some(lsn) = job.special.take() {
             self.fold_special(job, lsn);
             job.next = lsn + 1;
+        }
+        if job.revert.is_some() && !self.fold_revert(core, job)? {
+            return Ok(false);
         }
         if job.next > job.target {
             return Ok(true);
@@ -197,7 +223,7 @@ impl Replica {
         let nodes_max = nodes_a_step(core);
         let mut part = self.part_of(job, nodes_max);
         part.made_for = None;
-        let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
+        let kept_through = job.kept_through();
         let mut io = self.io(core);
         io.kept_through = kept_through;
         let (root, stopped) =
@@ -243,8 +269,7 @@ impl Replica {
 
     /// Next edits of a stage, about as many as one step can do.
     fn edits_from(&self, job: &CheckpointJob, nodes_max: usize, part: &mut Edits) {
-        part.edits.clear();
-        part.crcs.clear();
+        part.clear();
         part.end = u64::MAX;
         let (mut leaves, mut last_leaf) = (0, u64::MAX);
         for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
@@ -294,10 +319,13 @@ impl Replica {
                 self.count.request();
             }
             EntryKind::Revert { id } => {
-                if let Some(s) = work.snapshots.iter().find(|s| s.info.id == id) {
-                    work.root = s.root;
-                    self.count.request();
-                }
+                let (cursor, blocks) = (0, work.head.volume_blocks);
+                let kept = work.snapshots.iter().find(|s| s.info.id == id);
+                job.revert = kept.map(|s| {
+                    let (since, kept) = (s.info.lsn.0, s.root);
+                    RevertFold { lsn, since, kept, cursor, blocks }
+                });
+                self.count.request();
             }
             _ => {}
         }
@@ -309,13 +337,11 @@ impl Replica {
         let first_needed = self.log_start().index;
         self.family.forget_log_before(first_needed);
         let folded = self.folded.head.position.lsn;
-        if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
-            self.frozen.clear();
+        self.frozen.fold(folded);
+        if self.upper.has_reverts() {
             self.upper = self.upper_at(self.head.position.lsn);
         } else {
-            self.frozen.fold(folded);
             self.upper.memtable.forget_through(job.target);
-            self.upper.lower = self.folded.root;
         }
         (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
     }
@@ -417,8 +443,4 @@ impl Replica {
 fn nodes_a_step<D>(core: &Core<D>) -> usize {
     let all = mutant::is("fold-in-one-step");
     if all { usize::MAX } else { core.options.step_nodes.max(1) }
-}
-
-pub fn is_revert(kind: &EntryKind) -> bool {
-    matches!(kind, EntryKind::Revert { .. })
 }

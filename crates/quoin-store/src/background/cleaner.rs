@@ -19,7 +19,7 @@ use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
-use crate::replica::Replica;
+use crate::replica::{Replica, Source};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
@@ -139,7 +139,6 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        self.frozen.drop_reverted();
         let start = core.superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
@@ -259,9 +258,6 @@ impl Replica {
             views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
         }
         views.push((self.folded.root, u64::MAX));
-        if self.upper.reverted {
-            views.push((self.upper.lower, u64::MAX));
-        }
         if let Some(shadow) = &self.shadow {
             views.extend(shadow.roots().map(|r| (r, u64::MAX)));
         }
@@ -273,7 +269,6 @@ impl Replica {
             self.folded.snapshots.iter_mut().map(|s| &mut s.root).collect();
         views.extend(self.pins.values_mut().map(|p| &mut p.root));
         views.push(&mut self.folded.root);
-        views.push(&mut self.upper.lower);
         if let Some(shadow) = &mut self.shadow {
             views.extend(shadow.roots_mut());
         }
@@ -333,8 +328,7 @@ impl Replica {
             let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
             if quoin_types::crc32c(&bytes) != candidate.crc {
                 // The block moves with its checksum, so it stays bad until a peer repairs it.
-                let (lba, version) = (candidate.lba, Lsn(candidate.version));
-                core.note_bad(BadBlock::block(self.identity.guid, lba, version));
+                self.note_bad_place(core, candidate.lba, candidate.place)?;
             }
             let Candidate { lba, version, crc, .. } = *candidate;
             blocks.push(MovedBlock { lba, version, crc, bytes });
@@ -369,6 +363,26 @@ impl Replica {
         Ok(true)
     }
 
+    /// Notes a block as bad in a view that shows this place: the live one if it does.
+    fn note_bad_place<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        place: u64,
+    ) -> Result<(), StoreError> {
+        let snapshots: Vec<_> =
+            self.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
+        for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
+            self.find(core, &source, lba, 1)?;
+            if let Some(block) = core.found.first().filter(|block| block.place == place) {
+                let version = Lsn(block.version);
+                core.note_bad(BadBlock::block(self.identity.guid, lba, version).of(id));
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
@@ -382,8 +396,6 @@ impl Replica {
         edits: &[Edit],
         crcs: &[u32],
     ) -> Result<(), StoreError> {
-        // A frozen view may be new since the job began, with a root that is about to go.
-        self.frozen.drop_reverted();
         let mut memo = Memo::default();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let mut new = Vec::with_capacity(old.len());
@@ -473,6 +485,7 @@ mod tests {
 
     use bytes::Bytes;
     use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_types::message::ReadView;
     use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
 
     use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
@@ -527,7 +540,11 @@ mod tests {
         let (used, good) = (pool.stats().used_bytes, Bytes::from(vec![5; BLOCK_SIZE]));
         let mut replica = pool.replica(guid).expect("it");
         let crc = quoin_types::crc32c(&good);
-        assert_eq!(replica.repair(460, Lsn(5), crc, &good), Ok(true), "from another replica");
+        assert_eq!(
+            replica.repair(ReadView::Live, 460, Lsn(5), crc, &good),
+            Ok(true),
+            "from another replica"
+        );
         append(&mut pool, EntryKind::Trim, 2000, 1);
         for _ in 0..4 {
             pool.settle().expect("recorded");

@@ -26,7 +26,8 @@ pub enum Fact {
     CountDue,
     /// Its log is rotten in a place that only a fold makes harmless.
     FoldWanted,
-    /// Trims wait in its log that free more than is kept of it.
+    /// Trims wait in its log that free more than is kept of it, or a Revert, which costs every
+    /// read a second lookup.
     Trimmed,
     /// Its record is older than its maps.
     ToRecord,
@@ -79,7 +80,8 @@ impl ReplicaWork {
         set(Fact::AtWork, is_workable && work.has_job());
         set(Fact::CountDue, is_workable && replica.is_count_due());
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
-        set(Fact::Trimmed, trimmed > options.log_keep_bytes && may_fold);
+        let reverts = replica.log.reverts().next().is_some_and(|lsn| lsn <= replica.foldable());
+        set(Fact::Trimmed, (trimmed > options.log_keep_bytes || reverts) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
         ReplicaWork {
             facts,

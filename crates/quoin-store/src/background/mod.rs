@@ -7,5 +7,6 @@ pub mod look_ahead;
 pub mod maintenance;
 pub mod recount;
 pub mod relocation;
+pub mod reverts;
 pub mod scheduler;
 pub mod scrub;

@@ -151,9 +151,6 @@ impl Replica {
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         views.push((self.folded.root, u64::MAX));
-        if self.upper.reverted {
-            views.push((self.upper.lower, u64::MAX));
-        }
         if let Some(shadow) = &self.shadow {
             views.extend(shadow.roots().map(|r| (r, u64::MAX)));
         }

@@ -10,14 +10,14 @@
 //! | a batch's header | the log above the map is folded, so that no recovery needs it; of a segment that is closed it costs the space until the blocks in it die |
 //!
 //! **Mending a stretch.** The base is the map as of its LSN F ≤ stable. A peer's live slot of
-//! version v ≤ F, read at a position that this replica has reached too, is what the base held,
-//! as long as no Revert lies between: nothing touched the block from v to that position. A slot
+//! version v ≤ F, read at a position that this replica has reached too, is what the base held:
+//! nothing touched the block from v to that position (a Revert is a write like others). A slot
 //! of a later version lies in this replica's own log, which answers for it; what the base held
 //! under it is unknown, stays marked as lost and is replaced by the next fold. So nothing is ever
 //! guessed, and a mended stretch shows each block as it was or not at all.
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::message::{Content, Slot};
+use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
 
 use crate::background::cleaner::walk;
@@ -134,6 +134,8 @@ impl Replica {
         // The number of snapshots that are older than this view.
         let older = (at.stage as usize).checked_sub(2).unwrap_or(views.len());
         let root = views.get(older).map_or(self.folded.root, |s| s.root);
+        let snapshot = views.get(older).map(|s| s.info.id);
+        let view = snapshot.map_or(ReadView::Live, ReadView::Snapshot);
         let from = older.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
         let Some(part) = tree::next_part(&mut self.io(core), root, from, at.cursor)? else {
             return Ok(None);
@@ -145,10 +147,12 @@ impl Replica {
                 let (start, known) = (start.max(at.cursor), core.bad.len());
                 let many = (FANOUT * LEAF_BLOCKS) as u64;
                 for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
-                    core.note_bad(BadBlock::stretch(self.identity.guid, lba, Lsn(newest)));
+                    let bad = BadBlock::stretch(self.identity.guid, lba, Lsn(newest));
+                    core.note_bad(bad.of(snapshot));
                 }
-                if is_folded {
-                    self.leave_overwritten(core, known)?;
+                match is_folded {
+                    true => self.leave_overwritten(core, known)?,
+                    false => self.note_live_too(core, known)?,
                 }
                 return Ok(Some(end.min(start + many)));
             }
@@ -157,14 +161,46 @@ impl Replica {
                 self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
                 core.forget_found();
                 let (mut slots, known) = (Vec::new(), core.bad.len());
-                self.slots(core, start, Lsn(from), true, &mut slots)?;
+                self.slots(core, view, start, Lsn(from), true, &mut slots)?;
                 done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
-                if is_folded {
-                    self.leave_overwritten(core, known)?;
+                match is_folded {
+                    true => self.leave_overwritten(core, known)?,
+                    false => self.note_live_too(core, known)?,
                 }
             }
         }
         Ok(Some(end))
+    }
+
+    /// What a snapshot and the live view share is bad in both. A block is mended where it lies, so
+    /// its live copy is asked for, which any target knows; a stretch of the map is mended in each.
+    fn note_live_too<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        known: usize,
+    ) -> Result<(), StoreError> {
+        for bad in core.bad.split_off(known.min(core.bad.len())) {
+            let Some(id) = bad.snapshot.filter(|_| bad.lba < self.head.volume_blocks) else {
+                core.note_bad(bad);
+                continue;
+            };
+            self.find(core, &Source::Live, bad.lba, 1)?;
+            let live = core.found.first().copied();
+            let is_lost = |b: BlockAt| matches!(b.place, BAD_PLACE | LOST_PLACE);
+            if bad.blocks > 1 {
+                core.note_bad(bad);
+                if live.is_some_and(is_lost) {
+                    core.note_bad(bad.of(None));
+                }
+                continue;
+            }
+            let source = self.source(ReadView::Snapshot(id));
+            let Some(source) = source else { continue };
+            self.find(core, &source, bad.lba, 1)?;
+            let is_shared = live.is_some() && core.found.first().copied() == live;
+            core.note_bad(bad.of(Some(id).filter(|_| !is_shared)));
+        }
+        Ok(())
     }
 
     /// Forgets bad blocks of the folded map that the log has overwritten. They need no repair, and
@@ -318,30 +354,34 @@ impl Replica {
         Ok(())
     }
 
-    /// Compares live blocks with their checksums on media: `ReplicaStore::verify`.
+    /// Compares blocks of a view with their checksums on media: `ReplicaStore::verify`.
+    #[allow(clippy::too_many_arguments)]
     pub fn verify<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
         note: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= self.head.volume_blocks);
+        let size = self.view_size(view).ok_or(StoreError::Rule("no such view"))?;
+        let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= size);
         let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
+        let source = self.source(view).ok_or(StoreError::Rule("no such view"))?;
         let known = core.bad.len();
         let (mut at, mut left) = (lba, u64::from(bytes_max));
         while at < end && (left > 0 || at == lba) {
             let leaf = LEAF_BLOCKS as u64;
             let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
             let count = count.max(1);
-            self.find(core, &Source::Live, at, count as u32)?;
+            self.find(core, &source, at, count as u32)?;
             // The leaf may have been read too.
             left = left.saturating_sub(BLOCK_SIZE as u64);
             core.forget_found();
             let mut slots = Vec::new();
-            self.slots(core, at, Lsn::ZERO, true, &mut slots)?;
+            self.slots(core, view, at, Lsn::ZERO, true, &mut slots)?;
             for mut slot in slots {
                 if slot.content != Content::Hole {
                     left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);
@@ -361,31 +401,44 @@ impl Replica {
     pub fn mend<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         lba: u64,
         slots: &[Slot],
     ) -> Result<bool, StoreError> {
         core.check_usable()?;
         let blocks: u64 = slots.iter().map(|s| u64::from(s.blocks)).sum();
-        let reverted = self.upper.reverted
-            || self
-                .log
-                .special_from(0)
-                .any(|(_, kind)| crate::background::checkpoint::is_revert(kind));
-        if reverted
-            || !self.job_is_free()
+        // The map of a snapshot that is not folded is the live one, whose turn comes first.
+        let kept = match view {
+            ReadView::Snapshot(id) => {
+                let Some(at) = self.folded.snapshots.iter().position(|s| s.info.id == id) else {
+                    return Ok(false);
+                };
+                Some(at)
+            }
+            ReadView::Live | ReadView::Base => None,
+        };
+        let snapshot = kept.map(|at| &self.folded.snapshots[at]);
+        let size = snapshot.map_or(self.head.volume_blocks, |s| s.info.blocks);
+        let root = snapshot.map_or(self.folded.root, |s| s.root);
+        let base = snapshot.map_or(self.folded.head.position.lsn, |s| s.info.lsn);
+        let id = snapshot.map(|s| s.info.id);
+        if !self.job_is_free()
             || blocks > LEAF_BLOCKS as u64
-            || lba.checked_add(blocks).is_none_or(|end| end > self.head.volume_blocks)
+            || lba.checked_add(blocks).is_none_or(|end| end > size)
         {
             return Ok(false);
         }
-        self.find(core, &Source::Root(self.folded.root), lba, blocks as u32)?;
+        self.find(core, &Source::Root(root), lba, blocks as u32)?;
         let lost: Vec<bool> =
             core.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
         if !lost.contains(&true) {
             // A fold dropped what was lost, since the log had overwritten it.
             return Ok(true);
         }
-        let base = self.folded.head.position.lsn;
+        if slots.iter().any(|slot| slot.version > base) {
+            // What the log says of these blocks may rest on what is lost under them.
+            self.maintenance.fold_wanted = true;
+        }
         let (mut edits, mut moved) = (Vec::new(), Vec::new());
         let each =
             slots.iter().flat_map(|s| (s.lba..s.lba + u64::from(s.blocks)).map(move |l| (l, s)));
@@ -408,14 +461,16 @@ impl Replica {
             }
         }
         let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
-        let root = self.folded.root;
         let mut io = self.io(core);
         io.gives_up = true;
-        self.folded.root = tree::update(&mut io, root, &edits, &crcs, None)?;
-        self.upper.lower = self.folded.root;
-        self.frozen.drop_reverted();
+        let mended = tree::update(&mut io, root, &edits, &crcs, None)?;
+        match kept {
+            Some(at) => self.folded.snapshots[at].root = mended,
+            None => self.folded.root = mended,
+        }
         self.maintenance.dirty = true;
-        core.bad.retain(|b| b.replica != self.identity.guid || b.blocks == 1 || b.lba != lba);
+        let guid = self.identity.guid;
+        core.bad.retain(|b| (b.replica, b.lba, b.snapshot) != (guid, lba, id) || b.blocks == 1);
         Ok(true)
     }
 }

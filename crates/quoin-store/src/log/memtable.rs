@@ -54,6 +54,8 @@ pub struct Log {
     crcs_first: u64,
     /// Entries without a range.
     special: BTreeMap<u64, EntryKind>,
+    /// LSNs of the Reverts.
+    reverts: VecDeque<u64>,
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
     pub bytes: u64,
@@ -89,6 +91,9 @@ impl Log {
         if !matches!(entry.kind, EntryKind::Write | EntryKind::Trim) {
             self.special.insert(entry.lsn.0, entry.kind.clone());
         }
+        if matches!(entry.kind, EntryKind::Revert { .. }) {
+            self.reverts.push_back(entry.lsn.0);
+        }
         self.bytes += bytes_of(&record);
         self.hole_blocks += holes_of(&record);
         self.records.push_back(record);
@@ -121,6 +126,11 @@ impl Log {
         }
     }
 
+    /// LSNs of the Reverts, oldest first.
+    pub fn reverts(&self) -> impl ExactSizeIterator<Item = u64> + '_ {
+        self.reverts.iter().copied()
+    }
+
     /// Entries that are neither Write nor Trim, from `lsn` on.
     pub fn special_from(&self, lsn: u64) -> impl Iterator<Item = (u64, &EntryKind)> {
         self.special.range(lsn..).map(|(l, k)| (*l, k))
@@ -142,6 +152,7 @@ impl Log {
             self.crcs.truncate(crcs);
         }
         self.special.split_off(&(keep + 1));
+        self.reverts.truncate(self.reverts.partition_point(|lsn| *lsn <= keep));
     }
 
     /// Removes the entries up to `lsn` and the batches that hold no later one.
@@ -158,6 +169,7 @@ impl Log {
             }
         }
         self.special = self.special.split_off(&(lsn + 1));
+        self.reverts.drain(..self.reverts.partition_point(|at| *at <= lsn));
         while self.batches.front().is_some_and(|b| b.last_lsn <= lsn) {
             self.batches.pop_front();
         }

@@ -40,15 +40,19 @@ fn span(level: u8) -> u64 {
 }
 
 /// Replacement of a damaged node: every block under it is known to be lost, and can be mended or
-/// overwritten one by one. No node that can be read is ever this long.
+/// overwritten one by one.
 fn lost(level: u8, newest: u64) -> Node {
     if level == 0 {
         let mut leaf = Leaf::hole(newest);
         leaf.blocks.fill(BlockAt { version: newest, place: LOST_PLACE, crc: 0 });
         return Node::Leaf(leaf);
     }
-    let child = NodeRef { place: 0, length: u32::MAX, crc: 0, newest };
-    Node::Interior(Box::new([Child::Node(child); FANOUT]))
+    Node::Interior(Box::new([lost_child(newest); FANOUT]))
+}
+
+/// A node that is known to be lost: none that can be read is ever this long.
+fn lost_child(newest: u64) -> Child {
+    Child::Node(NodeRef { place: 0, length: u32::MAX, crc: 0, newest })
 }
 
 /// Change of a map. Edits are handed over in ascending order and do not overlap.
@@ -69,6 +73,10 @@ pub enum Change {
         version: u64,
         place: u64,
         crc_at: u32,
+    },
+    /// The blocks had some content of this version, and where it is is not known.
+    Lost {
+        version: u64,
     },
     /// Only where the map still has the block at `from`.
     Move {
@@ -119,7 +127,9 @@ pub fn update_some(
 ) -> Result<(Root, Option<u64>), StoreError> {
     let Some(last) = edits.last() else { return Ok((root, None)) };
     let (mut level, mut child) = (root.level, root.child);
-    let sets = |e: &Edit| matches!(e.change, Change::Hole { .. } | Change::Data { .. });
+    let sets = |e: &Edit| {
+        matches!(e.change, Change::Hole { .. } | Change::Data { .. } | Change::Lost { .. })
+    };
     let grows = edits.iter().any(sets);
     while grows && last.end() > span(level) {
         if level == LEVEL_MAX {
@@ -267,17 +277,22 @@ impl<N: Nodes> Walk<'_, N> {
                 break;
             }
             let until = at + self.edits[at..range.end].partition_point(|e| e.lba < end);
-            let whole_hole = match edit.change {
-                Change::Hole { version } if edit.lba <= start && edit.end() >= end => Some(version),
+            let old = children[index];
+            let is_whole = edit.lba <= start && edit.end() >= end;
+            let whole = match (edit.change, old) {
+                (Change::Hole { version }, Child::Hole(_)) => Some(Child::Hole(version)),
+                (Change::Lost { version }, Child::Hole(_)) => Some(lost_child(version)),
+                (Change::Lost { version }, Child::Node(node)) if !node.is_possible() => {
+                    Some(lost_child(version))
+                }
                 _ => None,
             };
-            let old = children[index];
-            let new = match (whole_hole, old) {
-                (Some(version), Child::Hole(_)) => {
+            let new = match whole.filter(|_| is_whole) {
+                Some(new) => {
                     self.moved = true;
-                    Child::Hole(version)
+                    new
                 }
-                _ => self.update(old, level - 1, start, at..until.max(at + 1), memo)?,
+                None => self.update(old, level - 1, start, at..until.max(at + 1), memo)?,
             };
             changed |= new != old;
             children[index] = new;
@@ -310,6 +325,7 @@ impl<N: Nodes> Walk<'_, N> {
                 let offset = lba - edit.lba;
                 let new = match edit.change {
                     Change::Hole { version } => BlockAt { version, place: 0, crc: 0 },
+                    Change::Lost { version } => BlockAt { version, place: LOST_PLACE, crc: 0 },
                     Change::Data { version, place, crc_at } => {
                         let crc = self.crcs[crc_at as usize + offset as usize];
                         BlockAt { version, place: place + offset, crc }

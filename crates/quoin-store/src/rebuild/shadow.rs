@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{PullChunk, StoreError};
-use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{Content, CutHead, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::background::relocation::MovedBlock;
@@ -18,7 +18,8 @@ use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit, Part};
-use crate::replica::{Image, Pin, Replica, Source, Synced, Upper, may_lack};
+use crate::replica::upper::Upper;
+use crate::replica::{Image, Pin, Replica, Source, Synced, may_lack};
 use crate::space::table::{NextStep, Successor};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -70,6 +71,12 @@ impl Shadow {
         (self.state.rebuild, self.state.from, self.state.cursor)
     }
 
+    /// LSN of the last snapshot that it is complete for, or its start.
+    pub fn cut(&self) -> Lsn {
+        let newest = self.state.snapshots.iter().map(|s| s.info.lsn).max();
+        newest.map_or(self.state.from, |lsn| lsn.max(self.state.from))
+    }
+
     pub fn roots(&self) -> impl Iterator<Item = Root> + '_ {
         std::iter::once(self.state.root).chain(self.state.snapshots.iter().map(|s| s.root))
     }
@@ -93,7 +100,7 @@ fn more_leaves(before: Option<(u64, u32)>, stretch: (u64, u32)) -> u64 {
 
 /// How many of these blocks an answer has room for that is `bytes_max` away from its end, at
 /// least one, and what they take of it.
-fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize) -> (usize, usize) {
+fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize, want_data: bool) -> (usize, usize) {
     let mut cost = 0;
     for (i, block) in found.iter().enumerate() {
         if cost >= bytes_max && i > 0 {
@@ -105,7 +112,7 @@ fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize) -> (usize, usize) 
         }
         let counted = block.place != 0 || !mutant::is("holes-of-a-pull-not-counted");
         cost += if counted { SLOT_BYTES } else { 0 };
-        cost += if block.place == 0 { 0 } else { BLOCK_SIZE };
+        cost += if block.place == 0 || !want_data { 0 } else { BLOCK_SIZE };
     }
     (found.len(), cost)
 }
@@ -325,6 +332,7 @@ impl Replica {
         core: &mut Core<D>,
         rebuild: u64,
         info: SnapshotInfo,
+        head: &CutHead,
     ) -> Result<(), StoreError> {
         core.check_usable()?;
         self.shadow_of(rebuild)?;
@@ -334,8 +342,8 @@ impl Replica {
         if state.snapshots.len() >= quoin_types::message::SNAPSHOTS_MAX {
             return Err(StoreError::Rule("too many snapshots"));
         }
-        let position = quoin_types::Position { lsn: info.lsn, ..Default::default() };
-        let (root, chain, last_view) = (state.root, Default::default(), None);
+        let position = quoin_types::Position { epoch: head.head.epoch, lsn: info.lsn };
+        let (root, chain, last_view) = (state.root, head.head.chain, head.last_view.clone());
         state.snapshots.push(SnapshotState { info, root, position, chain, last_view });
         state.cursor = 0;
         self.maintenance.dirty = true;
@@ -464,7 +472,7 @@ impl Replica {
         self.synced = Synced::default();
         core.tickets.written.add(self.identity.guid);
         self.log = Log::after(head.position.lsn);
-        self.upper = Upper { lower: root, ..Upper::default() };
+        self.upper = Upper::default();
         self.folded = Image { head, root, snapshots };
         self.replay_head();
         self.family.forget_log_before(self.log_start().index);
@@ -473,6 +481,7 @@ impl Replica {
 
     // ---- sending -------------------------------------------------------------------------
 
+    #[allow(clippy::too_many_arguments)]
     pub fn pull<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -481,6 +490,7 @@ impl Replica {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         if view == ReadView::Base && cursor == 0 {
             let pin = Pin { root: self.folded.root, head: self.folded.head.clone() };
@@ -516,14 +526,15 @@ impl Replica {
                 continue;
             }
             // Takes as many blocks as the rest of the budget pays for, at least one.
-            let (blocks, cost) = affordable(&core.found, from, bytes_max as usize - bytes);
+            let (blocks, cost) =
+                affordable(&core.found, from, bytes_max as usize - bytes, want_data);
             core.found.truncate(blocks);
             let end = start + blocks as u64;
             (looked, bytes) = (looked + end - start, bytes + cost);
             let read = match from {
                 // Version 0 is "never written": not a change.
-                Lsn::ZERO => self.slots_written(core, start, &mut chunk.slots),
-                _ => self.slots(core, start, from, true, &mut chunk.slots),
+                Lsn::ZERO => self.slots_written(core, view, start, want_data, &mut chunk.slots),
+                _ => self.slots(core, view, start, from, want_data, &mut chunk.slots),
             };
             lacking = lacking.and(may_lack(read)?);
             at = end;
@@ -534,12 +545,14 @@ impl Replica {
     fn slots_written<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         lba: u64,
+        want_data: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let first = out.len();
         let mut made = Vec::new();
-        self.slots(core, lba, Lsn::ZERO, true, &mut made)?;
+        self.slots(core, view, lba, Lsn::ZERO, want_data, &mut made)?;
         made.retain(|s| s.version > Lsn::ZERO);
         for slot in made {
             crate::testing::model::push_slot(out, slot);
@@ -611,10 +624,17 @@ impl Replica {
         }
         let root = match source {
             Source::Root(root) => *root,
-            Source::Live => self.upper.lower,
-            Source::Frozen(lsn) => self.frozen.get(*lsn).map_or(Root::default(), |u| u.lower),
+            Source::Live | Source::Frozen(_) => self.folded.root,
         };
-        let part = tree::next_part(&mut self.io(core), root, from.0, at)?;
+        let folded_from = match source {
+            Source::Root(_) => Some(from.0),
+            Source::Live => self.upper.folded_from(from.0),
+            Source::Frozen(lsn) => self.frozen.get(*lsn).and_then(|u| u.folded_from(from.0)),
+        };
+        let part = match folded_from {
+            Some(from) => tree::next_part(&mut self.io(core), root, from, at)?,
+            None => None,
+        };
         let below = part.as_ref().map(|p| p.range().0.max(at));
         // No further than is used: what is not folded yet may all be older, and is passed over
         // again for each window.
@@ -624,7 +644,7 @@ impl Replica {
             Source::Frozen(lsn) => self.frozen.get(*lsn),
         };
         let until = below.map_or(size, |below| below + WINDOW_HOLE_BLOCKS_MAX);
-        let above = upper.and_then(|u| u.memtable.next(at, until, from.0)).map(|(start, _)| start);
+        let above = upper.and_then(|u| u.next(at, until, from.0));
         let Some(start) = above.into_iter().chain(below).min().map(|s| s.max(at)) else {
             return Ok(None);
         };
@@ -642,16 +662,19 @@ impl Replica {
     pub fn repair<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         lba: u64,
         version: Lsn,
         crc: u32,
         data: &Bytes,
     ) -> Result<bool, StoreError> {
         core.check_usable()?;
-        if lba >= self.head.volume_blocks || data.len() != BLOCK_SIZE {
+        let Some(size) = self.view_size(view) else { return Ok(false) };
+        if lba >= size || data.len() != BLOCK_SIZE {
             return Ok(false);
         }
-        self.find(core, &Source::Live, lba, 1)?;
+        let Some(source) = self.source(view) else { return Ok(false) };
+        self.find(core, &source, lba, 1)?;
         let Some(block) = core.found.first().copied() else { return Ok(false) };
         let same = (block.version, block.crc) == (version.0, crc)
             || mutant::is("repair-of-another-version");
@@ -665,8 +688,9 @@ impl Replica {
             .clean
             .iter_mut()
             .for_each(crate::background::cleaner::CleanJob::read_again);
+        // Every view that shows this block has it mended.
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
-        core.bad.retain(|b| *b != bad);
+        core.bad.retain(|b| b.of(None) != bad);
         Ok(true)
     }
 }

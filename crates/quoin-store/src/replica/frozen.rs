@@ -6,8 +6,7 @@
 
 use quoin_types::Lsn;
 
-use crate::format::node::Root;
-use crate::replica::Upper;
+use crate::replica::upper::Upper;
 
 /// Views kept at once. Each takes about as much memory as the log's entries up to its snapshot;
 /// one more is made anew whenever it is its turn.
@@ -32,14 +31,12 @@ impl FrozenViews {
         self.views.iter().find(|view| view.lsn == lsn).map(|view| &view.upper)
     }
 
-    /// Brings the view of a snapshot up to date with the folded map; false: it has to be made.
-    pub fn renew(&mut self, lsn: Lsn, folded: Lsn, root: Root) -> bool {
+    /// Whether the view of a snapshot is there and stands on the folded map; false: it has to be
+    /// made.
+    pub fn renew(&mut self, lsn: Lsn, folded: Lsn) -> bool {
         let found = self.views.iter().position(|view| (view.lsn, view.stands_on) == (lsn, folded));
         let Some(at) = found else { return false };
         self.views[at..].rotate_left(1);
-        if let Some(view) = self.views.last_mut().filter(|view| !view.upper.reverted) {
-            view.upper.lower = root;
-        }
         true
     }
 
@@ -54,16 +51,11 @@ impl FrozenViews {
 
     /// The log was folded up to here.
     pub fn fold(&mut self, folded: Lsn) {
-        self.views.retain(|view| view.lsn > folded && !view.upper.reverted);
+        self.views.retain(|view| view.lsn > folded && !view.upper.has_reverts());
         for view in &mut self.views {
             view.stands_on = folded;
             view.upper.memtable.forget_through(folded.0);
         }
-    }
-
-    /// Drops views that stand on a snapshot's map, which was written anew.
-    pub fn drop_reverted(&mut self) {
-        self.views.retain(|view| !view.upper.reverted);
     }
 
     pub fn clear(&mut self) {
@@ -79,22 +71,17 @@ mod tests {
     fn the_views_read_last_are_kept_until_they_are_folded() {
         let mut frozen = FrozenViews::default();
         for lsn in 1..=6 {
-            assert!(!frozen.renew(Lsn(lsn), Lsn::ZERO, Root::default()), "{lsn} is not there");
+            assert!(!frozen.renew(Lsn(lsn), Lsn::ZERO), "{lsn} is not there");
             frozen.keep(Lsn(lsn), Lsn::ZERO, Upper::default());
             // The first one is read between any two others.
-            let is_first = frozen.renew(Lsn(1), Lsn::ZERO, Root::default());
+            let is_first = frozen.renew(Lsn(1), Lsn::ZERO);
             assert!(is_first, "{lsn} took the place of the one that is in use");
         }
         let kept: Vec<u64> = (1..=6).filter(|lsn| frozen.get(Lsn(*lsn)).is_some()).collect();
         assert_eq!(kept, [1, 4, 5, 6]);
-        let root = Root { level: 3, ..Root::default() };
-        assert!(frozen.renew(Lsn(5), Lsn::ZERO, root));
-        assert_eq!(frozen.get(Lsn(5)).map(|upper| upper.lower), Some(root));
-        assert!(!frozen.renew(Lsn(5), Lsn(3), root), "it stands on an older map");
+        assert!(frozen.renew(Lsn(5), Lsn::ZERO));
+        assert!(!frozen.renew(Lsn(5), Lsn(3)), "it stands on an older map");
         frozen.fold(Lsn(4));
-        assert!(frozen.renew(Lsn(5), Lsn(4), root) && frozen.get(Lsn(4)).is_none());
-        frozen.keep(Lsn(7), Lsn(4), Upper { reverted: true, ..Upper::default() });
-        frozen.drop_reverted();
-        assert!(frozen.get(Lsn(7)).is_none() && frozen.get(Lsn(6)).is_some());
+        assert!(frozen.renew(Lsn(5), Lsn(4)) && frozen.get(Lsn(4)).is_none());
     }
 }

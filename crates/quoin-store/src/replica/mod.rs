@@ -1,6 +1,7 @@
 //! A replica: its folded map, the log above it, and how the two answer together.
 
 pub mod frozen;
+pub mod upper;
 
 use std::collections::BTreeMap;
 use std::io::IoSlice;
@@ -8,8 +9,8 @@ use std::io::IoSlice;
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::{Content, ReadView, Slot, SnapshotInfo};
-use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
+use quoin_types::message::{Content, ReadView, Slot, SnapshotHead, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant};
 
 use crate::background::maintenance::{Maintenance, Quarantine};
 use crate::background::recount::LiveCount;
@@ -24,10 +25,10 @@ use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
-use crate::log::memtable_tree::Memtable;
 use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::frozen::FrozenViews;
+use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
 use crate::space::segments::Family;
 use crate::testing::model::push_slot;
 
@@ -49,18 +50,7 @@ pub struct Pin {
     pub head: Head,
 }
 
-/// The log above the folded map as one view of it.
-#[derive(Clone, Default)]
-pub struct Upper {
-    /// Newest entries, on top of `lower`.
-    pub memtable: Memtable,
-    /// The folded map, or that of the snapshot which the last Revert went back to.
-    pub lower: Root,
-    /// Whether `lower` is a snapshot's.
-    pub reverted: bool,
-}
-
-/// Where the next batch of the log goes on.
+/// Where the next batch of the log goes on, and what of the log is not written out.
 #[derive(Clone, Copy, Default)]
 pub struct LogEnd {
     pub next_index: u64,
@@ -181,7 +171,8 @@ impl Replica {
         self.abandon_shadow();
         core.mark.change();
         core.tickets.written.add(self.identity.guid);
-        let mut rest = entries;
+        let (taken, refused) = entries.split_at(self.fitting_reverts(entries));
+        let mut rest = taken;
         while !rest.is_empty() {
             let (trims, owed) = (core.allocator.takes_trims(), core.allocator.takes_owed());
             let has_reserve = |e: &SharedEntry| match e.kind {
@@ -210,7 +201,22 @@ impl Replica {
             }
             rest = later;
         }
-        Ok(())
+        match refused.is_empty() {
+            true => Ok(()),
+            false => {
+                // Folding makes room for the next one.
+                self.maintenance.fold_wanted = true;
+                Err(StoreError::Full)
+            }
+        }
+    }
+
+    /// How many of these entries come before the first Revert that is one too many above the map.
+    fn fitting_reverts(&self, entries: &[SharedEntry]) -> usize {
+        let reverts = entries.iter().enumerate();
+        let mut reverts = reverts.filter(|(_, e)| matches!(e.kind, EntryKind::Revert { .. }));
+        let room = REVERTS_UNFOLDED_MAX.saturating_sub(self.log.reverts().len());
+        reverts.nth(room).map_or(entries.len(), |(at, _)| at)
     }
 
     fn append_batch<D: Disk>(
@@ -375,40 +381,19 @@ impl Replica {
         }
     }
 
-    /// The view of the log's entries up to `lsn`.
-    pub fn upper_at(&self, lsn: Lsn) -> Upper {
-        let mut upper = Upper { lower: self.folded.root, ..Upper::default() };
-        let mut first = self.log.first_lsn();
-        // The last Revert decides what is below; what came before it does not matter.
-        let revert = self.log.special_from(first).filter(|(l, _)| *l <= lsn.0);
-        let revert = revert
-            .filter_map(|(l, k)| match k {
-                EntryKind::Revert { id } => Some((l, *id)),
-                _ => None,
+    /// Epoch and chain at each snapshot.
+    pub fn snapshot_heads(&self) -> Vec<SnapshotHead> {
+        let head = |info: &SnapshotInfo| {
+            if let Some(kept) = self.folded.snapshots.iter().find(|s| s.info.id == info.id) {
+                return SnapshotHead { epoch: kept.position.epoch, chain: kept.chain };
+            }
+            let record = self.log.get(info.lsn.0);
+            record.map_or_else(SnapshotHead::default, |record| SnapshotHead {
+                epoch: Epoch(record.epoch),
+                chain: quoin_types::Chain(record.chain),
             })
-            .last();
-        if let Some((at, id)) = revert {
-            let made =
-                self.log.special_from(first).take_while(|(l, _)| *l < at).filter_map(|(l, k)| {
-                    matches!(k, EntryKind::Snapshot { id: i, .. } if *i == id).then_some(l)
-                });
-            let folded = self.folded.snapshots.iter().find(|s| s.info.id == id);
-            match (made.last(), folded) {
-                (Some(made), _) => upper = self.upper_at(Lsn(made)),
-                (None, Some(folded)) => {
-                    upper = Upper { lower: folded.root, reverted: true, ..Upper::default() };
-                }
-                // Reverting to what does not exist changes nothing.
-                (None, None) => upper = self.upper_at(Lsn(at - 1)),
-            }
-            first = at + 1;
-        }
-        for l in first..=lsn.0.min(self.log.next_lsn() - 1) {
-            if let Some(record) = self.log.get(l).filter(|r| r.has_range()) {
-                upper.memtable.insert(record.lba, record.end(), l);
-            }
-        }
-        upper
+        };
+        self.snapshots.iter().map(head).collect()
     }
 
     // ---- read ----------------------------------------------------------------------------
@@ -421,7 +406,7 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 let info = *self.snapshots.iter().find(|s| s.id == id)?;
                 let folded = self.folded.head.position.lsn;
-                if info.lsn > folded && !self.frozen.renew(info.lsn, folded, self.folded.root) {
+                if info.lsn > folded && !self.frozen.renew(info.lsn, folded) {
                     self.frozen.keep(info.lsn, folded, self.upper_at(info.lsn));
                 }
                 Some(info.blocks)
@@ -453,7 +438,7 @@ impl Replica {
         found: &mut [BlockAt],
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
-        let Replica { family, nodes: batch, upper, frozen, log, .. } = self;
+        let Replica { family, nodes: batch, upper, frozen, log, folded, .. } = self;
         let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
         let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
         if let (Some(root), Source::Live) = (shadow, view)
@@ -466,31 +451,7 @@ impl Replica {
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };
-        let (end, mut at, mut lacking) = (lba + found.len() as u64, lba, Ok(()));
-        for (from, to, lsn) in upper.memtable.range(lba, end) {
-            if from > at {
-                let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
-                let read = tree::blocks(&mut io, upper.lower, at, gap);
-                lacking = lacking.and(may_lack(read)?);
-            }
-            let record = log.get(lsn).ok_or(StoreError::Damaged("the log in memory"))?;
-            for lba_now in from..to {
-                let offset = lba_now - record.lba;
-                found[(lba_now - lba) as usize] = match record.place {
-                    0 if mutant::is("trim-without-version") => BlockAt::default(),
-                    0 => BlockAt { version: lsn, place: 0, crc: 0 },
-                    place => {
-                        let crc = log.crc(record, offset);
-                        BlockAt { version: lsn, place: place + offset, crc }
-                    }
-                };
-            }
-            at = to;
-        }
-        if at < end {
-            tree::blocks(&mut io, upper.lower, at, &mut found[(at - lba) as usize..])?;
-        }
-        lacking
+        upper.find(&mut io, log, folded, lba, found)
     }
 
     pub fn source(&self, view: ReadView) -> Option<Source> {
@@ -521,15 +482,16 @@ impl Replica {
         }
         let source = self.source(view).ok_or(StoreError::Rule("no such view"))?;
         self.find(core, &source, lba, blocks)?;
-        self.slots(core, lba, Lsn::ZERO, want_data, out)
+        self.slots(core, view, lba, Lsn::ZERO, want_data, out)
     }
 
-    /// Turns `core.found` into slots, reading contiguous places with one call. Holes of version
-    /// `from` and older are left out if `from` is above zero. Fails only where something is lacking
-    /// that is fetched beside; all that is lacking is.
+    /// Turns `core.found`, of a view, into slots, reading contiguous places with one call. Holes of
+    /// version `from` and older are left out if `from` is above zero. Fails only where something is
+    /// lacking that is fetched beside; all that is lacking is.
     pub fn slots<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         lba: u64,
         from: Lsn,
         want_data: bool,
@@ -552,7 +514,8 @@ impl Replica {
                     let bad = block.place != 0;
                     if bad {
                         let (guid, newest) = (self.identity.guid, Lsn(block.version));
-                        core.note_bad(BadBlock::stretch(guid, first_lba, newest));
+                        let bad = BadBlock::stretch(guid, first_lba, newest);
+                        core.note_bad(bad.of(snapshot_of(view)));
                     }
                     let content = if bad { Content::Bad } else { Content::Hole };
                     let version = Lsn(block.version);
@@ -561,7 +524,8 @@ impl Replica {
                 }
                 place if want_data => {
                     let count = run.count();
-                    let read = self.read_run(core, place, first_lba, &found[at..at + count], out);
+                    let run = &found[at..at + count];
+                    let read = self.read_run(core, view, place, first_lba, run, out);
                     lacking = lacking.and(read);
                     at += count;
                 }
@@ -581,6 +545,7 @@ impl Replica {
     fn read_run<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        view: ReadView,
         place: u64,
         lba: u64,
         run: &[BlockAt],
@@ -609,7 +574,8 @@ impl Replica {
             let content = match crc32c(&data) == crc {
                 true => Content::Data { crc, data },
                 false => {
-                    core.note_bad(BadBlock::block(self.identity.guid, lba, version));
+                    let bad = BadBlock::block(self.identity.guid, lba, version);
+                    core.note_bad(bad.of(snapshot_of(view)));
                     Content::Bad
                 }
             };
@@ -638,6 +604,14 @@ pub fn may_lack(read: Result<(), StoreError>) -> Result<Result<(), StoreError>, 
     match read {
         Err(StoreError::Pending(_)) => Ok(read),
         read => read.map(Ok),
+    }
+}
+
+/// The snapshot that a view is, if it is one.
+fn snapshot_of(view: ReadView) -> Option<SnapshotId> {
+    match view {
+        ReadView::Snapshot(id) => Some(id),
+        ReadView::Live | ReadView::Base => None,
     }
 }
 

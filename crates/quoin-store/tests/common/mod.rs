@@ -133,7 +133,7 @@ pub fn pull_all(
 ) -> (Vec<Slot>, quoin_types::message::IncrementEnd) {
     let (mut cursor, mut slots) = (0, Vec::new());
     loop {
-        let chunk = store.pull(9, view, from, cursor, 100_000).expect("a pull");
+        let chunk = store.pull(9, view, from, cursor, 100_000, true).expect("a pull");
         let chunk = chunk.expect("the view exists");
         slots.extend(chunk.slots);
         match chunk.cursor {
@@ -160,7 +160,6 @@ pub struct World {
     pub epoch: u64,
     pub next_snapshot: u128,
     pub full: u64,
-    pub reverts: bool,
     /// The first entry that may be lost with the process, as it waits for a sync.
     pub waits_from: Option<u64>,
 }
@@ -183,14 +182,8 @@ impl World {
             epoch: 1,
             next_snapshot: 1,
             full: 0,
-            reverts: true,
             waits_from: None,
         }
-    }
-
-    /// A history that never goes back to a snapshot.
-    pub fn without_reverts(seed: u64, pool_bytes: u64) -> Self {
-        World { reverts: false, ..Self::new(seed, pool_bytes) }
     }
 
     pub fn pool(&mut self) -> &mut Pool<MemoryDisk> {
@@ -224,7 +217,7 @@ impl World {
                 let id = snapshots.remove(self.rng.random_range(0..snapshots.len()));
                 (EntryKind::DeleteSnapshot { id }, 0, 0)
             }
-            4 if self.reverts && !snapshots.is_empty() => {
+            4 if !snapshots.is_empty() => {
                 let id = snapshots[self.rng.random_range(0..snapshots.len())];
                 (EntryKind::Revert { id }, 0, 0)
             }

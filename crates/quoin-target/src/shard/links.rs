@@ -8,7 +8,7 @@ use quoin_types::membership::Member;
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::{Time, VolumeId};
 use quoin_wire::frame::WireError;
-use quoin_wire::hello::{FEATURE_BULK, FEATURE_VERIFY};
+use quoin_wire::hello::{FEATURE_BULK, FEATURE_POINTS, FEATURE_VERIFY};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
 use super::sources::{Slot, Sources};
@@ -185,6 +185,7 @@ impl Shard {
                 let knows = Knows {
                     verify: connection.has(FEATURE_VERIFY),
                     bulk: connection.has(FEATURE_BULK),
+                    points: connection.has(FEATURE_POINTS),
                 };
                 let link =
                     Link { connection: *connection, name, volume: id, interest, dirty: false };

@@ -568,6 +568,10 @@ impl Shard {
 
     fn event(&mut self, now: Time, id: VolumeId, event: PrimaryEvent) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if matches!(event, PrimaryEvent::Revert { .. }) && !volume.clients.is_empty() {
+            // A client would see other content than it wrote. The wish is said again.
+            return;
+        }
         volume.target.on(now, event, &mut self.actions);
         self.touch(id);
         self.act(id);
@@ -596,6 +600,8 @@ impl Shard {
                     self.send(id, LinkName::bulk(bulk), &message);
                 }
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
+                // Nobody asks this driver for changes.
+                PrimaryAction::Changes { .. } => {}
                 PrimaryAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {
                         self.sources.timers.set(volume.timer_key, at);

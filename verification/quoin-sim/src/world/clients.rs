@@ -52,6 +52,10 @@ impl World {
             self.schedule.after(delay, Event::Client { queue, turn });
             return;
         }
+        if self.operators.snapshots.detaches_clients() {
+            self.schedule.after(20 * MILLISECOND, Event::Client { queue, turn });
+            return;
+        }
         let Some(draft) = self.next_draft(queue) else { return };
         let known = self.targets[home].process.as_ref().map_or(0, |p| p.known_blocks);
         if draft.range().is_some_and(|(first, count)| first + count > known * SECTORS as u64) {

@@ -124,8 +124,8 @@ impl World {
         let Some(process) = &mut self.pools[pool].process else { return };
         match note {
             ReplicaNote::Opened { .. } => process.health.repairs.opened(now),
-            ReplicaNote::Repaired { lba, whole_map, done } => {
-                process.health.repairs.answered(now, *lba, *whole_map, *done);
+            ReplicaNote::Repaired(repaired) => {
+                process.health.repairs.answered(now, *repaired);
             }
             _ => {}
         }

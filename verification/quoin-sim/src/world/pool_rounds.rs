@@ -212,7 +212,8 @@ impl World {
         for other in OTHERS..OTHERS + rebuilt {
             if !process.rounds.copying.connections().any(|connection| connection == other) {
                 let (view, from, cursor) = (ReadView::Live, Lsn(0), 0);
-                let pull = ToReplica::Pull { id: 0, view, from, cursor, bytes_max: 1 };
+                let pull =
+                    ToReplica::Pull { id: 0, view, from, cursor, bytes_max: 1, want_data: true };
                 // One alone is never too many of its connection.
                 let _ = process.rounds.copying.wait(other, 0, pull);
             }

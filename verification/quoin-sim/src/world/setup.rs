@@ -465,6 +465,7 @@ impl World {
         self.plan_holes();
         self.plan_snapshots();
         self.plan_durability();
+        self.plan_revert();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

@@ -1,14 +1,18 @@
 //! Users who make snapshots and delete them while everything else goes on.
 //!
+//! Sometimes all clients are detached, and the volume goes back to a snapshot: then what they read
+//! must be what the history held there.
+//!
 //! A wish is sent to the owner's target until some target answers it. At rest every replica lists
 //! the same snapshots, those of the history; what was answered is among them or is not, and each
 //! holds what the history held at its LSN, slot by slot.
 
 use std::collections::BTreeMap;
 
-use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish};
+use quoin_replication::primary::{PrimaryEvent, RevertOutcome, SnapshotOutcome, SnapshotWish};
 use quoin_types::{Lsn, SnapshotId};
 
+use super::checkers::Observation;
 use super::{Event, World};
 use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
@@ -30,6 +34,16 @@ pub(crate) struct Snapshots {
     random: Random,
     times_left: u64,
     known: BTreeMap<SnapshotId, State>,
+    reverts_left: u64,
+    /// The Revert that the clients wait for, once they are detached.
+    reverting: Option<Revert>,
+}
+
+/// A Revert that is wished for.
+#[derive(Clone, Copy, Debug)]
+struct Revert {
+    snapshot: SnapshotId,
+    attempt: SnapshotId,
 }
 
 impl Snapshots {
@@ -37,7 +51,8 @@ impl Snapshots {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let mut random = Random::new(seed ^ 0x736e_6170);
         let times_left = if swarm == Swarm::Snapshots { random.between(3, 14) } else { 0 };
-        Self { random, times_left, known: BTreeMap::new() }
+        let reverts_left = if swarm == Swarm::Snapshots { random.between(0, 4) } else { 0 };
+        Self { random, times_left, known: BTreeMap::new(), reverts_left, reverting: None }
     }
 
     fn open(&self) -> impl Iterator<Item = (SnapshotId, SnapshotWish)> {
@@ -53,13 +68,13 @@ impl Snapshots {
     pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
         let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
         match (*state, outcome) {
-            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn }) => {
+            (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn, .. }) => {
                 *state = State::Made(lsn);
             }
             (State::Wished(SnapshotWish::Delete), SnapshotOutcome::Deleted) => {
                 *state = State::Deleted;
             }
-            (State::Made(lsn), SnapshotOutcome::Made { lsn: now }) if lsn != now => {
+            (State::Made(lsn), SnapshotOutcome::Made { lsn: now, .. }) if lsn != now => {
                 return Err(format!("snapshot {id} was made at {lsn} and at {now}"));
             }
             // An answer to what was wished before.
@@ -68,8 +83,29 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Whether clients are detached, or are to be.
+    pub fn detaches_clients(&self) -> bool {
+        self.reverting.is_some()
+    }
+
+    /// A target's answer to a Revert; true if the volume shows the snapshot now.
+    pub fn reverted(&mut self, attempt: SnapshotId, outcome: RevertOutcome) -> bool {
+        if self.reverting.take_if(|revert| revert.attempt == attempt).is_none() {
+            return false;
+        }
+        let is_done = matches!(outcome, RevertOutcome::Done { .. });
+        if is_done {
+            // Its record in the history is not needed any more.
+            self.known.insert(attempt, State::Wished(SnapshotWish::Delete));
+        }
+        is_done
+    }
+
     /// Whether all that was wished is answered.
     pub fn settled(&self) -> Result<(), String> {
+        if let Some(revert) = self.reverting {
+            return Err(format!("{revert:?} was never answered"));
+        }
         match self.open().next() {
             Some((id, wish)) => Err(format!("snapshot {id}: {wish:?} was never answered")),
             None => Ok(()),
@@ -96,6 +132,60 @@ impl World {
         if self.operators.snapshots.times_left > 0 {
             let delay = self.operators.snapshots.random.between(50, 2500) * MILLISECOND;
             self.schedule.after(delay / self.setup.haste, Event::Snapshot);
+        }
+    }
+
+    pub(crate) fn plan_revert(&mut self) {
+        if self.operators.snapshots.reverts_left > 0 {
+            let delay = self.operators.snapshots.random.between(500, 5000) * MILLISECOND;
+            self.schedule.after(delay / self.setup.haste, Event::Revert);
+        }
+    }
+
+    /// A user detaches the volume and goes back to a snapshot.
+    pub(crate) fn request_revert(&mut self) {
+        if self.faults.over || self.operators.snapshots.reverting.is_some() {
+            return;
+        }
+        let snapshots = &mut self.operators.snapshots;
+        snapshots.reverts_left -= 1;
+        let is_made = |state: &State| matches!(state, State::Made(_));
+        let made: Vec<SnapshotId> =
+            snapshots.known.iter().filter(|(_, s)| is_made(s)).map(|(id, _)| *id).collect();
+        if !made.is_empty() {
+            let snapshot = *snapshots.random.pick(&made);
+            let attempt = SnapshotId(1 << 32 | u128::from(snapshots.reverts_left));
+            snapshots.reverting = Some(Revert { snapshot, attempt });
+            self.trace.line(self.schedule.now(), || format!("Revert {attempt} to {snapshot}"));
+            self.stats.operators.reverts += 1;
+            self.send_revert();
+        }
+        self.plan_revert();
+    }
+
+    /// Sends the Revert that is wished to the owner's target, while no client has anything open,
+    /// until it is answered.
+    pub(crate) fn send_revert(&mut self) {
+        let Some(Revert { snapshot, attempt }) = self.operators.snapshots.reverting else { return };
+        let owner = self.control.record.owner;
+        let is_detached = self.clients.queues.iter().all(|queue| queue.open.is_none());
+        if is_detached && self.targets[owner].process.is_some() && !self.targets[owner].paused {
+            self.feed_target(owner, vec![PrimaryEvent::Revert { snapshot, attempt }]);
+        }
+        self.schedule.after(SEND_AGAIN, Event::SendRevert);
+    }
+
+    /// A target says how a Revert ended.
+    pub(crate) fn revert_ended(
+        &mut self,
+        target: usize,
+        attempt: SnapshotId,
+        outcome: RevertOutcome,
+    ) {
+        if self.operators.snapshots.reverted(attempt, outcome) {
+            let life = self.targets[target].life;
+            self.observe(&Observation::Reverted { target, life });
+            self.send_snapshots();
         }
     }
 

@@ -210,6 +210,7 @@ impl World {
                 self.target_sends(target, bulk.session, Some(bulk.number), message);
             }
             PrimaryAction::Reply(reply) => self.target_replies(target, life, reply),
+            PrimaryAction::Changes { .. } => {}
             PrimaryAction::Timer { at } => {
                 if let Some(process) = &mut self.targets[target].process {
                     process.timer = at;
@@ -459,6 +460,9 @@ impl World {
                 if let Err(detail) = self.operators.snapshots.answered(id, outcome) {
                     self.violate("SnapshotSurvives", detail);
                 }
+            }
+            PrimaryNote::Reverted { attempt, outcome } => {
+                self.revert_ended(target, attempt, outcome);
             }
             PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
             // One that was granted under an old copy may say so when the newest is back, and one

@@ -97,7 +97,7 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     assert_eq!((copy.lba, copy.blocks), (LBA, 1));
     let data = Bytes::from(vec![7; 4096]);
     let (version, crc) = (copy.version, quoin_types::crc32c(&data));
-    session.send(&ToReplica::Repair { lba: LBA, version, crc, data });
+    session.send(&ToReplica::Repair { lba: LBA, version, crc, data, snapshot: None });
     loop {
         match session.next().expect("the session goes on") {
             FromReplica::Repaired { done, .. } => break assert!(done),

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use super::super::pace::Pace;
 use super::super::{Phase, Primary};
-use super::{Fed, Lanes, Rebuild, Stage};
+use super::{Lanes, Rebuild, Stage};
 use quoin_types::entry::{EntryKind, SharedEntry};
 use quoin_types::ids::{Lsn, SnapshotId};
 use quoin_types::membership::Member;
-use quoin_types::message::FedSum;
+use quoin_types::message::SnapshotInfo;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -110,20 +110,17 @@ impl Primary {
     pub(super) fn take_parked(&mut self, now: Time, index: usize) -> Option<Rebuild> {
         let member = self.members[index].member;
         let mut rebuild = self.rebuilds.take(member)?;
-        let shadow = self.members[index].ack.as_ref().and_then(|a| a.shadow);
+        let ack = self.members[index].ack.as_ref();
+        let (shadow, cut) = (ack.and_then(|a| a.shadow), ack.and_then(|a| a.shadow_cut));
         match shadow {
             Some((id, start, cursor))
                 if (id, start) == (rebuild.id, rebuild.start)
-                    // The view of the cursor is unknown after a cut that may have been lost with
-                    // the receiver's cache, or at the end of a view without its cut.
-                    && (rebuild.from == rebuild.start
-                        || mutant::is("shadow-resumed-behind-a-cut"))
-                    && cursor != u64::MAX
-                    && rebuild.boundary.is_some()
-                    && matches!(rebuild.stage, Stage::Moving | Stage::Beginning) =>
+                    // At the end of a view without its cut an older replica cannot go on.
+                    && (cursor != u64::MAX || cut.is_some())
+                    && rebuild.boundary.is_some_and(|(id, _)| self.history.snapshot(id).is_some())
+                    && matches!(rebuild.stage, Stage::Moving | Stage::Beginning)
+                    && self.resume(&mut rebuild, cut, cursor) =>
             {
-                rebuild.lanes = Lanes::from(cursor, self.history.blocks);
-                rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
                 rebuild.ask = false;
                 rebuild.stage = Stage::Boundary;
                 rebuild.moved = now;
@@ -146,13 +143,16 @@ impl Primary {
     }
 
     /// Deletes boundaries of rebuilds that an older epoch did not finish. The authority need not
-    /// have them: an authority that was rebuilt itself has none but its own.
+    /// have them: an authority that was rebuilt itself has none but its own. Other hidden snapshots
+    /// have an owner, who deletes them.
     pub(in super::super) fn forget_hidden_snapshots(&mut self) {
         self.rebuilds.parked.clear();
         let theirs = !mutant::is("boundaries-of-others-kept");
         let acks = self.members.peers.iter().filter_map(|p| p.ack.as_deref()).filter(|_| theirs);
         let all = self.history.snapshots.iter().chain(acks.flat_map(|ack| &ack.snapshots));
-        let hidden: BTreeSet<SnapshotId> = all.filter(|s| s.hidden).map(|s| s.id).collect();
+        let every = mutant::is("hidden-snapshots-all-deleted-at-an-open");
+        let is_boundary = |s: &&SnapshotInfo| s.is_boundary() || (every && s.hidden);
+        let hidden: BTreeSet<SnapshotId> = all.filter(is_boundary).map(|s| s.id).collect();
         self.delete_boundaries(hidden);
     }
 
@@ -165,7 +165,7 @@ impl Primary {
             let history = &self.history;
             history.snapshots.iter().any(|s| s.id == id) || history.after(keep).any(deletes)
         };
-        let kept = ack.snapshots.iter().filter(|s| s.hidden && s.lsn <= keep);
+        let kept = ack.snapshots.iter().filter(|s| s.is_boundary() && s.lsn <= keep);
         let stale = kept.map(|s| s.id).filter(|id| !known(*id)).collect();
         self.delete_boundaries(stale);
     }
@@ -180,7 +180,7 @@ impl Primary {
 
 #[cfg(test)]
 mod tests {
-    use super::super::VecDeque;
+    use super::super::{Cuts, Fed, VecDeque};
     use super::*;
     use quoin_types::ids::{ReplicaGuid, ReplicaId};
 
@@ -203,6 +203,7 @@ mod tests {
             views: VecDeque::new(),
             lanes: Lanes::from(0, 64),
             base_source: None,
+            cuts: Cuts::default(),
             without: Vec::new(),
             feeds: 3,
             fed: Fed::default(),

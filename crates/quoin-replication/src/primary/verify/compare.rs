@@ -54,9 +54,8 @@ impl Stretch {
     }
 }
 
-/// Compares the range that all have answered. `reverted`: a Revert lies between the positions, so
-/// that later states may show older versions.
-pub fn compare(lba: u64, answers: &[Answer], reverted: bool) -> Vec<Stretch> {
+/// Compares the range that all have answered.
+pub fn compare(lba: u64, answers: &[Answer]) -> Vec<Stretch> {
     let common = answers.iter().map(|answer| answer.at).min().unwrap_or_default();
     let mut walks: Vec<_> = answers.iter().map(|a| (a.member, a.slots.iter().peekable())).collect();
     let mut stretches: Vec<Stretch> = Vec::new();
@@ -64,7 +63,7 @@ pub fn compare(lba: u64, answers: &[Answer], reverted: bool) -> Vec<Stretch> {
     loop {
         let mut end = u64::MAX;
         let (mut bad, mut copies) = (Vec::new(), Vec::new());
-        let mut in_flux = reverted;
+        let mut in_flux = false;
         for (member, slots) in &mut walks {
             while slots.next_if(|slot| slot.lba + u64::from(slot.blocks) <= at).is_some() {}
             let Some(slot) = slots.peek() else { return stretches };
@@ -133,7 +132,7 @@ mod tests {
         let answers =
             [answer(1, 9, vec![hole(0, 8, 3)]), answer(2, 9, vec![hole(0, 5, 3), hole(5, 3, 3)])];
         let same = Stretch { lba: 0, blocks: 8, outcome: Outcome::Same, bad: vec![] };
-        assert_eq!(compare(0, &answers, false), [same]);
+        assert_eq!(compare(0, &answers), [same]);
     }
 
     #[test]
@@ -142,7 +141,7 @@ mod tests {
             answer(1, 9, vec![data(4, 2, 7), data(5, 2, 7), bad(6, 2)]),
             answer(2, 9, vec![data(4, 2, 7), bad(5, 2), bad(6, 2)]),
         ];
-        let found = compare(4, &answers, false);
+        let found = compare(4, &answers);
         assert_eq!(found[0].outcome, Outcome::Same);
         assert_eq!((&found[1].outcome, &found[1].bad), (&Outcome::Same, &vec![member(2)]));
         assert_eq!((&found[2].outcome, found[2].bad.len()), (&Outcome::Lost, 2));
@@ -153,22 +152,20 @@ mod tests {
         let of = |version, crc, at| {
             let answers =
                 [answer(1, 5, vec![data(0, 2, 7)]), answer(2, at, vec![data(0, version, crc)])];
-            compare(0, &answers, false).remove(0).outcome
+            compare(0, &answers).remove(0).outcome
         };
         assert_eq!(of(2, 7, 8), Outcome::Same);
         assert_eq!(of(8, 1, 8), Outcome::InFlux);
         assert!(matches!(of(3, 7, 8), Outcome::Differs(_)), "another version of the same history");
         assert!(matches!(of(2, 8, 5), Outcome::Differs(_)), "another content of one version");
-        let answers = [answer(1, 5, vec![data(0, 2, 7)]), answer(2, 8, vec![data(0, 1, 7)])];
-        assert_eq!(compare(0, &answers, true)[0].outcome, Outcome::InFlux);
     }
 
     #[test]
     fn no_result_reaches_beyond_the_shortest_answer() {
         let answers = [answer(1, 9, vec![hole(0, 8, 0)]), answer(2, 9, vec![hole(0, 3, 0)])];
         let same = Stretch { lba: 0, blocks: 3, outcome: Outcome::Same, bad: vec![] };
-        assert_eq!(compare(0, &answers, false), [same]);
-        assert_eq!(compare(0, &[], false), []);
+        assert_eq!(compare(0, &answers), [same]);
+        assert_eq!(compare(0, &[]), []);
     }
 
     proptest! {
@@ -193,7 +190,7 @@ mod tests {
             let answers: Vec<_> = (0..3).map(state).collect();
             let common = answers.iter().map(|a| a.at.0).min().unwrap() as usize;
             let mut next = 0;
-            for stretch in compare(0, &answers, false) {
+            for stretch in compare(0, &answers) {
                 prop_assert_eq!(stretch.lba, next);
                 next = stretch.end();
                 for lba in stretch.lba..stretch.end() {

@@ -394,7 +394,9 @@ impl Primary {
         for index in asked {
             self.members[index].lease.sent_ping(now);
             let (bytes_max, ping) = (STEP_BYTES, Ping(now.0));
-            let message = ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping };
+            let snapshot = None;
+            let message =
+                ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot };
             self.send(index, message, actions);
         }
         let (epoch, sent, answers) = (self.epoch, now, Vec::new());
@@ -439,11 +441,7 @@ impl Primary {
         round: Round,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        let ats = || round.answers.iter().map(|answer| answer.at);
-        let (low, high) = (ats().min().unwrap_or_default(), ats().max().unwrap_or_default());
-        let between = self.history.after(low).take_while(|e| e.lsn <= high);
-        let reverted = between.into_iter().any(|e| matches!(e.kind, EntryKind::Revert { .. }));
-        let stretches = compare(verify.cursor, &round.answers, reverted);
+        let stretches = compare(verify.cursor, &round.answers);
         let is_data = |slot: &&Slot| matches!(slot.content, Content::Data { .. });
         let read = |answer: &Answer| answer.slots.iter().filter(is_data).count() * BLOCK_SIZE;
         let most = round.answers.iter().map(read).max().unwrap_or(0) as u64;

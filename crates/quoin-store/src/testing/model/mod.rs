@@ -16,8 +16,10 @@ use quoin_replication::replica::store::{
     FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
     SyncTicket,
 };
-use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
-use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
+use quoin_types::message::{
+    Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+};
+use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry};
 
 use crate::log::history::Head;
 use crate::metadata::tickets::Tickets;
@@ -64,7 +66,11 @@ impl Image {
             EntryKind::DeleteSnapshot { id } => self.snapshots.retain(|s| s.info.id != *id),
             EntryKind::Revert { id } => {
                 if let Some(s) = self.snapshots.iter().find(|s| s.info.id == *id) {
-                    self.live = s.map.clone();
+                    let (kept, since) = (s.map.clone(), s.info.lsn);
+                    let live = Arc::make_mut(&mut self.live);
+                    for (lba, block) in live.iter_mut().filter(|(_, b)| b.0 > since) {
+                        *block = (entry.lsn, kept.get(lba).and_then(|(_, data)| data.clone()));
+                    }
                 }
             }
             EntryKind::Snapshot { .. } | EntryKind::Resize { .. } | EntryKind::View(_) => {}
@@ -110,7 +116,7 @@ enum Operation {
     Stable(Lsn),
     ShadowBegin { rebuild: u64, from: Lsn },
     ShadowFeed { slots: Vec<Slot>, cursor: u64 },
-    ShadowCut(SnapshotInfo),
+    ShadowCut(SnapshotInfo, CutHead),
     ShadowPrepare(Box<IncrementEnd>),
     Flip,
 }
@@ -147,7 +153,7 @@ impl Storage {
                 let bad = slots.iter().any(|s| s.content == Content::Bad);
                 rule(!bad, "an increment carries a bad block")
             }
-            Operation::ShadowCut(_) => Ok(()),
+            Operation::ShadowCut(..) => Ok(()),
             Operation::ShadowPrepare(end) => {
                 let Some(shadow) = &self.shadow else { return Ok(()) };
                 let complete = end.snapshots.iter().all(|wanted| {
@@ -221,10 +227,13 @@ impl Storage {
                     }
                 }
             }
-            Operation::ShadowCut(info) => {
+            Operation::ShadowCut(info, cut) => {
                 let Some(shadow) = &mut self.shadow else { return };
                 shadow.snapshots.retain(|s| s.info.id != info.id);
-                let (map, head) = (shadow.map.clone(), Head::default());
+                let map = shadow.map.clone();
+                let position = Position { epoch: cut.head.epoch, lsn: info.lsn };
+                let (chain, last_view) = (cut.head.chain, cut.last_view.clone());
+                let head = Head { position, chain, last_view, ..Head::default() };
                 shadow.snapshots.push(Snapshot { info: *info, map, head });
                 shadow.cursor = 0;
             }
@@ -351,7 +360,12 @@ impl ModelReplica {
 
     /// Makes the copy of a block bad, as rot would; false if the live block is a hole.
     pub fn spoil(&mut self, lba: u64) -> bool {
-        match self.now.now.live.get(&lba) {
+        self.spoil_in(ReadView::Live, lba)
+    }
+
+    /// The same of the block that a view shows.
+    pub fn spoil_in(&mut self, view: ReadView, lba: u64) -> bool {
+        match self.view(view).and_then(|(map, _)| map.get(&lba)) {
             Some((version, Some(_))) => self.bad.insert((lba, *version)),
             _ => false,
         }
@@ -466,6 +480,12 @@ impl ReplicaStore for ModelHandle<'_> {
         self.now.now.infos().collect()
     }
 
+    fn snapshot_heads(&self) -> Vec<SnapshotHead> {
+        let head =
+            |s: &Snapshot| SnapshotHead { epoch: s.head.position.epoch, chain: s.head.chain };
+        self.now.now.snapshots.iter().map(head).collect()
+    }
+
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         self.run(Operation::Append(entries.to_vec()))
     }
@@ -540,6 +560,7 @@ impl ReplicaStore for ModelHandle<'_> {
 
     fn verify(
         &mut self,
+        view: ReadView,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
@@ -549,7 +570,7 @@ impl ReplicaStore for ModelHandle<'_> {
         let mut left = bytes_max;
         for at in lba..lba.saturating_add(blocks.into()) {
             let mut slots = Vec::new();
-            self.read(ReadView::Live, at, 1, true, &mut slots)?;
+            self.read(view, at, 1, true, &mut slots)?;
             for mut slot in slots {
                 if !matches!(slot.content, Content::Hole) {
                     left = left.saturating_sub(BLOCK_SIZE as u32);
@@ -588,6 +609,7 @@ impl ReplicaStore for ModelHandle<'_> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         if view == ReadView::Base && cursor == 0 {
             let base = self.now.base.clone();
@@ -612,7 +634,7 @@ impl ReplicaStore for ModelHandle<'_> {
                 chunk.cursor = Some(*lba);
                 return Ok(Some(chunk));
             }
-            let slot = self.slot(&map, *lba, true);
+            let slot = self.slot(&map, *lba, want_data);
             bytes += if slot.content == Content::Hole { 24 } else { BLOCK_SIZE };
             push_slot(&mut chunk.slots, slot);
         }
@@ -629,6 +651,12 @@ impl ReplicaStore for ModelHandle<'_> {
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.now.shadow.as_ref().map(|s| (s.rebuild, s.from, s.cursor))
+    }
+
+    fn shadow_cut(&self) -> Option<Lsn> {
+        let shadow = self.now.shadow.as_ref()?;
+        let newest = shadow.snapshots.iter().map(|s| s.info.lsn).max();
+        Some(newest.map_or(shadow.from, |lsn| lsn.max(shadow.from)))
     }
 
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
@@ -653,9 +681,14 @@ impl ReplicaStore for ModelHandle<'_> {
         self.run(Operation::ShadowFeed { slots: slots.to_vec(), cursor })
     }
 
-    fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
+    fn increment_cut(
+        &mut self,
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+        head: &CutHead,
+    ) -> Result<(), StoreError> {
         self.shadow_of(rebuild)?;
-        self.run(Operation::ShadowCut(snapshot))
+        self.run(Operation::ShadowCut(snapshot, head.clone()))
     }
 
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError> {
@@ -670,12 +703,14 @@ impl ReplicaStore for ModelHandle<'_> {
 
     fn repair(
         &mut self,
+        view: ReadView,
         lba: u64,
         version: Lsn,
         crc: u32,
         _data: &Bytes,
     ) -> Result<bool, StoreError> {
-        match self.now.now.live.get(&lba) {
+        let Some((map, _)) = self.view(view) else { return Ok(false) };
+        match map.get(&lba) {
             Some((v, Some((c, _)))) if *v == version && *c == crc => {
                 self.bad.remove(&(lba, version));
                 Ok(true)
@@ -685,7 +720,7 @@ impl ReplicaStore for ModelHandle<'_> {
     }
 
     /// The model has no map that could be damaged: it is whole.
-    fn mend(&mut self, _lba: u64, _slots: &[Slot]) -> Result<bool, StoreError> {
+    fn mend(&mut self, _: ReadView, _lba: u64, _slots: &[Slot]) -> Result<bool, StoreError> {
         Ok(true)
     }
 }

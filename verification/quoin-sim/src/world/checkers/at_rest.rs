@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use quoin_replication::primary::VerifyReport;
 use quoin_types::message::{Content, ReadView, Slot};
-use quoin_types::{BLOCK_SIZE, Lsn};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 use super::{Broken, Checker, Observation, Scene, broken};
 use crate::content::{self, Tags};
@@ -19,22 +19,74 @@ const READ_BLOCKS: usize = 256;
 type Image = BTreeMap<u64, (Lsn, Tags)>;
 
 #[derive(Default)]
-pub(crate) struct AtRest;
+pub(crate) struct AtRest {
+    /// By replica, the version of each block that is stable there.
+    versions: BTreeMap<ReplicaGuid, Vec<Lsn>>,
+}
 
 impl Checker for AtRest {
     fn on(&mut self, scene: &mut Scene<'_>, seen: &Observation<'_>) -> Result<(), Broken> {
         match seen {
+            Observation::Reverted { .. } => self.check_versions(scene),
             Observation::AtRest => {
+                self.check_versions(scene)?;
                 check_identical(scene)?;
                 check_snapshots(scene)
             }
             Observation::Verified { report } => check_verification(scene, report),
             Observation::Emptied => {
+                self.check_versions(scene)?;
                 check_identical(scene)?;
                 check_space(scene)
             }
             _ => Ok(()),
         }
+    }
+}
+
+impl AtRest {
+    /// No block's version ever falls below one that was stable: all that asks what changed since a
+    /// point leans on that.
+    fn check_versions(&mut self, scene: &mut Scene<'_>) -> Result<(), Broken> {
+        let blocks = scene.setup.volume_blocks;
+        for pool in scene.known_pools() {
+            if scene.may_be_damaged(pool) {
+                continue;
+            }
+            let guid = scene.pools[pool].member.guid;
+            let (mut slots, mut read, mut stable) = (Vec::new(), Ok(()), Lsn::ZERO);
+            scene.pools[pool].storage.with(guid, &mut |store| {
+                stable = store.state().stable;
+                for lba in (0..blocks).step_by(READ_BLOCKS) {
+                    let count = (blocks - lba).min(READ_BLOCKS as u64) as u32;
+                    if read.is_ok() {
+                        read = store.read(ReadView::Live, lba, count, false, &mut slots);
+                    }
+                }
+            });
+            if read.is_err() {
+                continue;
+            }
+            let before = self.versions.entry(guid).or_default();
+            before.resize(blocks as usize, Lsn::ZERO);
+            for slot in &slots {
+                for block in slot.lba..slot.lba + u64::from(slot.blocks) {
+                    let known = &mut before[block as usize];
+                    if slot.version < *known {
+                        let detail = format!(
+                            "block {block} of pool {pool} was of version {known} and stable, and \
+                             is of version {}",
+                            slot.version
+                        );
+                        return broken("VersionsMonotone", detail);
+                    }
+                    if slot.version <= stable {
+                        *known = slot.version;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 

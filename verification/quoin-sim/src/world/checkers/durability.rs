@@ -90,6 +90,7 @@ impl Checker for Durability {
             Observation::Answered { target, tag, data } => {
                 self.check_answer(scene, target, tag, data)
             }
+            Observation::Reverted { target, life } => self.check_reverted(scene, (target, life)),
             Observation::Failed { tag, error, .. } => self.check_failure(scene, tag, error),
             Observation::BlockLost { lba } if !scene.may_be_unreadable() => {
                 broken("NoSilentDamage", format!("no good copy of block {lba} is left"))
@@ -187,6 +188,27 @@ impl Durability {
             }
             _ => false,
         });
+        result.or_else(|unlinear| broken("Linearizable", unlinear.story))
+    }
+
+    /// The volume shows a snapshot again: from here on clients read what the history held there.
+    fn check_reverted(
+        &mut self,
+        scene: &mut Scene<'_>,
+        serving: (usize, u32),
+    ) -> Result<(), Broken> {
+        let lineage = scene.lineage;
+        let Some(path) = lineage.path(self.served.0) else { return Ok(()) };
+        let targets = scene.targets;
+        let had_served = |(target, life): (usize, u32)| {
+            let there = &targets[target];
+            there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
+        };
+        let over = |op: &Op| had_served(op.target) || lineage.was_sent(op.tag);
+        let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
+        let image = lineage.image(scene.setup.seed, path, Lsn(u64::MAX));
+        let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
+        let result = scene.history.cut(image, serving, over, holds);
         result.or_else(|unlinear| broken("Linearizable", unlinear.story))
     }
 

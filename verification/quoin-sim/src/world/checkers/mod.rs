@@ -305,6 +305,11 @@ pub(crate) enum Observation<'a> {
         pool: usize,
         open: &'a [Connected],
     },
+    /// No client was attached, and the volume shows a snapshot again.
+    Reverted {
+        target: usize,
+        life: u32,
+    },
     /// Every block was read and flushed, and nothing is under way.
     AtRest,
     Verified {

@@ -1,0 +1,141 @@
+//! Folding a Revert: the slots that it changes are written into the map once, each with the
+//! Revert's LSN as version; the blocks stay where they are.
+//!
+//! Only what is newer than the snapshot is walked, a bounded number of leaves a step.
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::BLOCK_SIZE;
+
+use crate::background::checkpoint::{CheckpointJob, Edits};
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::format::node::{BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
+use crate::map::tree::{self, Change, Part};
+use crate::replica::Replica;
+use crate::replica::upper::reverted;
+
+/// Longest stretch that is changed by one edit.
+const STRETCH_BLOCKS_MAX: u64 = 1 << 30;
+
+/// A Revert that is being folded.
+pub struct RevertFold {
+    pub lsn: u64,
+    /// LSN and map of its snapshot.
+    pub since: u64,
+    pub kept: Root,
+    /// LBA from which on the map is not changed yet.
+    pub cursor: u64,
+    /// Size of the volume.
+    pub blocks: u64,
+}
+
+impl Replica {
+    /// Folds some of a Revert into the job's map; true once all of it is.
+    pub(super) fn fold_revert<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+    ) -> Result<bool, StoreError> {
+        let Some(mut revert) = job.revert.take() else { return Ok(true) };
+        let mut part = std::mem::take(&mut job.part);
+        part.clear();
+        let mut is_done = false;
+        for _ in 0..core.options.step_nodes.max(1) {
+            if !self.edits_of_leaf(core, job.work.root, &mut revert, &mut part)? {
+                is_done = true;
+                break;
+            }
+        }
+        let kept_through = job.kept_through();
+        let mut io = self.io(core);
+        io.kept_through = kept_through;
+        job.work.root = tree::update(&mut io, job.work.root, &part.edits, &part.crcs, None)?;
+        for edit in &part.edits {
+            // The snapshot and the map both show the block from now on, as two views do.
+            if let Change::Data { place, .. } = edit.change {
+                self.family.add_live(&core.superblock, place, BLOCK_SIZE as u64);
+            }
+        }
+        job.part = part;
+        if !is_done {
+            job.revert = Some(revert);
+        }
+        Ok(is_done)
+    }
+
+    /// Adds the edits of the next stretch that the Revert may change; false if there is none.
+    fn edits_of_leaf<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        root: Root,
+        revert: &mut RevertFold,
+        part: &mut Edits,
+    ) -> Result<bool, StoreError> {
+        let changed = tree::next_part(&mut self.io(core), root, revert.since, revert.cursor)?;
+        let Some(changed) = changed else { return Ok(false) };
+        let (start, end) = changed.range();
+        let start = start.max(revert.cursor);
+        let mut end = end.min(start.saturating_add(STRETCH_BLOCKS_MAX)).min(revert.blocks);
+        if start >= end {
+            return Ok(false);
+        }
+        let hole = Change::Hole { version: revert.lsn };
+        let lost = Change::Lost { version: revert.lsn };
+        match changed {
+            Part::Leaf { .. } => self.edits_in_leaf(core, root, revert, (start, end), part)?,
+            Part::Damaged { .. } => part.push(start, end, lost),
+            Part::Hole { .. } => {
+                // What was trimmed since: the snapshot's map says where there was anything.
+                let kept = tree::next_part(&mut self.io(core), revert.kept, 0, start)?;
+                let range = kept.as_ref().map_or((end, end), Part::range);
+                if range.0 > start {
+                    end = end.min(range.0);
+                    part.push(start, end, hole);
+                } else {
+                    end = end.min(range.1);
+                    match kept {
+                        Some(Part::Leaf { .. }) => {
+                            self.edits_in_leaf(core, root, revert, (start, end), part)?;
+                        }
+                        Some(Part::Damaged { .. }) => part.push(start, end, lost),
+                        Some(Part::Hole { .. }) | None => part.push(start, end, hole),
+                    }
+                }
+            }
+        }
+        revert.cursor = end;
+        Ok(true)
+    }
+
+    /// Adds the edits of the blocks of one leaf.
+    fn edits_in_leaf<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        root: Root,
+        revert: &RevertFold,
+        (start, end): (u64, u64),
+        part: &mut Edits,
+    ) -> Result<(), StoreError> {
+        let count = ((end - start) as usize).min(LEAF_BLOCKS);
+        let mut now = vec![BlockAt::default(); count];
+        let mut kept = now.clone();
+        tree::blocks(&mut self.io(core), root, start, &mut now)?;
+        tree::blocks(&mut self.io(core), revert.kept, start, &mut kept)?;
+        for ((lba, now), kept) in (start..).zip(now).zip(kept) {
+            if now.version <= revert.since {
+                continue;
+            }
+            let BlockAt { version, place, crc } = reverted(now, kept, revert.since, revert.lsn);
+            let change = match place {
+                0 => Change::Hole { version },
+                LOST_PLACE => Change::Lost { version },
+                place => {
+                    part.crcs.push(crc);
+                    Change::Data { version, place, crc_at: part.crcs.len() as u32 - 1 }
+                }
+            };
+            part.push(lba, lba + 1, change);
+        }
+        Ok(())
+    }
+}
