@@ -348,6 +348,9 @@ mod tests {
         assert_eq!(granted_options(&spec, 9).unwrap(), options);
         let odd = VolumeSpec { on_quorum_loss: "explode".into(), ..VolumeSpec::default() };
         assert!(granted_options(&odd, 1).unwrap_err().contains("explode"));
+    }
+
+    #[test]
     fn an_encrypted_volume_has_whole_blocks_and_slots_that_make_sense() {
         let user = quoin_encryption::UserKey::parse("ab".repeat(32).as_bytes()).unwrap();
         let encryption = Encryption::create(&user, "a").unwrap();

@@ -25,6 +25,7 @@ use crate::volume::attach::Publish;
 use crate::volume::scale::{Move, Scale, Which};
 use crate::volume::spec::{self, REPLICAS_HARD_MAX};
 use crate::volume::verification::Verifying;
+use crate::volume::volumes::is_there;
 
 /// How long a creation is waited for before the answer says "Pending".
 const CREATION_TIME: Duration = Duration::from_secs(5);

@@ -6,7 +6,7 @@ use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::state::records::VolumeRecord;
 
 /// Takes grants back.
 pub struct Fences {

@@ -121,7 +121,9 @@ fn check_ready(volume: &VolumeRecord) -> Result<(), Error> {
             "volume {:?} is being created; try again when it is ready",
             volume.spec.name
         ))),
-        VolumePhase::Deleting => Err(Error::missing("volume", volume.id.0.to_string())),
+        VolumePhase::Retained | VolumePhase::Deleting => {
+            Err(Error::missing("volume", volume.id.0.to_string()))
+        }
     }
 }
 

@@ -24,8 +24,6 @@ use crate::{Plugin, context, encryption, health, limits, parameters, topology};
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
-const NOT_ADVERTISED: &str = "the plugin does not advertise it";
-
 /// Capabilities of this controller, in the order of the interface's numbers.
 const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::CreateDeleteVolume,
