@@ -3,7 +3,8 @@
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+    BootCookie, FetchTicket, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    SyncTicket,
 };
 use quoin_types::ReplicaGuid;
 

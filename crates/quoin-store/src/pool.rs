@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
-    StoreState, SyncTicket,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore,
+    StoreError, StoreState, SyncTicket,
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
@@ -484,7 +484,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn next_fetch(&mut self) -> Option<Fetch> {
-        self.core.fetches.next()
+        self.core.fetches.next_fetch()
     }
 
     fn fetched(&mut self, id: u64, result: Result<Bytes, IoFault>) {

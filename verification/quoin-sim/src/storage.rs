@@ -6,8 +6,8 @@
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
-    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
-    StoreState, SyncTicket,
+    BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore,
+    StoreError, StoreState, SyncTicket,
 };
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::model::ModelPool;

@@ -218,11 +218,7 @@ impl Process {
         Self::session_of(address, MEMBER, epoch)
     }
 
-    fn session_of(
-        address: SocketAddr,
-        member: Member,
-        epoch: u64,
-    ) -> Option<(Session, OpenAck)> {
+    fn session_of(address: SocketAddr, member: Member, epoch: u64) -> Option<(Session, OpenAck)> {
         let mut session = Self::dial_to(address, member, epoch)?;
         session.send(&ToReplica::Open {
             volume: VOLUME,

@@ -2,7 +2,7 @@
 //!
 //! A call that need not be answered at once is made between [`Fetches::begin`] and [`Fetches::end`].
 //! What it needs and the disk does not have at hand is listed here, and the call ends with a ticket.
-//! Other threads read what is listed ([`Fetches::next`], [`Fetches::arrived`]). Once all that a call
+//! Other threads read what is listed ([`Fetches::next_fetch`], [`Fetches::arrived`]). Once all that a call
 //! lacked is there its ticket is ready, and the call is made again: it looks up anew where its data
 //! are, and finds here what was read of them.
 //!
@@ -212,7 +212,7 @@ impl Fetches {
     }
 
     /// The read to begin now, if there is one.
-    pub fn next(&mut self) -> Option<Fetch> {
+    pub fn next_fetch(&mut self) -> Option<Fetch> {
         if self.under_way.len() >= UNDER_WAY_MAX {
             return None;
         }
@@ -384,7 +384,11 @@ mod tests {
     }
 
     /// A call that needs these; the bytes of the first block of each, or its ticket.
-    fn call(fetches: &mut Fetches, owner: Owner, needs: &[Stretch]) -> Result<Vec<u8>, FetchTicket> {
+    fn call(
+        fetches: &mut Fetches,
+        owner: Owner,
+        needs: &[Stretch],
+    ) -> Result<Vec<u8>, FetchTicket> {
         fetches.begin(owner);
         let mut found = Vec::new();
         for stretch in needs {
@@ -410,9 +414,10 @@ mod tests {
         let mut fetches = Fetches::default();
         let needs = [stretch(7, 1), stretch(20, 3)];
         let ticket = call(&mut fetches, ONE, &needs).expect_err("nothing is there");
-        let (first, second) = (fetches.next().expect("one"), fetches.next().expect("two"));
+        let (first, second) =
+            (fetches.next_fetch().expect("one"), fetches.next_fetch().expect("two"));
         assert_eq!((second.offset, second.length), (20 * 4096, 3 * 4096));
-        assert!(fetches.next().is_none() && fetches.waits(ticket));
+        assert!(fetches.next_fetch().is_none() && fetches.waits(ticket));
         read(&mut fetches, second, 2);
         assert_eq!(ready(&mut fetches), []);
         read(&mut fetches, first, 1);
@@ -427,8 +432,8 @@ mod tests {
         let needs = [stretch(7, 1)];
         let tickets =
             [ONE, OTHER].map(|owner| call(&mut fetches, owner, &needs).expect_err("it lacks it"));
-        let fetch = fetches.next().expect("one");
-        assert!(fetches.next().is_none());
+        let fetch = fetches.next_fetch().expect("one");
+        assert!(fetches.next_fetch().is_none());
         read(&mut fetches, fetch, 5);
         assert_eq!(ready(&mut fetches), tickets);
         for owner in [ONE, OTHER] {
@@ -443,7 +448,7 @@ mod tests {
             let mut fetches = Fetches::default();
             let needs = [stretch(100, 4)];
             let ticket = call(&mut fetches, ONE, &needs).expect_err("nothing is there");
-            let old = fetches.next().expect("it is listed");
+            let old = fetches.next_fetch().expect("it is listed");
             if arrives_before {
                 read(&mut fetches, old, 1);
             }
@@ -457,7 +462,7 @@ mod tests {
                 read(&mut fetches, old, 1);
                 assert_eq!(ready(&mut fetches), []);
             }
-            let new = fetches.next().expect("it is listed anew");
+            let new = fetches.next_fetch().expect("it is listed anew");
             read(&mut fetches, new, 2);
             assert_eq!(ready(&mut fetches), [again]);
             assert_eq!(call(&mut fetches, ONE, &needs), Ok(vec![2]));
@@ -472,11 +477,11 @@ mod tests {
             call(&mut fetches, ONE, &[stretch(first, 1)]).expect_err("it waits");
         }
         call(&mut fetches, OTHER, &[stretch(1000, 1)]).expect_err("it waits");
-        let begun: Vec<Fetch> = std::iter::from_fn(|| fetches.next()).collect();
+        let begun: Vec<Fetch> = std::iter::from_fn(|| fetches.next_fetch()).collect();
         assert_eq!(begun.len(), UNDER_WAY_MAX);
         assert_eq!(begun[1].offset, 1000 * 4096, "after one of the other's");
         read(&mut fetches, begun[5], 0);
-        assert!(fetches.next().is_some() && fetches.next().is_none());
+        assert!(fetches.next_fetch().is_some() && fetches.next_fetch().is_none());
     }
 
     #[test]
@@ -489,7 +494,7 @@ mod tests {
             open.insert(call(&mut fetches, ONE, &needs(n)).expect_err("it waits"), n);
         }
         let mut calls = 0;
-        while let Some(fetch) = fetches.next() {
+        while let Some(fetch) = fetches.next_fetch() {
             assert!(fetches.open_bytes <= OPEN_BYTES_MAX, "{}", fetches.open_bytes);
             read(&mut fetches, fetch, 1);
             assert!(fetches.arrived_bytes <= ARRIVED_BYTES_MAX, "{}", fetches.arrived_bytes);
@@ -513,11 +518,11 @@ mod tests {
             call(&mut fetches, ONE, &[stretch(first, 1)]).expect_err("it waits");
         }
         let others = call(&mut fetches, OTHER, &[stretch(49, 1)]).expect_err("it waits");
-        let begun = fetches.next().expect("it is listed");
+        let begun = fetches.next_fetch().expect("it is listed");
         fetches.drop_calls(ONE);
-        let shared = fetches.next().expect("one is left");
+        let shared = fetches.next_fetch().expect("one is left");
         assert_eq!(shared.offset, 49 * 4096);
-        assert!(fetches.next().is_none());
+        assert!(fetches.next_fetch().is_none());
         read(&mut fetches, begun, 0);
         assert_eq!(ready(&mut fetches), []);
         read(&mut fetches, shared, 3);
@@ -532,7 +537,7 @@ mod tests {
         let needs = [stretch(7, 2)];
         for bytes in [Some(Bytes::from(vec![1; 4096])), None] {
             let ticket = call(&mut fetches, ONE, &needs).expect_err("it waits");
-            let fetch = fetches.next().expect("it is listed");
+            let fetch = fetches.next_fetch().expect("it is listed");
             let fault = IoFault { operation: "read", offset: fetch.offset, errno: 61 };
             fetches.arrived(fetch.id, bytes.ok_or(fault));
             assert_eq!(ready(&mut fetches), [ticket]);

@@ -307,8 +307,7 @@ impl Replica {
     pub fn look_ahead_of_merge<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(shadow) = self.shadow.take() else { return Ok(()) };
         let (root, stretches) = (shadow.state.root, shadow.edits.iter().map(Edit::stretch));
-        let looked =
-            tree::look_ahead(&mut self.io(core), root, stretches, LEAVES_A_FEED as usize);
+        let looked = tree::look_ahead(&mut self.io(core), root, stretches, LEAVES_A_FEED as usize);
         self.shadow = Some(shadow);
         looked
     }

@@ -74,7 +74,8 @@ impl Writer {
 
     /// Writes one block and waits until it is durable.
     fn write(&mut self, lba: u64) {
-        let position = Position { epoch: self.session.key.epoch, lsn: self.ack.position.lsn.next() };
+        let position =
+            Position { epoch: self.session.key.epoch, lsn: self.ack.position.lsn.next() };
         let data = Bytes::from(vec![7; 4096]);
         let entry = Entry::after(self.ack.chain, position, EntryKind::Write, lba, 1, data, false);
         (self.ack.chain, self.ack.position) = (entry.chain, position);
@@ -137,7 +138,8 @@ fn while_reads_of_the_disk_stall_writes_of_this_volume_and_of_others_go_on_answe
     assert_eq!(ids, (0..40).collect::<Vec<_>>());
     assert_eq!(process.metrics.reads.get(), 40);
     let text = process.metrics.render();
-    let fetches = text.lines().find(|line| line.starts_with("quoin_pool_fetch_duration_seconds_count"));
+    let fetches =
+        text.lines().find(|line| line.starts_with("quoin_pool_fetch_duration_seconds_count"));
     assert!(fetches.is_some_and(|line| line.ends_with(" 40")), "{fetches:?}");
     process.stop();
 }
