@@ -13,6 +13,7 @@ use quoin_types::{
 };
 
 use crate::disk::Disk;
+use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::checkpoint::{
     Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
@@ -235,9 +236,11 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     assert!(ring.append(&disk, &[0x77; 5000]).expect("a write"));
     // Generation 1 lies in the second half.
     let half = u64::from(superblock.ring_blocks / 2);
-    let mut blocks = vec![0; 3 * 4096];
+    // Another state in the other half: this one ends with a note of it.
+    ring.restate(&disk, &DurableState::default().encode()).expect("room");
+    let mut blocks = vec![0; 4 * 4096];
     disk.read_at((superblock.rings()[0] + half) * 4096, &mut blocks).expect("a read");
-    recorded().holds("blocks-of-the-ring", &blocks);
+    recorded().holds("half-of-the-ring-with-its-note", &blocks);
     for version in versions() {
         for (name, meant) in [("superblock", superblock), ("superblock-second-edition", second)] {
             let read = Superblock::decode(&version.read(name)).expect("of a known version");
@@ -245,10 +248,19 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
         }
         let disk = MemoryDisk::new(12 << 20);
         let at = (superblock.rings()[1] + half) * 4096;
+        // As it was before halves had notes.
         let recorded = version.read("blocks-of-the-ring");
         disk.write_at(at, &[std::io::IoSlice::new(&recorded)]).expect("a write");
         let (_, found) = Ring::open(&disk, &superblock).expect("the mirror");
         assert_eq!(found, [Bytes::new(), Bytes::from(vec![0x77; 5000])]);
+        let noted = version.read("half-of-the-ring-with-its-note");
+        let (records, note) = noted.split_at(3 * 4096);
+        disk.write_at(at, &[std::io::IoSlice::new(records)]).expect("a write");
+        let (_, found) = Ring::open(&disk, &superblock).expect("the mirror");
+        assert_eq!(found, [Bytes::new(), Bytes::from(vec![0x77; 5000])]);
+        disk.write_at(at + 3 * 4096, &[std::io::IoSlice::new(note)]).expect("a write");
+        let opened = Ring::open(&disk, &superblock).map(drop);
+        assert!(matches!(opened, Err(PoolError::MetadataLost)), "the half that took over is gone");
         // The fields that recovery looks at.
         let header = version.read("segment-header");
         assert_eq!((&header[..8], header[12]), (&b"QUOINSEG"[..], 8));
