@@ -18,7 +18,7 @@ impl Incarnations {
     }
 
     /// Begins the next attempt.
-    pub fn next(&mut self) {
+    pub fn begin_next(&mut self) {
         let (high, low) = (self.random(), self.random());
         self.current = Incarnation(u128::from(high) << 64 | u128::from(low));
     }

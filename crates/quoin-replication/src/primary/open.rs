@@ -24,7 +24,7 @@ const FETCH_BYTES: u32 = 4 << 20;
 impl Primary {
     /// Step 1. Every attempt takes a new incarnation and a new epoch.
     pub(super) fn acquire(&mut self, actions: &mut Vec<PrimaryAction>) {
-        self.incarnations.next();
+        self.incarnations.begin_next();
         if mutant::is("epoch-reused") {
             self.incarnations.repeat(self.config.volume.0);
         }
