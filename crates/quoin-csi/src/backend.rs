@@ -127,12 +127,8 @@ impl Backend {
     ) -> Result<(Vec<api::Volume>, String), Status> {
         let starting_token = starting_token.to_owned();
         let is_first = starting_token.is_empty();
-        let wanted = api::ListVolumesRequest {
-            max_entries,
-            starting_token,
-            ill_only,
-            ..Default::default()
-        };
+        let wanted =
+            api::ListVolumesRequest { max_entries, starting_token, ill_only, ..Default::default() };
         let answer = self.client.clone().list_volumes(Self::request(wanted)).await;
         let page = answer
             .map_err(|status| match status.code() {

@@ -134,14 +134,13 @@ async fn reached(addresses: &[String]) -> Result<(), String> {
 }
 
 fn judge(controller: Option<&str>, pools: Result<(), String>) -> Vec<StorageBackendHealth> {
-    let entry = |status: StorageHealthErrorType, reason: &str, message: String| {
-        StorageBackendHealth {
+    let entry =
+        |status: StorageHealthErrorType, reason: &str, message: String| StorageBackendHealth {
             status: status.into(),
             reason: reason.to_owned(),
             message: cut(message),
             volume_capability: None,
-        }
-    };
+        };
     let mut found = Vec::new();
     if let Err(why) = pools {
         let message = format!("no pool is reached from here; {why}");

@@ -31,8 +31,8 @@ mod refusal;
 mod topology;
 
 pub use backend::Backend;
-pub use health::{CONTROLLER_UNREACHABLE, NO_POOL_REACHED};
 pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
+pub use health::{CONTROLLER_UNREACHABLE, NO_POOL_REACHED};
 pub use identity::is_driver_name;
 pub use metrics::Metrics;
 pub use parameters::{keys as parameter_keys, mutable_keys as mutable_parameter_keys};

@@ -235,9 +235,9 @@ impl Node for NodeService {
             }
             let condition = VolumeCondition {
                 abnormal: stats.abnormal.is_some(),
-                message: cut(
-                    stats.abnormal.unwrap_or_else(|| "present and usable on this node".into()),
-                ),
+                message: cut(stats
+                    .abnormal
+                    .unwrap_or_else(|| "present and usable on this node".into())),
             };
             let volume_condition = Some(condition);
             Ok(Response::new(NodeGetVolumeStatsResponse { usage, volume_condition }))

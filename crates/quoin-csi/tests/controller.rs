@@ -84,10 +84,7 @@ async fn the_name_of_another_volume_is_refused() {
     }
     let too_small_for_xfs = CreateVolumeRequest {
         capacity_range: None,
-        volume_capabilities: vec![
-            writer(),
-            mount_capability("xfs", AccessMode::SingleNodeWriter),
-        ],
+        volume_capabilities: vec![writer(), mount_capability("xfs", AccessMode::SingleNodeWriter)],
         ..create("db", 0)
     };
     let answer = world.controller.create_volume(too_small_for_xfs).await;

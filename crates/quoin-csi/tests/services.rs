@@ -154,9 +154,21 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
                     .await,
             ),
             code(&controller.controller_get_volume(ControllerGetVolumeRequest::default()).await),
-            code(&controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await),
-            code(&controller.controller_list_volume_health(ControllerListVolumeHealthRequest::default()).await),
-            code(&controller.controller_get_volume_health(ControllerGetVolumeHealthRequest::default()).await),
+            code(
+                &controller
+                    .controller_modify_volume(ControllerModifyVolumeRequest::default())
+                    .await,
+            ),
+            code(
+                &controller
+                    .controller_list_volume_health(ControllerListVolumeHealthRequest::default())
+                    .await,
+            ),
+            code(
+                &controller
+                    .controller_get_volume_health(ControllerGetVolumeHealthRequest::default())
+                    .await,
+            ),
         ] {
             assert_eq!(served(answer), mode.controller, "{mode:?}");
         }

@@ -113,10 +113,7 @@ fn without_a_quorum_io_fails_as_soon_as_the_option_says_so() {
     }
     hand.pass(3 * u64::from(config().lease_ms));
     assert!(!is_answered(&hand, 1), "it waits");
-    let fails = LiveOptions {
-        on_quorum_loss: OnQuorumLoss::Fail,
-        ..options(1, Durability::Cache)
-    };
+    let fails = LiveOptions { on_quorum_loss: OnQuorumLoss::Fail, ..options(1, Durability::Cache) };
     hand.on(PrimaryEvent::Options { options: fails, granted: false });
     let reply = hand.replies.iter().find(|reply| reply.token == 1).expect("it is answered");
     assert!(matches!(reply.result, Err(BlockError::NoQuorum)));

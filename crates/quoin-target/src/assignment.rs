@@ -341,7 +341,8 @@ mod tests {
             iops_limit: quoin_api::volume::NO_LIMIT,
             ..VolumeSpec::default()
         };
-        let assigned = parse_one(TargetAssignment { spec: Some(spec.clone()), ..target() }).unwrap();
+        let assigned =
+            parse_one(TargetAssignment { spec: Some(spec.clone()), ..target() }).unwrap();
         let options = assigned.options;
         assert_eq!((options.version, options.reads), (9, ReadMode::Confirmed));
         assert_eq!(assigned.limits, Limits::default());

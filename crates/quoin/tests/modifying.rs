@@ -52,7 +52,8 @@ fn options_of_a_volume_in_use_change_without_a_new_attachment_and_outlive_every_
     let dry = dev.ok(&["volume", "modify", "db", "--reads", "confirmed", "--dry-run"]);
     assert!(dry.contains("reads leased to confirmed (would change)"), "{dry}");
 
-    for flags in [&["--block-size", "512"][..], &["--durability", "disk"], &[], &["--replicas", "9"]]
+    for flags in
+        [&["--block-size", "512"][..], &["--durability", "disk"], &[], &["--replicas", "9"]]
     {
         let refused = dev.quoin(&[&["volume", "modify", "db"], flags].concat());
         assert!(!refused.status.success(), "{flags:?}");

@@ -157,13 +157,13 @@ impl VolumeSeen {
         let ruled = |seen: &Self| (seen.options_version, seen.waiting_kind.clone());
         ruled(self) != ruled(before)
             || (&self.node, self.epoch, &self.state, &self.silent, self.membership_version)
-            != (
-                &before.node,
-                before.epoch,
-                &before.state,
-                &before.silent,
-                before.membership_version,
-            )
+                != (
+                    &before.node,
+                    before.epoch,
+                    &before.state,
+                    &before.silent,
+                    before.membership_version,
+                )
             || states(self) != states(before)
     }
 

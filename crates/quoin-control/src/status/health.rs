@@ -127,7 +127,9 @@ impl Reason {
     /// Quoin's own action on it.
     fn action(self) -> &'static str {
         match self {
-            Self::BlocksLost => "reads of these blocks fail until they are written; all others work",
+            Self::BlocksLost => {
+                "reads of these blocks fail until they are written; all others work"
+            }
             Self::NoQuorum => {
                 "IO waits, or fails where onQuorumLoss is fail, and goes on by itself with the \
                  replicas"
@@ -146,7 +148,9 @@ impl Reason {
             Self::ReplicaMissing => "a place for the replica is looked for all the time",
             Self::ReplicaRebuilding => "it is brought up to date while IO goes on",
             Self::BadBlocks => "bad copies are replaced by good ones of other replicas",
-            Self::ChangeBlocked => "the change goes on once the pools have deleted what was replaced",
+            Self::ChangeBlocked => {
+                "the change goes on once the pools have deleted what was replaced"
+            }
         }
     }
 
@@ -171,13 +175,19 @@ impl Reason {
                 )
             }
             Self::BeingCreated => "start the pools that it waits for: `quoin pool list`".to_owned(),
-            Self::DeviceNotMade => format!("the message says what its host lacks; \
-                `quoin volume attach {name} --nbd` needs no device"),
-            Self::ReplicaOffline => format!(
-                "start its pool, or replace it now: `quoin replica replace {name} POOL`"
+            Self::DeviceNotMade => format!(
+                "the message says what its host lacks; \
+                `quoin volume attach {name} --nbd` needs no device"
             ),
-            Self::ReplicaMissing => "add a pool on another host, or make room: `quoin pool list`".to_owned(),
-            Self::ReplicaRebuilding => format!("wait; `quoin replica list {name}` has the progress"),
+            Self::ReplicaOffline => {
+                format!("start its pool, or replace it now: `quoin replica replace {name} POOL`")
+            }
+            Self::ReplicaMissing => {
+                "add a pool on another host, or make room: `quoin pool list`".to_owned()
+            }
+            Self::ReplicaRebuilding => {
+                format!("wait; `quoin replica list {name}` has the progress")
+            }
             Self::BadBlocks => format!("attach the volume, or `quoin volume repair {name}`"),
             Self::ChangeBlocked => {
                 "start these pools, or `quoin pool remove` those that are gone for good".to_owned()
@@ -233,32 +243,42 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
         return Judgement::NotYet("not all of its pools have reported yet".to_owned());
     }
     if let Some(blocks) = evidence.lost_blocks {
-        say(Reason::BlocksLost, match blocks {
-            0 => "some blocks have no good copy on any replica".to_owned(),
-            1 => "1 block has no good copy on any replica".to_owned(),
-            n => format!("{n} blocks have no good copy on any replica"),
-        });
+        say(
+            Reason::BlocksLost,
+            match blocks {
+                0 => "some blocks have no good copy on any replica".to_owned(),
+                1 => "1 block has no good copy on any replica".to_owned(),
+                n => format!("{n} blocks have no good copy on any replica"),
+            },
+        );
     }
     let waits = serving.filter(|seen| !seen.waiting_for.is_empty());
     let kind = waits.map_or("", |seen| seen.waiting_kind.as_str());
-    let text = || waits.map(|seen| format!("it waits for {}", seen.waiting_for)).unwrap_or_default();
+    let text =
+        || waits.map(|seen| format!("it waits for {}", seen.waiting_for)).unwrap_or_default();
     match kind {
         "records" => say(Reason::RecordsBehind, text()),
         "room" => say(Reason::PoolsFull, text()),
         "quorum" | "replicas" if status.health != "Opening" => say(Reason::NoQuorum, text()),
-        _ if status.health == "Faulted" => say(Reason::NoQuorum, match waits {
-            Some(_) => text(),
-            None => "too few of its replicas are there to open it".to_owned(),
-        }),
+        _ if status.health == "Faulted" => say(
+            Reason::NoQuorum,
+            match waits {
+                Some(_) => text(),
+                None => "too few of its replicas are there to open it".to_owned(),
+            },
+        ),
         _ => {}
     }
     if evidence.unopened_for.is_some_and(|time| time >= OPENING_MAX) && is_unopened(volume, serving)
     {
         let node = volume.owner.as_deref().unwrap_or_default();
-        say(Reason::NotOpened, match waits {
-            Some(_) => text(),
-            None => format!("the target on node {node} has not opened it"),
-        });
+        say(
+            Reason::NotOpened,
+            match waits {
+                Some(_) => text(),
+                None => format!("the target on node {node} has not opened it"),
+            },
+        );
     }
     let refused = serving.filter(|seen| seen.device.refused);
     if let Some(seen) = refused.filter(|_| volume.attachments.iter().any(|a| a.device)) {
@@ -294,10 +314,8 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
 }
 
 fn known(found: BTreeMap<Reason, Vec<String>>) -> Judgement {
-    let condition = |(reason, messages): (Reason, Vec<String>)| Found {
-        reason,
-        message: messages.join("; "),
-    };
+    let condition =
+        |(reason, messages): (Reason, Vec<String>)| Found { reason, message: messages.join("; ") };
     let mut conditions: Vec<Found> = found.into_iter().map(condition).collect();
     conditions.sort_by_key(|found| (std::cmp::Reverse(found.reason.severity()), found.reason));
     Judgement::Known(conditions)
@@ -416,7 +434,8 @@ impl Conditions {
             Judgement::Known(found) => found,
         };
         let memory = self.memory();
-        let since = |reason| memory.get(&volume.id.0).and_then(|m| m.since_ms.get(&reason).copied());
+        let since =
+            |reason| memory.get(&volume.id.0).and_then(|m| m.since_ms.get(&reason).copied());
         let name = crate::text::quoted(&volume.spec.name);
         let message = |found: Found| {
             let severity: volume_condition::Severity = found.reason.severity().into();

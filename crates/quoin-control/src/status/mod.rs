@@ -15,13 +15,13 @@ use tokio::time::Instant;
 use crate::api::assignments;
 use crate::membership::admission::Admission;
 use crate::reconcile::rebalance::Balancer;
-use crate::status::health::{Conditions, Judgement};
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
 use crate::state::records::{
     AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase,
     VolumeRecord,
 };
+use crate::status::health::{Conditions, Judgement};
 use crate::time::timestamp;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;

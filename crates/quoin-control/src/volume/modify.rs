@@ -104,10 +104,9 @@ impl Modifications {
             Some(seen) if seen.waiting_for.is_empty() => {
                 Some(format!("the target on node {owner} to put them in force"))
             }
-            Some(seen) => Some(format!(
-                "the target on node {owner}, which waits for {}",
-                seen.waiting_for
-            )),
+            Some(seen) => {
+                Some(format!("the target on node {owner}, which waits for {}", seen.waiting_for))
+            }
             // One that was cut off from the controller may serve all the same.
             None => Some(format!("a report of the target on node {owner}")),
         }

@@ -201,7 +201,9 @@ impl Controller for ControllerService {
                 })
                 .and_then(|()| response::same_parameters(&volume, &request.parameters));
             let verdict = match verdict {
-                Ok(()) => modify::is_possible(&backend, &volume, &request.mutable_parameters).await?,
+                Ok(()) => {
+                    modify::is_possible(&backend, &volume, &request.mutable_parameters).await?
+                }
                 refused => refused,
             };
             let answer = match verdict {

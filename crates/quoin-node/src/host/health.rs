@@ -156,8 +156,7 @@ impl NodeHost {
                     say_session(&session, &mut say);
                     let mounts = mountinfo::read()?;
                     say_mounts(&record, &staging, session.device.as_deref(), &mounts, &mut say);
-                    let paths =
-                        [(staging_path, Some(&staging.path)), (target, None)].into_iter();
+                    let paths = [(staging_path, Some(&staging.path)), (target, None)].into_iter();
                     for (expected, staged) in paths {
                         let Some(expected) = expected.map(super::resolve) else { continue };
                         let is_there = staged == Some(&expected)

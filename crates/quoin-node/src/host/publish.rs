@@ -196,11 +196,7 @@ pub(super) fn is_in_place(
 
 /// Gives the root directory of a writable file system to the group that the request names, with the
 /// right to write, and has new files belong to that group. What lies below is its owner's.
-fn give_to_group(
-    request: &PublishRequest,
-    staging: &Staging,
-    target: &Path,
-) -> Result<(), Error> {
+fn give_to_group(request: &PublishRequest, staging: &Staging, target: &Path) -> Result<(), Error> {
     /// Read, write and search for the group; new entries inherit it.
     const GROUP_MODE: u32 = 0o2070;
     let is_mount = matches!(request.access, Access::Mount { .. });

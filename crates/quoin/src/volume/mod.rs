@@ -304,8 +304,7 @@ pub async fn list(cluster: &mut Cluster, include_deleting: bool) -> Result<Vec<V
     let mut volumes = Vec::new();
     let mut starting_token = String::new();
     loop {
-        let request =
-            ListVolumesRequest { starting_token, include_deleting, ..Default::default() };
+        let request = ListVolumesRequest { starting_token, include_deleting, ..Default::default() };
         let page = cluster.list_volumes(request).await.map_err(refusal)?.into_inner();
         volumes.extend(page.volumes);
         if page.next_token.is_empty() {

@@ -128,7 +128,10 @@ mod tests {
             volume: None,
         };
         assert_eq!(view(&[], "").text(false), "volume db: already so");
-        assert_eq!(view(&["a 1 to 2", "b x to y"], "").text(false), "volume db: a 1 to 2; b x to y (in force)");
+        assert_eq!(
+            view(&["a 1 to 2", "b x to y"], "").text(false),
+            "volume db: a 1 to 2; b x to y (in force)"
+        );
         assert!(view(&["a 1 to 2"], "").text(true).contains("would change"));
         assert!(view(&["a 1 to 2"], "a report").text(false).contains("waits for a report"));
     }

@@ -100,7 +100,8 @@ fn read(
     for option in options {
         if let Some(value) = matches.get_one::<String>(option.key) {
             let taken = option.set(spec, value);
-            taken.map_err(|rule| clap::Error::raw(clap::error::ErrorKind::ValueValidation, rule))?;
+            taken
+                .map_err(|rule| clap::Error::raw(clap::error::ErrorKind::ValueValidation, rule))?;
         }
     }
     Ok(())

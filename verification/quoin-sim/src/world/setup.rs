@@ -10,8 +10,8 @@ use quoin_types::{
 
 use super::clients::Clients;
 use super::control::Control;
-use super::fences::Fences;
 use super::durability::DurabilityChanges;
+use super::fences::Fences;
 use super::growth::Growth;
 use super::holes::Holes;
 use super::hosts::Hosts;

@@ -8,8 +8,8 @@ use quoin_replication::primary::{ReadMode, ReplicaStanding};
 use quoin_types::entry::{Rule, SharedEntry};
 use quoin_types::message::{FromReplica, OpenAck, Ping, ReadView, ToReplica};
 use quoin_types::{
-    EntryKind, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, SessionKey,
-    SnapshotId, Time, View,
+    EntryKind, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, SessionKey, SnapshotId,
+    Time, View,
 };
 
 use super::{Broken, Checker, Observation, Scene, broken};
