@@ -19,7 +19,7 @@ use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
-use crate::state::records::{PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase, VolumeRecord};
+use crate::state::records::{PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 

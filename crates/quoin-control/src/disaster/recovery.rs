@@ -28,7 +28,7 @@ use crate::Error;
 use crate::state::events::Severity;
 use crate::state::observed::{ReplicaState, VolumeSeen};
 use crate::state::records::{
-    Discarded, MembershipRecord, ReplicaRecord, VolumePhase, VolumeRecord,
+    Discarded, MembershipRecord, ReplicaRecord, VolumeRecord,
 };
 use crate::state::{State, about};
 use crate::time::now_ms;

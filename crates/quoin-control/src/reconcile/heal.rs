@@ -30,7 +30,7 @@ use crate::reconcile::rebalance::Balancer;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, VOLUMES_MAX};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{Cause, ReplicaRecord, VolumePhase, VolumeRecord};
+use crate::state::records::{Cause, ReplicaRecord, VolumeRecord};
 use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::placement::Candidate;
 use crate::volume::policy::ReplaceAfter;

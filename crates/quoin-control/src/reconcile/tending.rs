@@ -19,7 +19,7 @@ use crate::Error;
 use crate::reconcile::heal::rebuildable;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, queue_of_volumes};
 use crate::state::events::Severity;
-use crate::state::records::{VolumePhase, VolumeRecord};
+use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::status::VolumeStatus;
 use crate::volume::verification::Verifier;

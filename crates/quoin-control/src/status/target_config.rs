@@ -7,7 +7,7 @@ use quoin_types::membership::open_quorum;
 
 use super::Status;
 use crate::Error;
-use crate::state::records::{ReplicaPhase, VolumePhase, VolumeRecord};
+use crate::state::records::{ReplicaPhase, VolumeRecord};
 
 impl Status {
     /// Only what the target told under the record's epoch is its own; the records alone are shown

@@ -11,7 +11,7 @@ use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{
-    Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord,
+    Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumeRecord,
 };
 
 /// Permission to open a volume.

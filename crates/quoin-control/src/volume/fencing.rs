@@ -6,7 +6,7 @@ use quoin_types::{Epoch, Term, VolumeId};
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::{Text, VolumePhase, VolumeRecord};
+use crate::state::records::{Text, VolumeRecord};
 
 impl VolumeRecord {
     /// Takes back all earlier grants. This uses up an epoch that is granted to no target: pools

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::state::changes::Concerned;
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
+use crate::state::records::{Record, Text, VolumeRecord};
 use crate::state::{State, about};
 use crate::text;
 use crate::time::{now_ms, timestamp};
