@@ -668,9 +668,11 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
-        let pulled = self.replica.pull(self.core, session, view, from, cursor, bytes_max);
+        let pulled =
+            self.replica.pull(self.core, session, view, from, cursor, bytes_max, want_data);
         self.core.fetches.end().map_or(pulled, |ticket| Err(StoreError::Pending(ticket)))
     }
 

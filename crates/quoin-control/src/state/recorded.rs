@@ -428,8 +428,7 @@ fn a_volume_that_is_kept_for_its_snapshots_is_a_ready_one_to_a_build_that_does_n
     let retained = VolumeRecord { phase: VolumePhase::Retained, ..volume() };
     let mut written: Value = serde_json::from_slice(&encode(&retained)).unwrap();
     let record = written["record"].as_object_mut().unwrap();
-    assert_eq!(record.remove("retained"), Some(json!(true)));
-    assert_eq!(record["phase"], json!("Ready"));
+    assert_eq!((record.remove("retained"), &record["phase"]), (Some(json!(true)), &json!("Ready")));
     let known_before: VolumeRecord = decode(written.to_string().as_bytes()).unwrap();
     assert_eq!(known_before.phase, VolumePhase::Ready);
     let ready: Value = serde_json::from_slice(&encode(&volume())).unwrap();

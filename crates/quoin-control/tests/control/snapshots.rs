@@ -287,7 +287,8 @@ async fn a_deleted_volume_is_kept_for_its_snapshots_and_goes_with_the_last_one()
     assert!(cluster.snapshot("wished").is_none(), "nobody asks for what is not cut any more");
     assert_eq!(cluster.snapshot("a").unwrap().volume, id);
     let publish = quoin_control::Publish { node: "n1".into(), ..Default::default() };
-    let attach = cluster.controller.volumes.attachments.publish(by_id(id.0).as_ref(), &publish);
+    let former = by_id(id.0);
+    let attach = cluster.controller.volumes.attachments.publish(former.as_ref(), &publish);
     assert_eq!(attach.await.unwrap_err().code(), tonic::Code::NotFound);
     // Its name is free, and a snapshot of the new volume is of that one.
     let again = cluster.create("db").await;
@@ -396,8 +397,9 @@ async fn a_recovery_finds_the_snapshots_that_the_pools_hold_and_forgets_those_th
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
+    let asked = RecoverRecords::default();
     tokio::select! {
-        recovered = controller.disaster.records.recover(&RecoverRecords::default()) => {
+        recovered = controller.disaster.records.recover(&asked) => {
             recovered.unwrap();
         }
         () = answering => unreachable!("it goes on for ever"),

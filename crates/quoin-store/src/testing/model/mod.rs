@@ -553,9 +553,10 @@ impl ReplicaStore for ModelHandle<'_> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         self.slow_reads.check()?;
-        self.pull(session, view, from, cursor, bytes_max)
+        self.pull(session, view, from, cursor, bytes_max, want_data)
     }
 
     fn verify(
