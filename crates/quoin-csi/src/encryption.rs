@@ -119,11 +119,9 @@ mod tests {
         assert_eq!(code(of("")), Code::Unauthenticated);
         assert_eq!(code(of("hunter2")), Code::InvalidArgument);
         let user = of_new_volume(&spec("true"), &of("correct horse")).unwrap().unwrap();
-        let mut volume = api::Volume::default();
-        volume.spec = Some(VolumeSpec {
-            encryption: Some(create(user).await.unwrap()),
-            ..VolumeSpec::default()
-        });
+        let encryption = Some(create(user).await.unwrap());
+        let spec = Some(VolumeSpec { encryption, ..VolumeSpec::default() });
+        let volume = api::Volume { spec, ..api::Volume::default() };
         assert!(of_stage(&volume, &of("correct horse")).await.unwrap().is_some());
         for (secrets, expected) in [
             (HashMap::new(), Code::Unauthenticated),
