@@ -122,6 +122,7 @@ fn entries_and_slots_that_wait_for_the_disk_are_sent_once_it_has_given_them() {
         view: ReadView::Live,
         from: Lsn(0),
         cursor: 0,
+        want_data: true,
         bytes_max: 1 << 20,
     };
     assert_eq!(one.send(session, pull), []);

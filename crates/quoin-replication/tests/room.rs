@@ -212,7 +212,9 @@ fn a_full_metadata_ring_refuses_an_open_by_its_name_and_is_no_failed_disk() {
         (actions, promised, pool.sync_wanted())
     };
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let message = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let (lease_ms, knows_points) = (LEASE_MS, true);
+    let message =
+        ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms, knows_points };
     let open = || ReplicaEvent::Message { connection: 1, session, message: message.clone() };
     let fence = || ReplicaEvent::Fence { epoch: Epoch(4), at_once: true };
     for event in [open(), fence()] {

@@ -58,13 +58,13 @@ fn wish(command: &TargetCommand) -> Result<Option<(VolumeId, SnapshotId, Snapsho
 fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
     let snapshot_id = answer.id.to_string();
     let what = match answer.outcome {
-        SnapshotOutcome::Made { lsn } => command_outcome::What::SnapshotMade(SnapshotMade {
+        SnapshotOutcome::Made { lsn, head } => command_outcome::What::SnapshotMade(SnapshotMade {
             snapshot_id: snapshot_id.clone(),
             lsn: lsn.0,
             cut_at: answer.wished_at.map(timestamp),
             size_bytes: answer.snapshot.map_or(0, |s| s.blocks * BLOCK_SIZE as u64),
-            epoch: None,
-            chain: None,
+            epoch: head.map(|head| head.epoch.0),
+            chain: head.map(|head| head.chain.0),
         }),
         SnapshotOutcome::Deleted => {
             let snapshot_id = snapshot_id.clone();
@@ -73,6 +73,11 @@ fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
         SnapshotOutcome::TooMany => command_outcome::What::Refused(CommandRefused {
             reason: command_refused::Reason::TooManySnapshots.into(),
             message: format!("the volume has {USER_SNAPSHOTS_MAX} snapshots"),
+        }),
+        SnapshotOutcome::Unsupported => command_outcome::What::Refused(CommandRefused {
+            reason: command_refused::Reason::Unspecified.into(),
+            message: "the pool of an in-sync replica runs a version without snapshots: update it"
+                .to_owned(),
         }),
     };
     CommandOutcome {
@@ -171,7 +176,7 @@ mod tests {
         let snapshot = SnapshotInfo { id: SnapshotId(5), lsn: Lsn(9), hidden: false, blocks: 256 };
         let answer = Answer {
             id: SnapshotId(5),
-            outcome: SnapshotOutcome::Made { lsn: Lsn(9) },
+            outcome: SnapshotOutcome::Made { lsn: Lsn(9), head: None },
             snapshot: Some(snapshot),
             wished_at: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(1_500)),
         };

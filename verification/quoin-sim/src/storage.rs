@@ -311,9 +311,10 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
+        want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         self.reading()?;
-        self.inner.try_pull(session, view, from, cursor, bytes_max)
+        self.inner.try_pull(session, view, from, cursor, bytes_max, want_data)
     }
     fn pull(
         &mut self,

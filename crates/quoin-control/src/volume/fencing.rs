@@ -6,49 +6,7 @@ use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::{Text, VolumeRecord};
-
-impl VolumeRecord {
-    /// Takes back all earlier grants. This uses up an epoch that is granted to no target: pools
-    /// promise it, and refuse opens with earlier grants. An open session may still be closed in a
-    /// bounded time, unless `at_once` cuts it. `at_once` uses up an epoch also where none was
-    /// granted since the last fence: former versions signed grants for the epoch of a fence itself.
-    pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
-        if self.epoch == 0 || (self.fenced == self.epoch && !at_once) {
-            return Ok(());
-        }
-        self.use_up_epoch(Epoch::ZERO, term)?;
-        self.incarnation = Text::default();
-        (self.fenced, self.fenced_at_once) = (self.epoch, at_once);
-        Ok(())
-    }
-
-    /// Advances to the next epoch of the term in which the controller rules, above `at_least`.
-    pub(crate) fn use_up_epoch(&mut self, at_least: Epoch, term: Term) -> Result<(), Error> {
-        let after = self.epoch().max(at_least).0.saturating_add(self.epochs_skipped);
-        let Some(next) = term.next_epoch(Epoch(after)) else {
-            return Err(Error::Precondition(format!(
-                "volume {}: epoch {} is of a later term than this controller's, which is {term}, or \
-                 its last one: `quoin controller recover` begins another term",
-                self.spec.name,
-                Epoch(after)
-            )));
-        };
-        (self.epoch, self.epochs_skipped) = (next.0, 0);
-        Ok(())
-    }
-
-    /// Whether there is a grant that its holder may still use.
-    pub(crate) fn is_granted(&self) -> bool {
-        self.fenced < self.epoch
-    }
-
-    /// Whether this node may hold the current grant. Records of former versions and recovered
-    /// records do not say which node holds the epoch.
-    pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
-        self.is_granted() && (self.holder.is_empty() || self.holder == node)
-    }
-}
+use crate::state::records::VolumeRecord;
 
 /// Takes grants back.
 pub struct Fences {

@@ -71,6 +71,10 @@ impl Export {
         Self { info, since_epoch, listener, throttle, clients, tokens }
     }
 
+    pub(super) fn has_clients(&self) -> bool {
+        !self.clients.is_empty()
+    }
+
     /// Tells the clients of a larger size; false: it is none.
     pub(super) fn grow(&mut self, size_bytes: u64, sources: &mut Sources) -> bool {
         if size_bytes <= self.info.size_bytes {

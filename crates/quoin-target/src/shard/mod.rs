@@ -568,7 +568,7 @@ impl Shard {
 
     fn event(&mut self, now: Time, id: VolumeId, event: PrimaryEvent) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if matches!(event, PrimaryEvent::Revert { .. }) && !volume.clients.is_empty() {
+        if matches!(event, PrimaryEvent::Revert { .. }) && volume.export.has_clients() {
             // A client would see other content than it wrote. The wish is said again.
             return;
         }

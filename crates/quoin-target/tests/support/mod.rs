@@ -214,7 +214,7 @@ impl RunningTarget {
                         answers.send(Input::Granted(volume, incarnation, grant));
                     }
                     Ask::Stopped { volume, .. } => control.stopped.lock().unwrap().push(volume),
-                    Ask::Swap { .. } | Ask::Changed => {}
+                    Ask::Swap { .. } | Ask::Changed | Ask::Answered { .. } => {}
                 }
             }
         });
