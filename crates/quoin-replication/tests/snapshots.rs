@@ -230,9 +230,16 @@ fn a_snapshot_waits_for_its_sync_and_holds_up_no_write_behind_it() {
 }
 
 fn revert(c: &mut Cluster, snapshot: u128, attempt: u128) {
-    let (snapshot, attempt) = (SnapshotId(snapshot), SnapshotId(attempt));
-    c.event(PrimaryEvent::Revert { snapshot, attempt });
-    c.run(std::time::Duration::from_secs(3));
+    let before = reverted(c, attempt).len();
+    // It is said again until it is answered: at first not everything is stable.
+    for _ in 0..5 {
+        let (snapshot, attempt) = (SnapshotId(snapshot), SnapshotId(attempt));
+        c.event(PrimaryEvent::Revert { snapshot, attempt });
+        c.run(std::time::Duration::from_millis(1500));
+        if reverted(c, attempt.0).len() > before {
+            break;
+        }
+    }
 }
 
 fn reverted(c: &Cluster, attempt: u128) -> Vec<RevertOutcome> {

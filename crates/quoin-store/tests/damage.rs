@@ -8,7 +8,7 @@ use bytes::Bytes;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView};
-use quoin_types::{Lsn, crc32c};
+use quoin_types::{EntryKind, Lsn, crc32c};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -41,10 +41,24 @@ fn lives(mut world: World) -> World {
 /// Bytes that each block of each view may have, by version: the right bytes or none.
 fn truth(world: &mut World) -> BTreeMap<(u64, u64), Option<Bytes>> {
     let mut truth = BTreeMap::new();
+    let (mut live, mut kept) = (BTreeMap::<u64, (u64, Option<Bytes>)>::new(), BTreeMap::new());
     for entry in &world.history {
+        match &entry.kind {
+            EntryKind::Snapshot { id, .. } => drop(kept.insert(*id, (entry.lsn.0, live.clone()))),
+            EntryKind::Revert { id } => {
+                let (since, then) = kept.get(id).expect("it was there");
+                for (lba, block) in live.iter_mut().filter(|(_, block)| block.0 > *since) {
+                    let data = then.get(lba).and_then(|(_, data)| data.clone());
+                    *block = (entry.lsn.0, data.clone());
+                    truth.insert((*lba, entry.lsn.0), data);
+                }
+            }
+            _ => {}
+        }
         for i in 0..u64::from(entry.blocks) {
             let at = i as usize * 4096;
             let data = (!entry.data.is_empty()).then(|| entry.data.slice(at..at + 4096));
+            live.insert(entry.lba + i, (entry.lsn.0, data.clone()));
             truth.insert((entry.lba + i, entry.lsn.0), data);
         }
     }

@@ -33,7 +33,9 @@ impl Volume {
 
     fn try_append(&mut self, kind: EntryKind, lba: u64, blocks: u32) -> Result<Lsn, StoreError> {
         let data = match kind {
-            EntryKind::Write => Bytes::from(vec![self.lsn as u8 + 1; blocks as usize * BLOCK_SIZE]),
+            EntryKind::Write => {
+                Bytes::from(vec![(self.lsn + 1) as u8; blocks as usize * BLOCK_SIZE])
+            }
             _ => Bytes::new(),
         };
         let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn + 1) };
