@@ -155,9 +155,10 @@ fn a_snapshot_under_way_outlives_its_controller_and_its_target() {
     for (victim, name) in [("controller", "one"), ("target", "two")] {
         let stopped: Vec<_> = POOLS[..2].iter().map(|pool| dev.pid(pool).unwrap()).collect();
         stopped.iter().for_each(|pid| signal(*pid, "STOP"));
+        let user = &*dev;
         let asked = std::thread::scope(|scope| {
             let asking = scope
-                .spawn(|| dev.quoin(&["snapshot", "create", "db", "--name", name, "--no-wait"]));
+                .spawn(|| user.quoin(&["snapshot", "create", "db", "--name", name, "--no-wait"]));
             dev.eventually("it is wished", || {
                 let found = dev.quoin(&["snapshot", "get", name, "-o", "json"]);
                 let found: Value = serde_json::from_slice(&found.stdout).ok()?;
