@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(wished, Some((VolumeId(7), SnapshotId(5), SnapshotWish::Make)));
         assert_eq!(wish(&command(None)), Ok(None));
         let wrong =
-            target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "5".into() });
+            target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "no hex".into() });
         assert!(wish(&command(Some(wrong))).is_err());
     }
 

@@ -98,6 +98,16 @@ fn inspect(pool: &str, file: &Path) -> Vec<(String, String, String)> {
     replicas.map(|r| (pool.to_owned(), text(r, "id"), text(r, "guid"))).collect()
 }
 
+/// Returns true if no thread of a process runs or wants to.
+fn is_asleep(pid: i64) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    tasks.map(|task| task.unwrap().path().join("stat")).all(|stat| {
+        let stat = std::fs::read_to_string(stat).unwrap_or_default();
+        // The name before may have brackets of its own.
+        stat.rsplit_once(") ").is_none_or(|(_, fields)| fields.starts_with('S'))
+    })
+}
+
 /// Begins a change that makes so many newcomers, up to where they hold both rules and the request
 /// reaches the controller, which is stopped. Returns the pids of target and controller.
 fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64, i64) {
@@ -112,6 +122,8 @@ fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64
         let new = replicas.as_array().unwrap().iter().filter(|r| r["known"] == false);
         (new.filter(|r| r["phase"] == "Rebuilding").count() == newcomers).then_some(())
     });
+    // What was recorded is on its way to the target while some thread of the controller runs.
+    dev.eventually("the target is told", || is_asleep(controller).then_some(()));
     signal(controller, "STOP");
     signal(target, "CONT");
     dev.eventually("all are in sync under both rules", || {
