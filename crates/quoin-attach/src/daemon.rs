@@ -178,7 +178,7 @@ impl Daemon {
         loop {
             let mut line = Zeroizing::new(Vec::new());
             let mut limited = (&mut reader).take(LINE_BYTES_MAX);
-            if limited.read_until(b'\n', &mut *line).await? == 0 {
+            if limited.read_until(b'\n', &mut line).await? == 0 {
                 return Ok(());
             }
             let complete = line.ends_with(b"\n");

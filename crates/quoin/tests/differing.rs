@@ -37,7 +37,8 @@ fn overwrite_block(file: &Path, lba: u64, content: &Bytes) {
     replica.increment_begin(7, Lsn(0)).unwrap();
     let (mut cursor, mut forged) = (0, 0);
     let end = loop {
-        let chunk = replica.pull(1, ReadView::Live, Lsn(0), cursor, 1 << 20, true).unwrap().unwrap();
+        let chunk =
+            replica.pull(1, ReadView::Live, Lsn(0), cursor, 1 << 20, true).unwrap().unwrap();
         let mut slots = chunk.slots;
         for slot in slots.iter_mut().filter(|slot| slot.lba == lba) {
             assert!(matches!(slot.content, Content::Data { .. }), "{slot:?}");

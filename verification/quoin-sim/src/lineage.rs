@@ -261,7 +261,7 @@ impl Lineage {
         };
         let wanted: BTreeSet<SnapshotId> =
             self.entries_of(path).filter_map(|entry| reverts(&entry)).collect();
-        let mut kept: BTreeMap<SnapshotId, (Lsn, BTreeMap<u64, (Lsn, Tags)>)> = BTreeMap::new();
+        let mut kept: BTreeMap<SnapshotId, (Lsn, BTreeMap<_, _>)> = BTreeMap::new();
         for entry in self.entries_of(path).take_while(|entry| entry.lsn <= upto) {
             match &entry.kind {
                 EntryKind::Snapshot { id, .. } if wanted.contains(id) => {

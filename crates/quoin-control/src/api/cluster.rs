@@ -138,8 +138,7 @@ impl Cluster for Services {
         let ListVolumesRequest { max_entries, starting_token, include_deleting, ill_only } =
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let is_listed =
-            |volume: &VolumeRecord| include_deleting || is_there(volume);
+        let is_listed = |volume: &VolumeRecord| include_deleting || is_there(volume);
         let catalog = &self.controller.volumes.catalog;
         let (page, next_token) = match ill_only {
             true => catalog.list_where(max_entries, &starting_token, |volume| {

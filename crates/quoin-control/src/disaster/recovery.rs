@@ -27,9 +27,7 @@ use quoin_types::{Membership, ReplicaGuid, ReplicaId, Term};
 use crate::Error;
 use crate::state::events::Severity;
 use crate::state::observed::{ReplicaState, VolumeSeen};
-use crate::state::records::{
-    Discarded, MembershipRecord, ReplicaRecord, VolumeRecord,
-};
+use crate::state::records::{Discarded, MembershipRecord, ReplicaRecord, VolumeRecord};
 use crate::state::{State, about};
 use crate::time::now_ms;
 use crate::volume::scale::{self, Scale};

@@ -123,7 +123,7 @@ impl State {
             joined: Joined::load(store.clone(), changes.clone()).await?,
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
-            snapshots: SnapshotTables::load(&store, &changes).await?,
+            snapshots: SnapshotTables::load(store, &changes).await?,
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
             observed: Mutex::new(Observed::new()),

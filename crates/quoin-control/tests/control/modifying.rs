@@ -37,6 +37,8 @@ async fn what_is_named_changes_and_reaches_the_target_and_every_grant_with_a_lat
     let changes = modify(&cluster, &media()).await.unwrap();
     assert_eq!(changes, ["durability cache to media", "iopsLimit no limit to 500"]);
     assert_eq!(modify(&cluster, &media()).await.unwrap(), Vec::<String>::new(), "a repeat");
+    let reasons = cluster.reasons();
+    assert_eq!(reasons.iter().filter(|reason| *reason == "VolumeChanged").count(), 2);
     for round in 0..2 {
         let after = told(&cluster);
         assert!(after.options_version > before.options_version);
@@ -50,8 +52,6 @@ async fn what_is_named_changes_and_reaches_the_target_and_every_grant_with_a_lat
         cluster.restart().await;
         cluster.settle().await.unwrap();
     }
-    let reasons = cluster.reasons();
-    assert_eq!(reasons.iter().filter(|reason| *reason == "VolumeChanged").count(), 2);
     let none = VolumeSpec { iops_limit: NO_LIMIT, ..VolumeSpec::default() };
     assert_eq!(modify(&cluster, &none).await.unwrap(), ["iopsLimit 500 to no limit"]);
 }
@@ -68,7 +68,7 @@ async fn of_a_request_that_is_refused_nothing_takes_effect() {
         (VolumeSpec { bandwidth_limit: 1, ..media() }, Code::InvalidArgument, "bandwidthLimit"),
         (VolumeSpec { replicas: 2, ..media() }, Code::InvalidArgument, "replicas"),
         (VolumeSpec { replicas: 9, ..media() }, Code::InvalidArgument, "replicas"),
-        (VolumeSpec { replicas: 5, ..media() }, Code::ResourceExhausted, "pools"),
+        (VolumeSpec { replicas: 5, ..media() }, Code::ResourceExhausted, "hosts"),
     ] {
         let refused = modify(&cluster, &asked).await.unwrap_err();
         assert_eq!(refused.code(), code, "{refused}");

@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn no_more_is_under_way_at_once_than_the_bound_and_one_step() {
         let all = 64 * STEP_BYTES;
-        let queue = queue(&[0..all]);
+        let queue = queue(std::slice::from_ref(&(0..all)));
         let (begun, out, most) = (Cell::new(0), Cell::new(0), Cell::new(0));
         let looks = RefCell::new(0);
         run(

@@ -627,7 +627,7 @@ impl Segments {
     /// A segment joined its class, of whose others in this page the oldest is `others`.
     fn entered(&mut self, page: u32, packed: Packed, others: Option<u64>) {
         let Some(class) = self.class_of(packed) else { return };
-        if mutant::is("candidate-forgotten-by-its-class") && packed.sequence % 4 != 0 {
+        if mutant::is("candidate-forgotten-by-its-class") && !packed.sequence.is_multiple_of(4) {
             return;
         }
         if others.is_none_or(|oldest| packed.sequence < oldest) {

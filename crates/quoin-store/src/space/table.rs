@@ -728,7 +728,7 @@ mod tests {
     fn segments_of_all_kinds(many: u32) -> Vec<SegmentState> {
         let mut unit = 0;
         let of = |n: u32| {
-            let units = if n % 16 == 0 { 8 } else { 1 };
+            let units = if n.is_multiple_of(16) { 8 } else { 1 };
             unit = if units == 8 { u32::next_multiple_of(unit, 8) } else { unit };
             let state = SegmentState {
                 unit,

@@ -40,29 +40,30 @@ impl Checker for RebuildRules {
                 }
                 Ok(())
             }
-            Observation::PoolSends { pool, session, message } => match message {
-                FromReplica::Pulled { id, slots, cursor, gone, .. } => {
-                    let Some(asked) = self.asked.remove(&request(pool, session, *id)) else {
-                        return Ok(());
-                    };
-                    if !gone && cursor.is_some_and(|next| next <= asked.0) {
-                        let detail = format!("a chunk of pool {pool} ends where it began");
-                        return broken("ChunksMove", detail);
-                    }
-                    let bound = asked.1 as usize + OVERSHOOT;
-                    let size = size_of(slots);
-                    // The store's model counts otherwise.
-                    if scene.setup.store == StoreKind::Real && size > bound {
-                        let detail = format!(
-                            "a chunk of pool {pool} has {} slots, {size} bytes of {bound}",
-                            slots.len()
-                        );
-                        return broken("ChunksBounded", detail);
-                    }
-                    Ok(())
+            Observation::PoolSends {
+                pool,
+                session,
+                message: FromReplica::Pulled { id, slots, cursor, gone, .. },
+            } => {
+                let Some(asked) = self.asked.remove(&request(pool, session, *id)) else {
+                    return Ok(());
+                };
+                if !gone && cursor.is_some_and(|next| next <= asked.0) {
+                    let detail = format!("a chunk of pool {pool} ends where it began");
+                    return broken("ChunksMove", detail);
                 }
-                _ => Ok(()),
-            },
+                let bound = asked.1 as usize + OVERSHOOT;
+                let size = size_of(slots);
+                // The store's model counts otherwise.
+                if scene.setup.store == StoreKind::Real && size > bound {
+                    let detail = format!(
+                        "a chunk of pool {pool} has {} slots, {size} bytes of {bound}",
+                        slots.len()
+                    );
+                    return broken("ChunksBounded", detail);
+                }
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
