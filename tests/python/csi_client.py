@@ -128,7 +128,7 @@ def refusals(driver, pb, capability, has_node):
         code.NOT_FOUND,
     )
     driver.call(controller.DeleteVolume, pb.DeleteVolumeRequest(volume_id=UNKNOWN))
-    driver.refused(controller.CreateSnapshot, pb.CreateSnapshotRequest(), code.UNIMPLEMENTED)
+    driver.refused(controller.CreateSnapshot, pb.CreateSnapshotRequest(), code.INVALID_ARGUMENT)
     driver.refused(
         driver.group.GroupControllerGetCapabilities,
         pb.GroupControllerGetCapabilitiesRequest(),

@@ -112,7 +112,8 @@ impl Pools {
 /// Whether any pool is reached; otherwise why not.
 async fn reached(addresses: &[String]) -> Result<(), String> {
     let mut tries = JoinSet::new();
-    for address in addresses.iter().take(POOLS_MAX).cloned() {
+    for address in addresses.iter().take(POOLS_MAX) {
+        let address = address.clone();
         tries.spawn(async move {
             let connecting = tokio::net::TcpStream::connect(&address);
             match tokio::time::timeout(CONNECT_MAX, connecting).await {
@@ -222,8 +223,8 @@ mod tests {
         };
         let lost = (1, CONTROLLER_UNREACHABLE.to_owned());
         let cut_off = (2, NO_POOL_REACHED.to_owned());
-        assert_eq!(statuses(judge(Some("silence"), Ok(()))), [lost.clone()]);
-        assert_eq!(statuses(judge(None, none.clone())), [cut_off.clone()]);
+        assert_eq!(statuses(judge(Some("silence"), Ok(()))), std::slice::from_ref(&lost));
+        assert_eq!(statuses(judge(None, none.clone())), std::slice::from_ref(&cut_off));
         assert_eq!(statuses(judge(Some("silence"), none)), [cut_off, lost]);
     }
 }

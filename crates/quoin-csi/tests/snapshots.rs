@@ -68,10 +68,7 @@ async fn the_calls_for_snapshots_are_advertised_and_served_in_the_modes_with_a_c
     let told: Vec<_> = told
         .capabilities
         .into_iter()
-        .filter_map(|capability| match capability.r#type {
-            Some(Type::Rpc(rpc)) => Some(rpc.r#type()),
-            None => None,
-        })
+        .filter_map(|capability| capability.r#type.map(|Type::Rpc(rpc)| rpc.r#type()))
         .collect();
     for wanted in
         [rpc::Type::CreateDeleteSnapshot, rpc::Type::ListSnapshots, rpc::Type::GetSnapshot]
@@ -81,7 +78,10 @@ async fn the_calls_for_snapshots_are_advertised_and_served_in_the_modes_with_a_c
     let volume = world.served("db").await;
     let snapshot = world.snap(&volume, "s").await;
     world.controller.get_snapshot(get(&snapshot.snapshot_id)).await.unwrap();
-    assert_eq!(world.listed(ListSnapshotsRequest::default()).await.0, [snapshot.clone()]);
+    assert_eq!(
+        world.listed(ListSnapshotsRequest::default()).await.0,
+        std::slice::from_ref(&snapshot)
+    );
     world.controller.delete_snapshot(remove(&snapshot.snapshot_id)).await.unwrap();
     assert!(world.listed(ListSnapshotsRequest::default()).await.0.is_empty());
 
@@ -254,12 +254,15 @@ async fn snapshots_of_a_deleted_volume_stay_listed_with_the_volume_that_they_alw
         let request = DeleteVolumeRequest { volume_id: volume.clone(), ..Default::default() };
         world.controller.delete_volume(request).await.unwrap();
     }
-    let request = ControllerGetVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    let request = ControllerGetVolumeRequest { volume_id: volume.clone() };
     assert_eq!(code(&world.controller.controller_get_volume(request).await), Code::NotFound);
     assert!(world.cluster.volumes().await.is_empty());
-    assert_eq!(world.listed(ListSnapshotsRequest::default()).await.0, [snapshot.clone()]);
+    assert_eq!(
+        world.listed(ListSnapshotsRequest::default()).await.0,
+        std::slice::from_ref(&snapshot)
+    );
     let of_volume = ListSnapshotsRequest { source_volume_id: volume.clone(), ..Default::default() };
-    assert_eq!(world.listed(of_volume).await.0, [snapshot.clone()]);
+    assert_eq!(world.listed(of_volume).await.0, std::slice::from_ref(&snapshot));
     let found = world.controller.get_snapshot(get(&snapshot.snapshot_id)).await.unwrap();
     assert_eq!(found.into_inner().snapshot, Some(snapshot.clone()));
     // Its name is free for another volume.

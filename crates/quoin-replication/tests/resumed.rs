@@ -7,6 +7,7 @@ use crate::common::{Cluster, config};
 use quoin_replication::primary::{PrimaryEvent, PrimaryNote, SnapshotWish};
 use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;
+use quoin_types::block::Operation;
 use quoin_types::{Lsn, SnapshotId};
 
 /// 4 MiB, sixteen times the window.
@@ -157,6 +158,36 @@ fn a_rebuild_goes_on_in_the_view_that_it_was_interrupted_in() {
         c.run(Duration::from_secs(5));
         c.start_replica(2);
     }));
+}
+
+/// A receiver that loses its cache loses cuts that no sync has followed. What follows them is not
+/// fed on top of a shadow that lacks them.
+#[test]
+fn a_rebuild_goes_back_to_the_view_whose_cut_its_receiver_lost_with_its_cache() {
+    for rounds in (5..200).step_by(15) {
+        let mut c = rebuilding_snapshots();
+        for _ in 0..4 {
+            for _ in 0..rounds {
+                c.read(0, 4096);
+                c.run(Duration::from_millis(1));
+            }
+            // What is fed from here on may be lost.
+            c.do_ok(Operation::Flush);
+            for _ in 0..rounds {
+                c.read(0, 4096);
+                c.run(Duration::from_millis(1));
+            }
+            c.crash_replica(2);
+            c.hosts[2].pool.power_cut(|_| 0);
+            c.run(Duration::from_secs(5));
+            c.start_replica(2);
+        }
+        c.wait_in_sync(3);
+        for block in 0..BLOCKS {
+            assert_eq!(c.hosts[2].look(block), c.hosts[0].look(block), "block {block}");
+        }
+        assert_eq!(c.hosts[2].snapshots(), c.hosts[0].snapshots());
+    }
 }
 
 fn shadow(c: &mut Cluster) -> Option<(u64, Lsn, u64)> {

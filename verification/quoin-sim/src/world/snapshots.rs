@@ -185,7 +185,8 @@ impl World {
         if self.operators.snapshots.reverted(attempt, outcome) {
             let life = self.targets[target].life;
             self.observe(&Observation::Reverted { target, life });
-            self.send_snapshots();
+            // Not at once: what the target's round sends besides is on its way first.
+            self.schedule.after(MILLISECOND, Event::SendSnapshots);
         }
     }
 
