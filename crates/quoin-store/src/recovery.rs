@@ -33,6 +33,7 @@ use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced, Upper};
+use crate::space::moved::MovedBlocks;
 use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
 use crate::space::table::FoundTable;
@@ -80,17 +81,26 @@ pub fn recover<D: Disk>(
         sequence => sequence,
     };
     let is_followed = |s: &SegmentState| s.stream == Stream::Log && s.sequence >= first_sequence;
+    let mut highest = 0;
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
         let (state, too_high) = state.counted();
         if too_high {
             replica.count.request();
         }
         let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
+        highest = highest.max(state.generation);
         match is_followed(&state) {
             true => drop(replica.family.segments.insert(Segment::opened(state))),
             false => replica.family.segments.insert_settled(&state),
         }
     }
+    replica.family.moved = match checkpoint.moved {
+        Some(moved) => MovedBlocks::restored(moved),
+        // What went on before is not known.
+        None => MovedBlocks::none(!checkpoint.snapshots.is_empty()),
+    };
+    // Segments of log that were opened since.
+    replica.family.moved.opened(highest);
     let mut found = FoundTable::default();
     if let Some(table) = &checkpoint.table {
         if table.too_high {

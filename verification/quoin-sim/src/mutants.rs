@@ -187,6 +187,13 @@ pub const ALL: &[Defect] = &[
     store("mark-of-a-pool-not-compared", Swarm::Damage),
     store("cookie-without-its-mount", Swarm::PowerCuts),
     store("new-form-without-its-bit", Swarm::Pressure),
+    store("moved-blocks-recorded-before-their-copies", Swarm::Pressure),
+    store("former-places-freed-before-the-table", Swarm::Pressure),
+    store("moved-group-forgets-a-block", Swarm::Pressure),
+    store("moved-blocks-looked-for-at-home", Swarm::Pressure),
+    store("names-used-again", Swarm::Pressure),
+    store("moved-blocks-renamed", Swarm::Pressure),
+    store("deleted-views-not-counted", Swarm::Pressure),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

@@ -12,10 +12,11 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
-use crate::format::node::LEAF_SHIFT;
+use crate::format::logical::LogicalPlace;
+use crate::format::node::{BlockAt, LEAF_BLOCKS, LEAF_SHIFT, Node, Root};
 use crate::format::record::Record;
 use crate::log::memtable_tree::Memtable;
-use crate::map::tree::{self, Change, Edit};
+use crate::map::tree::{self, Change, Differing, Edit, Nodes};
 use crate::replica::{Image, Replica};
 
 /// Entries of the log that one step collects.
@@ -37,6 +38,8 @@ pub struct CheckpointJob {
     cursor: u64,
     /// The entry that ends the stage.
     special: Option<u64>,
+    /// Where the look at what only a view had goes on that this entry deletes.
+    deleted_cursor: u64,
     /// Edits of a step, kept from step to step.
     part: Edits,
 }
@@ -54,6 +57,8 @@ pub struct Commit {
     /// The sync that makes everything durable to which the record refers.
     pub ticket: u64,
     pub record: bytes::Bytes,
+    /// The table of moved blocks that the record names.
+    pub moved: Root,
     pub frees: Vec<(u32, u32)>,
 }
 
@@ -86,6 +91,7 @@ impl Replica {
                 newest,
                 cursor: u64::MAX,
                 special: None,
+                deleted_cursor: 0,
                 part: Edits::default(),
             };
             self.begin_stage(&mut job);
@@ -125,7 +131,11 @@ impl Replica {
         if job.next < job.stage_end || job.cursor < u64::MAX {
             return Ok(false);
         }
-        if let Some(lsn) = job.special.take() {
+        if let Some(lsn) = job.special {
+            if !self.count_what_goes(core, job, lsn)? {
+                return Ok(false);
+            }
+            job.special = None;
             self.fold_special(job, lsn);
             job.next = lsn + 1;
         }
@@ -148,7 +158,7 @@ impl Replica {
         job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
         job.stage_end = job.special.unwrap_or(job.target + 1);
         job.newest.clear();
-        job.cursor = 0;
+        (job.cursor, job.deleted_cursor) = (0, 0);
     }
 
     /// Collects some of the stage's entries.
@@ -194,7 +204,7 @@ impl Replica {
         let all = mutant::is("fold-in-one-step");
         let nodes_max = if all { usize::MAX } else { core.options.step_nodes.max(1) };
         let mut part = std::mem::take(&mut job.part);
-        self.edits_from(job, nodes_max, &mut part);
+        self.edits_from(core, job, nodes_max, &mut part);
         let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
         let mut io = self.io(core);
         io.kept_through = kept_through;
@@ -206,7 +216,9 @@ impl Replica {
             false => stopped.unwrap_or(part.end),
         };
         for edit in part.edits.iter().filter(|edit| edit.lba < until) {
-            if let Change::Data { place, .. } = edit.change {
+            if let Change::Data { place, .. } = edit.change
+                && let Some(LogicalPlace { block: place, .. }) = LogicalPlace::decode(place)
+            {
                 let blocks = u64::from(edit.blocks).min(until - edit.lba);
                 self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
             }
@@ -216,7 +228,13 @@ impl Replica {
     }
 
     /// Next edits of a stage, about as many as one step can do.
-    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize, part: &mut Edits) {
+    fn edits_from<D: Disk>(
+        &self,
+        core: &Core<D>,
+        job: &CheckpointJob,
+        nodes_max: usize,
+        part: &mut Edits,
+    ) {
         part.edits.clear();
         part.crcs.clear();
         part.end = u64::MAX;
@@ -240,11 +258,67 @@ impl Replica {
                     let offset = start - record.lba;
                     let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
                     part.crcs.extend(crcs);
-                    Change::Data { version: lsn, place: place + offset, crc_at }
+                    let place = self.family.logical(&core.superblock, place + offset);
+                    Change::Data { version: lsn, place, crc_at }
                 }
             };
             part.edits.push(Edit { lba: start, blocks, change });
         }
+    }
+
+    /// Takes off the counters what dies with a view that an entry deletes: what the view before it
+    /// does not have yet and the view after it has no more. Only the nodes in which they differ are
+    /// looked at, some in each step. True once that is done.
+    fn count_what_goes<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+        lsn: u64,
+    ) -> Result<bool, StoreError> {
+        let Some(record) = self.log.get(lsn) else { return Ok(true) };
+        let EntryKind::DeleteSnapshot { id } = self.log.kind(lsn, record) else { return Ok(true) };
+        let snapshots = &job.work.snapshots;
+        let Some(at) = snapshots.iter().position(|s| s.info.id == id) else { return Ok(true) };
+        if mutant::is("deleted-views-not-counted") {
+            return Ok(true);
+        }
+        let from = at.checked_sub(1).map_or(0, |before| snapshots[before].info.lsn.0);
+        let (old, new) =
+            (snapshots[at].root, snapshots.get(at + 1).map_or(job.work.root, |s| s.root));
+        let steps = core.options.step_nodes.max(1);
+        let mut io = self.io(core);
+        io.kept_through = from;
+        let mut is_unread = false;
+        for _ in 0..steps {
+            let mut above = Vec::new();
+            let cursor = job.deleted_cursor;
+            let found = tree::next_difference(&mut io, [old, new], from, cursor, &mut above)?;
+            for (level, start, node) in above {
+                io.node_replaced(level, start, &node);
+            }
+            let Some(Differing { start, node, leaf }) = found else {
+                job.deleted_cursor = u64::MAX;
+                break;
+            };
+            job.deleted_cursor = start + LEAF_BLOCKS as u64;
+            io.node_replaced(0, start, &node);
+            let Some(Node::Leaf(leaf)) = leaf.as_deref() else {
+                is_unread = true;
+                continue;
+            };
+            let mut beside = [BlockAt::default(); LEAF_BLOCKS];
+            tree::blocks(&mut io, new, start, &mut beside)?;
+            for (lba, (block, beside)) in (start..).zip(leaf.blocks.iter().zip(&beside)) {
+                if block.place != 0 && block.place != beside.place {
+                    io.replaced(lba, block.place, block.version);
+                }
+            }
+        }
+        // These cannot be told from the two views.
+        if is_unread || self.family.moved.went_back || self.count.job.is_some() {
+            self.count.request();
+        }
+        Ok(job.deleted_cursor == u64::MAX)
     }
 
     fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {
@@ -265,11 +339,12 @@ impl Replica {
             }
             EntryKind::DeleteSnapshot { id } => {
                 work.snapshots.retain(|s| s.info.id != id);
-                self.count.request();
+                self.family.moved.went_back &= !work.snapshots.is_empty();
             }
             EntryKind::Revert { id } => {
                 if let Some(s) = work.snapshots.iter().find(|s| s.info.id == id) {
                     work.root = s.root;
+                    self.family.moved.went_back = true;
                     self.count.request();
                 }
             }
@@ -317,8 +392,15 @@ impl Replica {
         })
     }
 
+    /// Whether a start with the state as it is now has to count anew. Copies that count already are
+    /// of no use to it where the table does not have them.
+    pub fn are_counters_too_high(&self) -> bool {
+        let copies = self.maintenance.clean.as_ref().is_some_and(|job| job.has_copies());
+        self.count.is_too_high() || copies
+    }
+
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.count.is_too_high();
+        let too_high = self.are_counters_too_high();
         let segments =
             self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {
@@ -331,6 +413,7 @@ impl Replica {
             sequence: core.sequence,
             shadow: self.shadow.as_ref().map(|s| s.state()),
             table: self.table_state(),
+            moved: self.family.moved.state(),
         }
     }
 
@@ -351,11 +434,15 @@ impl Replica {
             core.release(0);
         }
         let ticket = core.tickets.request().0;
-        if mutant::is("checkpoint-recorded-before-it-is-on-media") {
+        let is_moved = self.family.moved.root != self.family.moved.recorded_root();
+        if mutant::is("checkpoint-recorded-before-it-is-on-media")
+            || is_moved && mutant::is("moved-blocks-recorded-before-their-copies")
+        {
             core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
         }
         core.tickets.committing.add(self.identity.guid);
-        self.maintenance.commit = Some(Commit { ticket, record, frees });
+        let moved = self.family.moved.root;
+        self.maintenance.commit = Some(Commit { ticket, record, moved, frees });
         self.maintenance.dirty = false;
         Ok(())
     }
@@ -376,6 +463,7 @@ impl Replica {
             (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
+        self.family.moved.recorded(commit.moved);
         // Segments that the disk refused to read are tried again: read errors may pass.
         self.family.segments.try_again();
         let ticket = core.tickets.request().0;

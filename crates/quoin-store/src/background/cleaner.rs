@@ -1,12 +1,14 @@
 //! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
 //!
-//! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
-//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
-//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
-//! by writing them anew. Everything is done in steps of about a megabyte.
+//! Which blocks are needed is asked of the views that are kept (the live map, snapshots, pins,
+//! a shadow), never of a counter: counters only choose the victim. Blocks keep the names that
+//! leaves have for them, so no view changes: where they lie now is noted in the table of moved
+//! blocks ([`crate::space::moved`]). Where a unit has next to no block left under its names, these
+//! get new ones in all views, which go on sharing nodes. Nodes are moved by writing them anew.
+//! Everything is done in steps of about a megabyte.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
@@ -17,7 +19,9 @@ use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
-use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
+use crate::format::logical::{self, LogicalPlace, MovedGroup};
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
+use crate::format::superblock::Superblock;
 use crate::map::tree::{self, Change, Edit, Memo};
 use crate::replica::Replica;
 
@@ -25,6 +29,11 @@ use crate::replica::Replica;
 const BLOCKS_A_STEP: usize = 256;
 /// Blocks read at once of a segment that is in no cache.
 const PIECE_BLOCKS: u64 = 64;
+/// Groups that wait to be noted in the table of moved blocks.
+const GROUPS_PENDING_MAX: usize = 64;
+/// Divisor: of a unit of whose names no more than this part is left, and no more than one block,
+/// the blocks get new names. So the table is a small part of what it is about, whatever clients do.
+const RENAMED_PART: u32 = 64;
 
 #[derive(Clone, Copy)]
 struct Candidate {
@@ -32,7 +41,24 @@ struct Candidate {
     version: u64,
     place: u64,
     crc: u32,
+    /// The name that leaves have for it, and its group.
+    logical: u64,
+    key: u64,
+    number: u32,
+    /// It was written here first.
+    is_at_home: bool,
 }
+
+impl Candidate {
+    /// The unit in which it was written first, by generation.
+    fn home(&self, superblock: &Superblock) -> Option<(u16, u32)> {
+        let name = LogicalPlace::decode(self.logical)?;
+        Some((name.generation, superblock.unit_of(name.block)?))
+    }
+}
+
+/// Where groups lie once their copies count.
+type Groups = BTreeMap<u64, Option<MovedGroup>>;
 
 /// A segment that is being emptied.
 pub struct CleanJob {
@@ -40,13 +66,18 @@ pub struct CleanJob {
     blocks: Vec<Candidate>,
     nodes: Vec<Edit>,
     done: usize,
-    /// Some of it was moved.
-    moved: bool,
+    /// Units of whose names so little is left that it gets new ones.
+    renamed: BTreeSet<(u16, u32)>,
+    /// Groups that were written here first. While the segment is there their names mean it, so they
+    /// are noted all at once, in the step that gives the segment up.
+    from_home: Groups,
+    /// Groups that were moved here before.
+    moved_again: Groups,
     data: SegmentData,
 }
 
-/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
-/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
+/// Contents of a segment that is being emptied. Where no cache has them, they are read by the piece
+/// and not one by one.
 struct SegmentData {
     /// The segment's blocks, where it is read by the piece.
     range: Option<std::ops::Range<u64>>,
@@ -57,6 +88,8 @@ impl SegmentData {
     fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
         if let Some(range) = self.range.clone().filter(|range| range.contains(&place)) {
             let first = place - (place - range.start) % PIECE_BLOCKS;
+            // Blocks are requested in the order of their places.
+            self.pieces = self.pieces.split_off(&first);
             let length = (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE;
             if let Entry::Vacant(entry) = self.pieces.entry(first) {
                 let mut bytes = BytesMut::zeroed(length);
@@ -77,6 +110,11 @@ impl SegmentData {
 }
 
 impl CleanJob {
+    /// Whether it made copies that the table of moved blocks does not have yet.
+    pub fn has_copies(&self) -> bool {
+        self.from_home.values().chain(self.moved_again.values()).any(Option::is_some)
+    }
+
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
         self.data.pieces.clear();
@@ -116,33 +154,58 @@ impl Replica {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         self.frozen.drop_reverted();
-        let start = core.superblock.unit_start(segment.unit);
+        let alone = self.shadow.as_ref().is_some_and(|s| s.owns_alone(segment.sequence));
+        if alone && segment.stream != Stream::Nodes {
+            // Its flip forgets the table of moved blocks.
+            return Ok(false);
+        }
+        let superblock = core.superblock;
+        let start = superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
         let data = SegmentData {
             range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
             pieces: BTreeMap::new(),
         };
-        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
-        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
+        let (mut blocks, mut nodes) = (Vec::<Candidate>::new(), Vec::new());
+        let groups = logical::Groups::of(&superblock);
+        let generation = segment.generation;
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
                     let change = Change::Renew { node: entry.epoch };
-                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
+                    nodes.push(Edit { lba: entry.lba, blocks: 1, change });
                     continue;
                 }
                 for (i, crc) in entry.crcs().enumerate() {
                     let (lba, version) = (entry.lba + i as u64, entry.lsn);
-                    job.blocks.push(Candidate { lba, version, place, crc });
+                    let kept = (segment.stream == Stream::Moved && entry.epoch != 0)
+                        .then(|| LogicalPlace::decode(entry.epoch))
+                        .flatten();
+                    let name = kept.unwrap_or(LogicalPlace { generation, block: place });
+                    if let Some((key, number)) = groups.key(name) {
+                        blocks.push(Candidate {
+                            lba,
+                            version,
+                            place,
+                            crc,
+                            logical: name.encode(),
+                            key,
+                            number,
+                            is_at_home: kept.is_none(),
+                        });
+                    }
                     place += 1;
                 }
             }
         })?;
         if complete {
-            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
-            job.nodes.sort_unstable_by_key(|e| e.lba);
+            nodes.sort_unstable_by_key(|e: &Edit| e.lba);
+            let renamed = scarce(&superblock, &segment, &blocks);
+            let (from_home, moved_again) = Default::default();
+            let (unit, done) = (segment.unit, 0);
+            let job = CleanJob { unit, blocks, nodes, done, renamed, from_home, moved_again, data };
             self.maintenance.clean = Some(job);
         }
         Ok(complete)
@@ -152,54 +215,96 @@ impl Replica {
     pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
         self.merge_shadow(core)?;
-        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
+        let all = job.blocks.len().max(job.nodes.len());
+        let mut end = (job.done + BLOCKS_A_STEP).min(all);
         if !job.blocks.is_empty() {
-            let live = self.live_of(core, &job.blocks[job.done..end])?;
-            let any = !live.is_empty();
-            if !self.move_blocks(core, live, &mut job.data)? {
+            // A group moves as a whole.
+            while end < all && job.blocks[end].key == job.blocks[end - 1].key {
+                end += 1;
+            }
+            let part = job.blocks[job.done..end].to_vec();
+            if !self.move_blocks(core, &part, &mut job)? {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.family.segments.set_aside(job.unit);
-                if job.moved {
-                    // Moved blocks were counted in their new segment, and in this one as well.
-                    self.count.begin_anew();
-                    self.maintenance.dirty = true;
-                }
+                self.maintenance.clean = Some(job);
+                self.abandon_clean(core);
+                self.maintenance.dirty = true;
                 return Ok(true);
             }
-            job.moved |= any;
+            if job.moved_again.len() >= GROUPS_PENDING_MAX {
+                self.note_moved_again(core, &mut job)?;
+            }
         } else if !job.nodes.is_empty() {
             self.renew(core, &job.nodes[job.done..end])?;
         }
         job.done = end;
-        if job.done < job.blocks.len().max(job.nodes.len()) {
+        if job.done < all {
             self.maintenance.clean = Some(job);
             return Ok(false);
         }
+        self.note_moved_again(core, &mut job)?;
+        self.note_moved(core, std::mem::take(&mut job.from_home).into_iter())?;
         if let Some(segment) = self.family.segments.remove(job.unit) {
             self.maintenance.pending_free.push((job.unit, segment.units));
+            if mutant::is("former-places-freed-before-the-table") {
+                core.freed.add(0, job.unit, segment.units);
+                self.maintenance.pending_free.pop();
+                core.release(0);
+            }
         }
         self.maintenance.dirty = true;
         Ok(true)
     }
 
-    /// Every view that must survive, with the newest version it can hold.
-    fn views(&self) -> Vec<(Root, u64)> {
+    /// Notes groups whose blocks had been moved into the segment before: the table tells which copy
+    /// counts, so the segment may keep others.
+    fn note_moved_again<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CleanJob,
+    ) -> Result<(), StoreError> {
+        let groups = std::mem::take(&mut job.moved_again);
+        let blocks = groups.values().flatten().map(|group| u64::from(group.blocks.count_ones()));
+        let bytes = blocks.sum::<u64>() * BLOCK_SIZE as u64;
+        self.note_moved(core, groups.into_iter())?;
+        self.family.segments.sub_live(job.unit, bytes);
+        self.maintenance.dirty = true;
+        Ok(())
+    }
+
+    /// Gives up emptying a segment. Copies that were made of it and not noted count for nothing.
+    pub fn abandon_clean<D: Disk>(&mut self, core: &Core<D>) {
+        let Some(job) = self.maintenance.clean.take() else { return };
+        for group in job.from_home.values().chain(job.moved_again.values()).flatten() {
+            let bytes = u64::from(group.blocks.count_ones()) * BLOCK_SIZE as u64;
+            let unit = self.family.sub_live(&core.superblock, group.place, bytes);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
+                recount.counter_lowered(unit, group.place, bytes);
+            }
+        }
+    }
+
+    /// Every view that must survive, with the newest version it can hold: those of the history in
+    /// its order, then those of an increment.
+    fn views(&self) -> (Vec<(Root, u64)>, Vec<(Root, u64)>) {
         if mutant::is("views-forgotten-by-clean-up") {
-            return vec![(self.folded.root, u64::MAX)];
+            return (vec![(self.folded.root, u64::MAX)], Vec::new());
         }
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         if !mutant::is("pinned-base-forgotten-by-clean-up") {
             views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
         }
+        views.sort_by_key(|(_, newest)| *newest);
         views.push((self.folded.root, u64::MAX));
+        let mut others = Vec::new();
         if self.upper.reverted {
-            views.push((self.upper.lower, u64::MAX));
+            others.push((self.upper.lower, u64::MAX));
         }
         if let Some(shadow) = &self.shadow {
-            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+            others.extend(shadow.roots().map(|r| (r, u64::MAX)));
         }
-        views
+        (views, others)
     }
 
     fn views_mut(&mut self) -> Vec<&mut Root> {
@@ -214,80 +319,174 @@ impl Replica {
         views
     }
 
+    /// Which of these blocks some view shows.
+    ///
+    /// Versions only grow from view to view. So a block is live exactly if the first view that can
+    /// hold its version shows it, and the others need no look. That does not hold where the map
+    /// went back to an older one, nor where a leaf of the first view is lost: then the later ones
+    /// are asked too.
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         candidates: &[Candidate],
     ) -> Result<Vec<Candidate>, StoreError> {
-        let views = self.views();
+        let (views, others) = self.views();
+        let asks_all = self.family.moved.went_back;
         let mut io = self.io(core);
         let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
         for candidate in candidates {
-            for (root, newest) in &views {
-                if mutant::is("moved-block-overwrites-a-newer-one") {
-                    live.push(*candidate);
-                    break;
-                }
-                if candidate.version > *newest {
+            if mutant::is("moved-block-overwrites-a-newer-one") {
+                live.push(*candidate);
+                continue;
+            }
+            let first = views.partition_point(|(_, newest)| *newest < candidate.version);
+            let history = views[first..].iter().map(|(root, _)| (root, true));
+            let mut is_decided = false;
+            for (root, decides) in history.chain(others.iter().map(|(root, _)| (root, false))) {
+                if decides && is_decided {
                     continue;
                 }
                 let mut found = [BlockAt::default()];
                 tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
                 if found[0].place == BAD_PLACE {
                     let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
-                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
-                        let change = Change::Renew { node: u64::MAX };
-                        lost.push(Edit { lba: leaf, blocks: 1, change });
-                    }
+                    let change = Change::Renew { node: u64::MAX };
+                    lost.push(Edit { lba: leaf, blocks: 1, change });
                 }
-                if found[0].place == candidate.place {
+                if (found[0].place, found[0].version) == (candidate.logical, candidate.version) {
                     live.push(*candidate);
                     break;
                 }
+                is_decided = !asks_all && found[0].place < LOST_PLACE;
             }
         }
         if lost.is_empty() {
             return Ok(live);
         }
         // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        lost.sort_unstable_by_key(|edit| edit.lba);
+        lost.dedup_by_key(|edit| edit.lba);
         self.update_views(core, &lost, &[])?;
         self.live_of(core, candidates)
     }
 
-    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
-    /// now is perhaps good, and a copy of nothing would take its place for ever.
+    /// Those of these blocks that count: others were moved on since. Where the table lost its entry,
+    /// any copy counts, as one name never meant two contents while it was taken.
+    fn current_of<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Candidate>, StoreError> {
+        let (mut current, mut last) = (Vec::new(), None);
+        for candidate in candidates {
+            if candidate.is_at_home {
+                current.push(*candidate);
+                continue;
+            }
+            let key = candidate.key;
+            let group = match last.filter(|(known, _)| *known == key) {
+                Some((_, group)) => group,
+                None => self.group_or_lost(core, key)?,
+            };
+            last = Some((key, group));
+            let Some(group) = group else { continue };
+            let counts = group.place_of(candidate.number) == Some(candidate.place);
+            if counts || group.place == LOST_PLACE {
+                current.push(*candidate);
+            }
+        }
+        Ok(current)
+    }
+
+    /// Copies what is live of these blocks, which are whole groups. `Ok(false)`: the disk refuses to
+    /// read one of them, so none is moved. What cannot be read now is perhaps good, and a copy of
+    /// nothing would take its place for ever.
     fn move_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        live: Vec<Candidate>,
-        data: &mut SegmentData,
+        part: &[Candidate],
+        job: &mut CleanJob,
     ) -> Result<bool, StoreError> {
+        let current = self.current_of(core, part)?;
+        let live = self.live_of(core, &current)?;
+        let superblock = core.superblock;
+        let is_renamed = |candidate: &Candidate| {
+            let home = candidate.home(&superblock);
+            home.is_some_and(|home| job.renamed.contains(&home))
+                || mutant::is("moved-block-overwrites-a-newer-one")
+        };
         let mut blocks = Vec::with_capacity(live.len());
         for candidate in &live {
-            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
+            let Ok(bytes) = job.data.block(core, candidate.place) else { return Ok(false) };
             if quoin_types::crc32c(&bytes) != candidate.crc {
                 // The block moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
                 core.note_bad(BadBlock::block(self.identity.guid, lba, version));
             }
             let Candidate { lba, version, crc, .. } = *candidate;
-            blocks.push(MovedBlock { lba, version, crc, bytes });
+            let logical = if is_renamed(candidate) { 0 } else { candidate.logical };
+            blocks.push(MovedBlock { lba, version, crc, bytes, logical });
         }
         let places = self.write_moved(core, &blocks, true)?;
-        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
-        let mut moves: Vec<Edit> = live
-            .iter()
-            .zip(places)
-            .enumerate()
-            .map(|(i, (from, to))| Edit {
-                lba: from.lba,
-                blocks: 1,
-                change: match mutant::is("moved-block-overwrites-a-newer-one") {
-                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
-                    false => Change::Move { from: from.place, to },
-                },
-            })
-            .collect();
+        // A group of which nothing is left has no entry any more. A lost one stays: what it says of
+        // other copies is not known.
+        let mut last = None;
+        for candidate in current.iter().filter(|candidate| !candidate.is_at_home) {
+            let key = candidate.key;
+            if last != Some(key) && self.io(core).group(key)?.is_some_and(|g| g.place != LOST_PLACE)
+            {
+                job.moved_again.entry(key).or_insert(None);
+            }
+            last = Some(key);
+        }
+        let mut renamed = Vec::new();
+        for (candidate, place) in live.iter().zip(places) {
+            if is_renamed(candidate) {
+                renamed.push((*candidate, place));
+                continue;
+            }
+            let groups = match candidate.is_at_home {
+                true => &mut job.from_home,
+                false => &mut job.moved_again,
+            };
+            let group = groups.entry(candidate.key).or_default();
+            let group = group.get_or_insert(MovedGroup { blocks: 0, place });
+            if mutant::is("moved-group-forgets-a-block") && group.blocks.count_ones() == 1 {
+                continue;
+            }
+            if place != group.place + u64::from(group.blocks.count_ones())
+                || group.blocks >> candidate.number != 0
+            {
+                return Err(StoreError::Damaged("a group of moved blocks"));
+            }
+            group.blocks |= 1 << candidate.number;
+        }
+        self.rename(core, renamed)?;
+        Ok(true)
+    }
+
+    /// Gives blocks the names of the places where their copies lie, in every view.
+    fn rename<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        mut renamed: Vec<(Candidate, u64)>,
+    ) -> Result<(), StoreError> {
+        renamed.sort_unstable_by_key(|(from, _)| (from.lba, from.version));
+        let crcs: Vec<u32> = renamed.iter().map(|(from, _)| from.crc).collect();
+        let superblock = core.superblock;
+        let edits = renamed.iter().enumerate().map(|(i, (from, to))| {
+            let unit = self.family.sub_live(&superblock, from.place, BLOCK_SIZE as u64);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
+                recount.gone(unit, from.place, from.lba, from.version, BLOCK_SIZE as u64);
+            }
+            let to = self.family.logical(&superblock, *to);
+            let change = match mutant::is("moved-block-overwrites-a-newer-one") {
+                true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                false => Change::Move { from: from.logical, to },
+            };
+            Edit { lba: from.lba, blocks: 1, change }
+        });
+        let mut moves: Vec<Edit> = edits.collect();
         // Two versions of one block need two passes: edits of a pass do not overlap.
         while !moves.is_empty() {
             let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
@@ -300,12 +499,13 @@ impl Replica {
             self.update_views(core, &pass, &crcs)?;
             moves = later;
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
+        self.renew_moved(core, nodes)?;
         self.renew_table(core, nodes)
     }
 
@@ -332,6 +532,26 @@ impl Replica {
         }
         Ok(())
     }
+}
+
+/// Units of whose names so few blocks are left in a segment that they get new ones.
+fn scarce(
+    superblock: &Superblock,
+    segment: &SegmentState,
+    blocks: &[Candidate],
+) -> BTreeSet<(u16, u32)> {
+    let least = (superblock.unit_blocks / RENAMED_PART).max(2) as usize;
+    let least = if mutant::is("moved-blocks-renamed") { usize::MAX } else { least };
+    let mut counts = BTreeMap::<(u16, u32), usize>::new();
+    for home in blocks.iter().filter_map(|block| block.home(superblock)) {
+        *counts.entry(home).or_default() += 1;
+    }
+    // Of what was written here first most is dead: the counter tells about how much is not.
+    let live = (segment.live_bytes / BLOCK_SIZE as u64) as usize;
+    if blocks.iter().all(|block| block.is_at_home) && live < least {
+        return counts.into_keys().collect();
+    }
+    counts.into_iter().filter(|(_, count)| *count < least).map(|(home, _)| home).collect()
 }
 
 /// Reads a segment's batches in order. False: one of its headers is bad.

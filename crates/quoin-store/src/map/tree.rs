@@ -393,6 +393,83 @@ fn find(
     Ok(None)
 }
 
+/// A leaf of a map that another map has not.
+pub struct Differing {
+    pub start: u64,
+    pub node: NodeRef,
+    /// None: it cannot be read.
+    pub leaf: Option<Arc<Node>>,
+}
+
+/// The first leaf of `old` from `cursor` on that holds versions above `from` and that `new` does
+/// not share. Of the nodes above that are not shared either, those that begin at or behind the
+/// cursor are handed to `above`, with their level and first LBA: so a walk from leaf to leaf
+/// meets each of them once. What the two share costs nothing.
+pub fn next_difference(
+    nodes: &mut impl Nodes,
+    [old, new]: [Root; 2],
+    from: u64,
+    cursor: u64,
+    above: &mut Vec<(u8, u64, NodeRef)>,
+) -> Result<Option<Differing>, StoreError> {
+    // What a larger map has in the range of the smaller one.
+    let (mut level, mut beside) = (new.level, new.child);
+    while level > old.level {
+        beside = match beside {
+            Child::Hole(_) => beside,
+            Child::Node(node) => match nodes.load(level, &node)?.as_deref() {
+                Some(Node::Interior(children)) => children[0],
+                _ => Child::EMPTY,
+            },
+        };
+        level -= 1;
+    }
+    let beside = Root { level, child: beside };
+    differing(nodes, Root { level: old.level, child: old.child }, beside, 0, (from, cursor), above)
+}
+
+fn differing(
+    nodes: &mut impl Nodes,
+    old: Root,
+    new: Root,
+    start: u64,
+    (from, cursor): (u64, u64),
+    above: &mut Vec<(u8, u64, NodeRef)>,
+) -> Result<Option<Differing>, StoreError> {
+    let Child::Node(node) = old.child else { return Ok(None) };
+    if old == new || node.newest <= from || cursor >= start + span(old.level) {
+        return Ok(None);
+    }
+    let loaded = nodes.load(old.level, &node)?;
+    if old.level == 0 {
+        return Ok(Some(Differing { start, node, leaf: loaded }));
+    }
+    if start >= cursor {
+        above.push((old.level, start, node));
+    }
+    let Some(Node::Interior(children)) = loaded.as_deref() else { return Ok(None) };
+    let others = match new.child {
+        Child::Node(node) if new.level == old.level => nodes.load(new.level, &node)?,
+        _ => None,
+    };
+    let child_span = span(old.level - 1);
+    let first = (cursor.saturating_sub(start) / child_span) as usize;
+    for (index, child) in children.iter().enumerate().skip(first) {
+        let beside = match others.as_deref() {
+            Some(Node::Interior(others)) => Root { level: old.level - 1, child: others[index] },
+            // A smaller map lies in the first child.
+            _ if new.level < old.level && index == 0 => new,
+            _ => Root { level: old.level - 1, child: Child::EMPTY },
+        };
+        let old = Root { level: old.level - 1, child: *child };
+        let start = start + index as u64 * child_span;
+        if let Some(found) = differing(nodes, old, beside, start, (from, cursor), above)? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
+}
+
 /// State in the map of `out.len()` blocks from `lba` on.
 pub fn blocks(
     nodes: &mut impl Nodes,
@@ -628,6 +705,71 @@ mod tests {
             once.replaced.sort_unstable();
             in_parts.replaced.sort_unstable();
             prop_assert_eq!(once.replaced, in_parts.replaced, "each block is given up once");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn a_walk_of_the_difference_meets_what_only_one_map_has_and_nothing_that_both_share(
+            (shared, only_old, only_new) in (edits(), edits(), edits()),
+        ) {
+            let mut nodes = InMemory::default();
+            let crcs = vec![5u32; 70_000];
+            let mut plain = [BTreeMap::<u64, u64>::new(), BTreeMap::new(), BTreeMap::new()];
+            let mut roots = [Root::default(); 3];
+            let rounds = [(shared, 1), (only_old, 2), (only_new, 3)];
+            for (index, (raw, version)) in rounds.into_iter().enumerate() {
+                // Each map follows the one before, as views do.
+                let before = index.checked_sub(1);
+                let mut root = before.map_or(Root::default(), |before| roots[before]);
+                let mut held = before.map_or_else(BTreeMap::new, |before| plain[before].clone());
+                let mut batch = Vec::new();
+                for (lba, blocks, hole) in disjoint(raw) {
+                    let blocks = if hole { blocks } else { blocks.min(600) };
+                    let place = (version << 32) + lba + 1;
+                    let change = match hole {
+                        true => Change::Hole { version },
+                        false => Change::Data { version, place, crc_at: 0 },
+                    };
+                    batch.push(Edit { lba, blocks, change });
+                    for lba in lba..lba + u64::from(blocks) {
+                        match hole {
+                            true => drop(held.remove(&lba)),
+                            false => drop(held.insert(lba, version)),
+                        }
+                    }
+                }
+                root = update(&mut nodes, root, &batch, &crcs, None).expect("an update");
+                (roots[index], plain[index]) = (root, held);
+            }
+            let [_, old, new] = roots;
+            for from in 0..3 {
+                let (mut cursor, mut above, mut found) = (0, Vec::new(), BTreeMap::new());
+                while let Some(part) =
+                    next_difference(&mut nodes, [old, new], from, cursor, &mut above).expect("a walk")
+                {
+                    prop_assert!(part.start >= cursor && part.node.newest > from);
+                    cursor = part.start + LEAF_BLOCKS as u64;
+                    let mut beside = [BlockAt::default(); LEAF_BLOCKS];
+                    blocks(&mut nodes, new, part.start, &mut beside).expect("a walk");
+                    let Some(Node::Leaf(leaf)) = part.leaf.as_deref() else { panic!("a leaf") };
+                    prop_assert!(leaf.blocks != beside, "both maps share it");
+                    for (lba, (block, beside)) in (part.start..).zip(leaf.blocks.iter().zip(&beside)) {
+                        if block.place != 0 && block.version > from && block.place != beside.place {
+                            found.insert(lba, block.version);
+                        }
+                    }
+                }
+                let lost = plain[1].iter().filter(|(lba, version)| {
+                    **version > from && plain[2].get(lba) != Some(*version)
+                });
+                prop_assert!(found.iter().eq(lost), "above {}", from);
+                let mut unique = above.clone();
+                unique.sort_unstable_by_key(|(level, start, _)| (*level, *start));
+                unique.dedup();
+                prop_assert_eq!(unique.len(), above.len(), "a node was met twice");
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
 use crate::background::maintenance::{Maintenance, Quarantine};
 use crate::background::recount::LiveCount;
-use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
+use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
@@ -25,7 +25,6 @@ use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
 use crate::log::memtable_tree::Memtable;
-use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::frozen::FrozenViews;
 use crate::space::segments::Family;
@@ -187,7 +186,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
-            is_table: false,
+            tree: Tree::Map,
         }
     }
 
@@ -254,7 +253,8 @@ impl Replica {
         let waits = self.head.is_media();
         self.family.log_waits = waits;
         let before = self.family.open[Stream::Log as usize];
-        let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
+        let batch = &mut self.nodes;
+        let segment = self.family.segment_for(core, batch, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
         for entry in entries {
@@ -475,15 +475,15 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes: batch, upper, frozen, log, .. } = self;
-        let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
-        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
+        let (kept_through, recount, gives_up, tree) = (u64::MAX, None, false, Tree::Map);
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, tree };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
-            return tree::blocks(&mut io, root, lba, found);
+            return io.blocks(root, lba, found);
         }
         let upper = match view {
-            Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
+            Source::Root(root) => return io.blocks(*root, lba, found),
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };
@@ -491,7 +491,7 @@ impl Replica {
         for (from, to, lsn) in upper.memtable.range(lba, end) {
             if from > at {
                 let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
-                tree::blocks(&mut io, upper.lower, at, gap)?;
+                io.blocks(upper.lower, at, gap)?;
             }
             let record = log.get(lsn).ok_or(StoreError::Damaged("the log in memory"))?;
             for lba_now in from..to {
@@ -508,7 +508,7 @@ impl Replica {
             at = to;
         }
         if at < end {
-            tree::blocks(&mut io, upper.lower, at, &mut found[(at - lba) as usize..])?;
+            io.blocks(upper.lower, at, &mut found[(at - lba) as usize..])?;
         }
         Ok(())
     }

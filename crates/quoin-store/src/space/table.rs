@@ -14,7 +14,7 @@
 //! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
 //! again. At an open the segments under a bad leaf are found by their headers, once all others are
 //! known. A stale header of a unit that is free claims too much, never too little, and clean-up
-//! finds nothing in it.
+//! finds nothing in it; one whose blocks were moved is told by the table of moved blocks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::BLOCK_SIZE;
 
 use crate::background::cleaner::read_header;
-use crate::core::{Core, NodeIo};
+use crate::core::{Core, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::{SegmentState, TableState};
@@ -175,7 +175,7 @@ pub struct FoundTable {
 
 impl Replica {
     fn table_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        NodeIo { is_table: true, ..self.io(core) }
+        NodeIo { tree: Tree::Segments, ..self.io(core) }
     }
 
     /// What a record says of the table.
@@ -184,7 +184,7 @@ impl Replica {
         recorded.exists().then(|| TableState {
             root: recorded.root,
             removed: recorded.removed.iter().copied().collect(),
-            too_high: self.count.is_too_high(),
+            too_high: self.are_counters_too_high(),
         })
     }
 
@@ -385,7 +385,10 @@ impl Replica {
                 let Some(mut state) = header else { continue };
                 let is_ours =
                     state.sequence <= found.newest && Segments::is_possible(unit, state.units);
-                if !is_ours || !core.allocator.take(unit, state.units) {
+                if !is_ours
+                    || self.was_emptied(core, &state)?
+                    || !core.allocator.take(unit, state.units)
+                {
                     continue;
                 }
                 state.used_blocks = self.end_of(core, &state)?;
