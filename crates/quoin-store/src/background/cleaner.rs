@@ -228,7 +228,6 @@ impl Replica {
                 self.family.segments.set_aside(job.unit);
                 self.maintenance.clean = Some(job);
                 self.abandon_clean(core);
-                self.maintenance.dirty = true;
                 return Ok(true);
             }
             if job.moved_again.len() >= GROUPS_PENDING_MAX {

@@ -44,7 +44,8 @@ impl Replica {
         let groups = Groups::of(&core.superblock);
         // Whether a batch may end before this block.
         let ends_before = |rest: &[MovedBlock], at: usize| {
-            let Some((before, next)) = at.checked_sub(1).and_then(|b| rest.get(b)).zip(rest.get(at))
+            let Some((before, next)) =
+                at.checked_sub(1).and_then(|b| rest.get(b)).zip(rest.get(at))
             else {
                 return true;
             };

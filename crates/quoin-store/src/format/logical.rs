@@ -81,8 +81,8 @@ impl Groups {
 
     /// Keys of all groups of a unit.
     pub fn keys(&self, generation: u16, unit: u32) -> std::ops::Range<u64> {
-        let first = u64::from(generation) * self.keys_a_generation
-            + u64::from(unit) * self.groups_a_unit;
+        let first =
+            u64::from(generation) * self.keys_a_generation + u64::from(unit) * self.groups_a_unit;
         first..first + self.groups_a_unit
     }
 }
