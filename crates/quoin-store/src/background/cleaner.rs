@@ -284,19 +284,20 @@ impl Replica {
     }
 
     /// Every view that must survive, with the newest version it can hold: those of the history in
-    /// its order, then those of an increment.
+    /// its order, then those that may be of another one.
     fn views(&self) -> (Vec<(Root, u64)>, Vec<(Root, u64)>) {
         if mutant::is("views-forgotten-by-clean-up") {
             return (vec![(self.folded.root, u64::MAX)], Vec::new());
         }
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
-        if !mutant::is("pinned-base-forgotten-by-clean-up") {
-            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
-        }
         views.sort_by_key(|(_, newest)| *newest);
         views.push((self.folded.root, u64::MAX));
         let mut others = Vec::new();
+        if !mutant::is("pinned-base-forgotten-by-clean-up") {
+            // A flip may have come between.
+            others.extend(self.pins.values().map(|p| (p.root, u64::MAX)));
+        }
         if self.upper.reverted {
             others.push((self.upper.lower, u64::MAX));
         }
@@ -323,7 +324,7 @@ impl Replica {
     /// Versions only grow from view to view. So a block is live exactly if the first view that can
     /// hold its version shows it, and the others need no look. That does not hold where the map
     /// went back to an older one, nor where a leaf of the first view is lost: then the later ones
-    /// are asked too.
+    /// are asked too. Views of transfers and increments are always asked.
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
