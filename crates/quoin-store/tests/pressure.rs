@@ -468,7 +468,7 @@ fn snapshots_that_come_and_go_under_pressure_give_their_space_back() {
 #[test]
 fn clean_up_beside_forty_snapshots_writes_no_leaf_of_them() {
     let (live, kept, writes) = (1500u64, 40, 8000u64);
-    let mut writer = Writer::new(16 << 20, live);
+    let mut writer = Writer::new(20 << 20, live);
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     let mut last = vec![0; live as usize];
     let mut snapshots = std::collections::VecDeque::new();
@@ -496,7 +496,7 @@ fn clean_up_beside_forty_snapshots_writes_no_leaf_of_them() {
     let written = (writer.pool.disk().written_bytes() - before) as f64 / 4096.0;
     let written = written / (writes * 3 / 4) as f64;
     println!("beside {kept} snapshots: {written:.1} blocks written for each block overwritten");
-    assert!(written < 20.0, "{written:.1} blocks written for each block overwritten");
+    assert!(written < 14.0, "{written:.1} blocks written for each block overwritten");
     writer.check(ReadView::Live, &last);
     for (id, then) in &snapshots {
         writer.check(ReadView::Snapshot(*id), then);
