@@ -57,6 +57,9 @@ impl Candidate {
     }
 }
 
+/// The map of a view, and the newest version that it can hold.
+type ViewRoot = (Root, u64);
+
 /// Where groups lie once their copies count.
 type Groups = BTreeMap<u64, Option<MovedGroup>>;
 
@@ -285,11 +288,11 @@ impl Replica {
 
     /// Every view that must survive, with the newest version it can hold: those of the history in
     /// its order, then those that may be of another one.
-    fn views(&self) -> (Vec<(Root, u64)>, Vec<(Root, u64)>) {
+    fn views(&self) -> (Vec<ViewRoot>, Vec<ViewRoot>) {
         if mutant::is("views-forgotten-by-clean-up") {
             return (vec![(self.folded.root, u64::MAX)], Vec::new());
         }
-        let mut views: Vec<(Root, u64)> =
+        let mut views: Vec<ViewRoot> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         views.sort_by_key(|(_, newest)| *newest);
         views.push((self.folded.root, u64::MAX));

@@ -523,7 +523,7 @@ mod tests {
         for n in 0..6000 {
             // Every fourth block stays where clean-up puts it.
             let lba = n * 7919 % BLOCKS;
-            if lba % 4 != 0 {
+            if !lba.is_multiple_of(4) {
                 writer.append(EntryKind::Write, lba, 1);
             }
             if n % 50 == 0 {
