@@ -134,7 +134,7 @@ impl Services {
 }
 
 impl Scope {
-    /// Whether the volume of this id is in sight, if it is there.
+    /// Returns true if the volume of this id exists and the caller may see it.
     pub(super) fn sees_volume(&self, controller: &Controller, volume: VolumeId) -> bool {
         let found = || controller.state.volumes.get(&volume.to_string());
         *self == Scope::All || found().is_some_and(|volume| self.sees(&volume))

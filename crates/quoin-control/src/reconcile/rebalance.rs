@@ -207,7 +207,7 @@ impl Balancer {
         Ok(())
     }
 
-    /// Whether replicas move without a request: as many as allowed, or more urgent ones.
+    /// Returns true if replicas move without a request: as many as allowed, or more urgent ones.
     fn is_making_elsewhere(&self) -> bool {
         self.state.volumes.index(|index| {
             let rebuilds = index.rebuilds();

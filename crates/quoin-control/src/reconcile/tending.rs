@@ -195,7 +195,7 @@ impl Tender {
         long.then(|| "a replica lags".to_owned())
     }
 
-    /// What a user asked for that needs a target.
+    /// Requests of users that need a target.
     fn requested(&self, volume: &VolumeRecord) -> Option<String> {
         let snapshots = || {
             let open = self.state.snapshots.open_of(volume.id.0).len();
@@ -204,7 +204,7 @@ impl Tender {
         self.verifier.work(volume).or_else(snapshots)
     }
 
-    /// Whether the node that the volume was lent to does not open it.
+    /// Returns true if the node that the volume was lent to does not open it.
     fn is_late(&self, volume: &VolumeRecord, now: Instant) -> bool {
         let opens = {
             let observed = self.state.observed();

@@ -224,7 +224,7 @@ impl Snapshots {
     pub fn get(&self, reference: Option<&SnapshotRef>) -> Result<Arc<SnapshotRecord>, Error> {
         let needed = || Error::invalid("snapshot", "an id or a name is needed");
         let reference = reference.ok_or_else(needed)?;
-        // One that is missing in records that do not rule may still exist.
+        // A snapshot that records which do not rule lack may still exist.
         self.state.check_ruling()?;
         let tables = &self.state.snapshots;
         let by_id = tables.records.get(&reference.id).filter(|snapshot| snapshot.is_listed());

@@ -347,7 +347,7 @@ fn no_deletion_is_concluded_while_a_pool_is_away_that_may_hold_a_copy() {
         let guids: Vec<u128> = written.replicas.iter().map(|replica| replica.guid.0.0).collect();
         assert_eq!((guids, written.discarded.len()), (ordered, 0));
     }
-    // A deletion that a person ordered goes on, whichever pools are away.
+    // An ordered deletion continues, whichever pools are away.
     let mut going = old;
     going.phase = VolumePhase::Deleting;
     let finding = judged_without(&["pool-2"], Some(&going), vec![], &[1], false);
