@@ -204,6 +204,7 @@ pub const ALL: &[Defect] = &[
     store("prefetch-of-another-generation", Swarm::Pressure),
     store("switch-of-the-ring-not-noted", Swarm::Damage),
     store("note-of-a-switch-that-does-not-count-kept", Swarm::PowerCuts),
+    store("generation-of-an-unfinished-state-used-again", Swarm::PowerCuts),
     store("table-of-a-flip-in-one-step", Swarm::Rebuilds),
     store("flip-forgets-what-its-table-lacks", Swarm::Rebuilds),
     store("candidate-forgotten-by-its-class", Swarm::Pressure),
