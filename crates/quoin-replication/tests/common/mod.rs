@@ -20,7 +20,7 @@ use quoin_replication::primary::{
 use quoin_replication::replica::store::{
     ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
 };
-use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
+use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
 use quoin_types::block::{Operation, Payload, Reply, Request};
@@ -50,6 +50,8 @@ pub struct Host {
     pub reserve: (u64, Epoch),
     /// Set while its disk refuses to read the log and the map.
     pub unreadable: bool,
+    /// Set while syncs that its disk was asked for do not end.
+    pub holds_syncs: bool,
     /// Reads received, and the time that passes before one is answered.
     pub reads: u64,
     /// Frames that carried only the target's own state.
@@ -82,6 +84,8 @@ pub struct Cluster {
     pub epoch: Epoch,
     pub replies: Vec<Reply>,
     pub notes: Vec<PrimaryNote>,
+    /// Invariants that replicas refused to break.
+    pub refused: Vec<&'static str>,
     pub changes: Vec<(u64, ChangesAnswer)>,
     pub stopped: bool,
     /// Host that is cut off when the target requests a change of the record.
@@ -149,6 +153,7 @@ impl Host {
             room: None,
             reserve: (0, Epoch::ZERO),
             unreadable: false,
+            holds_syncs: false,
             reads: 0,
             pulls: 0,
             pings: 0,
@@ -239,6 +244,7 @@ impl Cluster {
             epoch: Epoch(0),
             replies: Vec::new(),
             notes: Vec::new(),
+            refused: Vec::new(),
             changes: Vec::new(),
             stopped: false,
             cut_at_swap: None,
@@ -501,6 +507,9 @@ impl Cluster {
     fn sync_all(&mut self) -> bool {
         let mut any = false;
         for host in 0..self.hosts.len() {
+            if self.hosts[host].holds_syncs {
+                continue;
+            }
             let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
             if let Some(ticket) = wanted {
                 self.hosts[host].pool.sync_finished(ticket, Ok(())).expect("a sync");
@@ -656,6 +665,9 @@ impl Cluster {
                     }
                 }
                 ReplicaAction::Timer { at } => self.replica_timers[host] = at,
+                ReplicaAction::Note(ReplicaNote::InvariantRefused(what)) => {
+                    self.refused.push(what);
+                }
                 ReplicaAction::Note(_) => {}
             }
         }
