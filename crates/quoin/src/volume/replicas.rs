@@ -8,7 +8,8 @@ use quoin_api::control::{
     RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
 };
 
-use super::view::{ReplicaView, VolumeView};
+use super::replica_view::ReplicaView;
+use super::view::VolumeView;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::pace::{self, Part, UnderWay};
