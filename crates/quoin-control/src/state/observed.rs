@@ -40,6 +40,8 @@ pub struct PoolSeen {
     pub error: String,
     /// Reason why it takes no more while it serves on.
     pub warning: String,
+    /// It takes no further replica, whatever space it has.
+    pub ring_full: bool,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
     pub free_bytes: u64,
@@ -148,7 +150,7 @@ pub struct DeviceMade {
 }
 
 impl VolumeSeen {
-    /// Whether more than progress differs from what it said `before`.
+    /// Returns true if more than progress differs from what it said `before`.
     pub fn differs(&self, before: &Self) -> bool {
         let states = |seen: &Self| {
             let states = seen.replicas.iter().map(|(guid, r)| (*guid, r.state.clone()));
@@ -167,7 +169,7 @@ impl VolumeSeen {
             || states(self) != states(before)
     }
 
-    /// Whether the target serves with every replica that it goes by.
+    /// Returns true if the target serves with every replica that it goes by.
     pub fn is_whole(&self) -> bool {
         let mut all = self.replicas.values();
         self.state == "serving"

@@ -109,7 +109,7 @@ impl Catalog {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
-                // Who reads the events alone must not take pools of one host for hosts.
+                // A reader of the events alone must not take pools of one host for hosts.
                 let message = format!(
                     "{size} on pools {pools}: {}",
                     crate::status::contract(&self.state, &volume)
@@ -384,6 +384,7 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
             used_bytes: seen.map_or(0, |seen| seen.used_bytes),
             promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),
             unusable,
+            ring_full: seen.is_some_and(|seen| seen.ring_full),
             silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
         }
     };
@@ -420,7 +421,7 @@ pub(crate) fn grow(
     }
     let more = size - volume.size_bytes;
     let small = pools.iter().find(|pool| {
-        // What an offline pool has is not known; growing is thin, so it is let through.
+        // The room of an offline pool is not known; growing is thin, so it is let through.
         pool.unusable.is_empty()
             && pool.room_bytes() < more
             && volume.replicas.iter().any(|replica| replica.pool == pool.name)
