@@ -43,6 +43,7 @@ pub mod random;
 pub mod real;
 pub mod scaleup;
 pub mod schedule;
+pub mod shape;
 pub mod shrink;
 pub mod stats;
 pub mod storage;
