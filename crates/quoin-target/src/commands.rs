@@ -29,7 +29,7 @@ const RETRY: Duration = Duration::from_millis(500);
 const UNKNOWN_RETRY: Duration = Duration::from_secs(30);
 const CALL_MAX: Duration = Duration::from_secs(5);
 
-/// What a volume's state machine made of a wish.
+/// Outcome of a wish in a volume's state machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Answer {
     pub id: SnapshotId,

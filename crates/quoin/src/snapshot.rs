@@ -81,7 +81,7 @@ pub struct SnapshotView {
     pub id: String,
     pub volume: String,
     pub volume_id: String,
-    /// Whether the volume is deleted, and its snapshots are kept.
+    /// True if the volume is deleted, and its snapshots are kept.
     pub volume_deleted: bool,
     pub phase: String,
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -193,7 +193,7 @@ pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Forma
             };
             let mut rows: Vec<_> =
                 list(&mut cluster, of).await?.into_iter().map(SnapshotView::from).collect();
-            // One that is not cut yet is the newest.
+            // A snapshot that is not cut yet is the newest.
             let age = |row: &SnapshotView| (row.cut_at.is_empty(), row.cut_at.clone(), row.lsn);
             rows.sort_by_key(|row| (row.volume.clone(), age(row), row.name.clone()));
             let nothing = match &volume {

@@ -254,7 +254,7 @@ impl Lineage {
     /// of their entry.
     pub fn image(&self, run: u64, path: &Path, upto: Lsn) -> BTreeMap<u64, (Lsn, Tags)> {
         let mut image = BTreeMap::new();
-        // What each snapshot that a later Revert goes back to holds.
+        // Contents of each snapshot that a later Revert goes back to.
         let reverts = |entry: &&SharedEntry| match entry.kind {
             EntryKind::Revert { id } => Some(id),
             _ => None,

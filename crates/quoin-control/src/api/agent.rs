@@ -34,7 +34,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Services {
-    /// What `next` gives at once, and again after each change that concerns the stream.
+    /// Sends what `next` gives at once, and again after each change that concerns the stream.
     fn follow<T: Send + 'static>(
         &self,
         caller: Caller,

@@ -65,7 +65,7 @@ fn scope(pool: &str, node: &str) -> Result<Scope, Error> {
     }
 }
 
-/// What people may know of a token.
+/// The part of a token that people may know.
 fn known(token: &TokenRecord) -> JoinTokenInfo {
     JoinTokenInfo {
         id: token_id(token).to_owned(),

@@ -1,5 +1,5 @@
-//! What follows from the end of a volume for its snapshots, and from the end of its snapshots for a
-//! volume that is Retained.
+//! The end of a volume for its snapshots, and the end of its snapshots for a volume that is
+//! Retained.
 
 use std::sync::Arc;
 use std::time::Duration;

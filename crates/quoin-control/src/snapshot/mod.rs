@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use crate::state::State;
 
-/// What users and targets ask of snapshots, and who looks after them.
+/// Parts that answer users and targets about snapshots, and look after them.
 pub struct Parts {
     pub catalog: Arc<catalog::Snapshots>,
     pub schedules: Arc<schedules::Schedules>,

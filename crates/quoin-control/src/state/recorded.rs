@@ -140,7 +140,7 @@ fn hold<R: Record + std::fmt::Debug>(name: &str, record: &R) {
     }
 }
 
-/// Whether all that was recorded is said still, and in the same way.
+/// Returns true if all that was recorded is said still, and in the same way.
 fn says(here: &Value, recorded: &Value) -> bool {
     match (here, recorded) {
         (Value::Object(here), Value::Object(recorded)) => recorded

@@ -219,7 +219,7 @@ impl Record for ScheduleRecord {
 pub struct SnapshotIndex {
     by_volume: HashMap<VolumeId, BTreeSet<String>>,
     by_schedule: HashMap<String, BTreeSet<String>>,
-    /// Those of which a target has something to do.
+    /// Snapshots of which a target has something to do.
     open: BTreeMap<VolumeId, BTreeSet<String>>,
 }
 

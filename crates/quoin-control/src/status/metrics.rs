@@ -69,7 +69,7 @@ impl Metrics {
         self.controller.lock().expect("no holder of this lock panics").upgrade()
     }
 
-    /// Whether the controller serves and can write its records.
+    /// Health of the controller: it serves, and can write its records.
     ///
     /// # Errors
     /// The problem, in words.

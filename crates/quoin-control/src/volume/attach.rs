@@ -23,7 +23,7 @@ pub struct AttachmentRecord {
     pub read_only: bool,
     /// Usage text of the publisher, unchanged.
     pub usage: String,
-    /// Whether the node is to make a block device of the volume.
+    /// True if the node is to make a block device of the volume.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub device: bool,
 }
@@ -33,10 +33,10 @@ pub struct AttachmentRecord {
 pub struct Publish {
     pub node: String,
     pub read_only: bool,
-    /// Whether the publisher would share the volume with other nodes.
+    /// True if the publisher would share the volume with other nodes.
     pub multi_node: bool,
     pub usage: String,
-    /// Whether the node is to make a block device of the volume.
+    /// True if the node is to make a block device of the volume.
     pub device: bool,
 }
 

@@ -56,8 +56,8 @@ impl Use {
         if self.by == node { self.since_epoch } else { 0 }
     }
 
-    /// Whether a device on a node was made for an earlier use, and this use has begun with an
-    /// opening.
+    /// Returns true if a device on a node was made for an earlier use, and this use has begun with
+    /// an opening.
     fn is_over(&self, node: &str, made_for: u64, epoch: u64) -> bool {
         let is_earlier = self.by != node || (made_for != 0 && made_for < self.since_epoch);
         !self.by.is_empty() && is_earlier && epoch >= self.since_epoch

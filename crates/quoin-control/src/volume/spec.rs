@@ -174,7 +174,7 @@ pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Erro
     Ok(())
 }
 
-/// Whether a pool with these segments satisfies any of the topologies; keys fold case.
+/// Returns true if a pool with these segments satisfies any of the topologies; keys fold case.
 pub fn accessible(wanted: &[BTreeMap<String, String>], has: &BTreeMap<String, String>) -> bool {
     let found = |key: &str| has.iter().find(|(k, _)| k.eq_ignore_ascii_case(key)).map(|(_, v)| v);
     wanted.is_empty()

@@ -46,7 +46,7 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     }
 }
 
-/// What a volume shows its clients, and these clients.
+/// The face of a volume towards its clients, and these clients.
 pub(super) struct Export {
     pub(super) info: DeviceInfo,
     /// As in [`super::VolumeSetup`].

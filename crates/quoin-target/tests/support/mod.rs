@@ -183,7 +183,7 @@ impl RunningTarget {
         Self::start_keeping(usize::MAX, control, membership, reach, sign)
     }
 
-    /// One that may keep so much for replicas that are away or behind.
+    /// Starts a target that may keep so much for replicas that are away or behind.
     pub fn start_keeping(
         catch_up_bytes: usize,
         control: &Control,

@@ -1,4 +1,4 @@
-//! Those who change a volume or its surroundings while everything else goes on. Each draws from a
+//! People who change a volume or its surroundings while everything else goes on. Each draws from a
 //! chance of its own, so that runs without it stay what they were.
 
 use super::durability::DurabilityChanges;

@@ -83,7 +83,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Whether clients are detached, or are to be.
+    /// Returns true if clients are detached, or are to be.
     pub fn detaches_clients(&self) -> bool {
         self.reverting.is_some()
     }
@@ -101,7 +101,7 @@ impl Snapshots {
         is_done
     }
 
-    /// Whether all that was wished is answered.
+    /// Succeeds if all that was wished is answered.
     pub fn settled(&self) -> Result<(), String> {
         if let Some(revert) = self.reverting {
             return Err(format!("{revert:?} was never answered"));
