@@ -392,9 +392,10 @@ impl Cluster for Services {
         request: Request<CreateSnapshotRequest>,
     ) -> Result<Response<Snapshot>, Status> {
         self.manage(&request)?;
-        let CreateSnapshotRequest { volume, name } = request.into_inner();
+        let CreateSnapshotRequest { volume, name, accessible_topology } = request.into_inner();
         let snapshots = &self.controller.snapshots.catalog;
-        let snapshot = snapshots.create(volume.as_ref(), &name).await?;
+        let snapshot =
+            snapshots.create_within(volume.as_ref(), &name, &accessible_topology).await?;
         let snapshot = snapshots.cut(snapshot, CUT_TIME).await?;
         Ok(Response::new(view::snapshot(&self.controller.state, &snapshot)))
     }

@@ -262,8 +262,14 @@ pub(crate) fn contract(state: &State, volume: &VolumeRecord) -> String {
     if lost == 0 {
         return "acknowledged writes are lost with the pool that holds them".to_owned();
     }
-    if hosts.len() == usize::from(rf) || volume.spec.options.spread == Spread::Host {
-        return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
+    let domain = match volume.spec.options.spread {
+        Spread::Zone => Some("zone"),
+        Spread::Rack => Some("rack"),
+        Spread::Host => Some("host"),
+        Spread::Pool => (hosts.len() == usize::from(rf)).then_some("host"),
+    };
+    if let Some(domain) = domain {
+        return format!("acknowledged writes survive the loss of {}", plural(lost, domain));
     }
     format!(
         "acknowledged writes survive the loss of {}, not of one host: its {rf} replicas are \
@@ -500,7 +506,7 @@ impl Status {
                 state: state.to_owned(),
                 message: message.to_owned(),
                 dying: dying.clone(),
-                topology: pool.topology.clone().into_iter().collect(),
+                topology: crate::volume::topology::of_pool(&self.state, pool).into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
                 cordon: crate::reconcile::cordon::of_pool(&self.state, pool).to_owned(),
             }
@@ -524,7 +530,7 @@ impl Status {
                 false => "Offline".to_owned(),
             },
             attached: attached.get(&node.name).copied().unwrap_or(0),
-            topology: node.topology.clone().into_iter().collect(),
+            topology: topology_of_node(node).into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
             cordon: crate::reconcile::cordon::of_node(&self.state, &node.name).to_owned(),
@@ -532,6 +538,13 @@ impl Status {
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()
     }
+}
+
+/// Segments of a node, its own name among them.
+fn topology_of_node(node: &NodeRecord) -> std::collections::BTreeMap<String, String> {
+    let mut segments = node.topology.clone();
+    segments.insert(quoin_api::topology::NODE_KEY.to_owned(), node.name.clone());
+    segments
 }
 
 /// Whether a target has just begun to open the volume for its users, and has not come to its replicas

@@ -12,6 +12,7 @@ pub mod placement;
 pub mod policy;
 pub(crate) mod scale;
 pub mod spec;
+pub mod topology;
 pub(crate) mod verification;
 pub(crate) mod volumes;
 
