@@ -19,7 +19,7 @@ const BLOCK: usize = 4096;
 /// Time for which nobody hears of a node before its volumes are taken from it.
 const NODE_TIMEOUT: Duration = Duration::from_secs(6);
 /// Longest lease of a target at a pool, with the share for skewed clocks.
-const LEASE: Duration = Duration::from_secs(5);
+const LEASE: Duration = Duration::from_millis(2500);
 
 /// A host with a target.
 struct Host {
