@@ -28,6 +28,12 @@ pub struct Socket {
 
 impl Socket {
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
+        Ok(Socket { listener: bind(path)?, path: path.to_owned() })
+    }
+}
+
+/// Listens at a path. A path that a dead process left is replaced.
+pub fn bind(path: &Path) -> Result<UnixListener, ListenError> {
         let failed = |operation, path: &Path| {
             let path = path.to_owned();
             move |source| ListenError::Io { operation, path, source }
@@ -50,8 +56,7 @@ impl Socket {
         std::fs::set_permissions(&temporary, Permissions::from_mode(0o600))
             .map_err(failed("protect", &temporary))?;
         std::fs::rename(&temporary, path).map_err(failed("put in place", path))?;
-        Ok(Socket { listener, path: path.to_owned() })
-    }
+        Ok(listener)
 }
 
 /// Connects to find a listener, without waiting: the calling shard serves volumes.

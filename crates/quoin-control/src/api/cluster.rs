@@ -23,6 +23,7 @@ use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::time::timestamp;
 use crate::volume::attach::Publish;
 use crate::volume::scale::{Move, Scale, Which};
+use crate::volume::sharing::Sharing;
 use crate::volume::spec::{self, REPLICAS_HARD_MAX};
 use crate::volume::verification::Verifying;
 use crate::volume::volumes::is_there;
@@ -352,7 +353,7 @@ impl Cluster for Services {
         let publish = Publish {
             node: asked.node,
             read_only: asked.read_only,
-            multi_node: asked.multi_node,
+            sharing: Sharing::read(&asked.sharing)?,
             usage: asked.usage,
             device: asked.device,
         };

@@ -103,6 +103,7 @@ pub(crate) fn volume() -> VolumeRecord {
             read_only: false,
             usage: "mount".into(),
             device: false,
+            sharing: Default::default(),
         }],
         owner: Some("node-1".into()),
         epoch: 7,

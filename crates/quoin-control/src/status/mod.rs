@@ -382,8 +382,25 @@ impl Status {
             None if online => ("Attaching", "the node's target opens it".to_owned()),
             None => ("Attaching", format!("node {} is offline", attachment.node)),
         };
+        let owner = volume.owner.as_deref().unwrap_or_default();
+        let is_away = owner != attachment.node && !owner.is_empty();
+        let has_address =
+            || observed.nodes.get(owner).is_some_and(|seen| !seen.share_address.is_empty());
+        let (phase, message) = match is_away && !has_address() {
+            true => {
+                let why = format!("node {owner}, whose target serves it, to open its port for others");
+                ("Attaching", why)
+            }
+            false => (phase, message),
+        };
         let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
-        let device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
+        let mut device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
+        // A target reports of the volumes that it serves; a node that shares one reports its devices.
+        if attachment.device && volume.owner.as_deref() != Some(&attachment.node) {
+            let seen = observed.nodes.get(&attachment.node).map_or(&[][..], |seen| seen.devices());
+            let of_it = seen.iter().find(|device| device.volume == volume.id.0);
+            device.path = of_it.map(|device| device.device.clone()).unwrap_or_default();
+        }
         let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
         api::Attachment {
             volume_id: volume.id.0.to_string(),
@@ -400,6 +417,8 @@ impl Status {
             device: device.path,
             device_message: device.message,
             device_refused: device.refused,
+            sharing: attachment.sharing.as_str().to_owned(),
+            served_by: owner.to_owned(),
         }
     }
 

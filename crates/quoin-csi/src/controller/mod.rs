@@ -144,10 +144,10 @@ impl Controller for ControllerService {
                     volume: crate::backend::by_id(&request.volume_id),
                     node: request.node_id,
                     read_only: request.readonly || capability.is_reader_only(),
-                    multi_node: false,
                     usage: capability.usage(request.readonly),
+                    sharing: capability.sharing().to_owned(),
                     // The node's CSI service makes the device.
-                    device: false,
+                    ..Default::default()
                 })
                 .await?;
             let publish_context = attachment.publish_context;

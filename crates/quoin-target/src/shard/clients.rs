@@ -12,6 +12,7 @@ use quoin_types::{Time, VolumeId};
 
 use super::sources::{Slot, Sources};
 use super::{Shard, Volume};
+use crate::assignment::Guest;
 use crate::client::{Client, Turn};
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
@@ -57,6 +58,8 @@ pub(super) struct Export {
     throttle: Option<(Throttle, u64)>,
     /// Keys of the clients.
     clients: Vec<u64>,
+    /// Other nodes that are let in.
+    pub(super) guests: Vec<Guest>,
     tokens: Tokens,
 }
 
@@ -67,8 +70,8 @@ impl Export {
         listener: Option<(Socket, u64)>,
         throttle: Option<(Throttle, u64)>,
     ) -> Self {
-        let (clients, tokens) = (Vec::new(), Tokens::default());
-        Self { info, since_epoch, listener, throttle, clients, tokens }
+        let (clients, guests, tokens) = (Vec::new(), Vec::new(), Tokens::default());
+        Self { info, since_epoch, listener, throttle, clients, guests, tokens }
     }
 
     pub(super) fn has_clients(&self) -> bool {
@@ -255,17 +258,53 @@ impl Shard {
         if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
-        let NewClient { socket, mut session, input, mut requests, life } = new;
+        let NewClient { socket, mut session, input, mut requests, life, guest } = new;
+        let read_only = session.device().is_some_and(|device| device.read_only);
+        let guest = guest.map(|node| Guest { node, read_only });
+        if let Some(guest) = &guest {
+            // It may have lost the volume since it was let in.
+            if !volume.export.guests.contains(guest) {
+                return;
+            }
+            // What lies unread in an older connection of the node may have been sent again by this
+            // one: it must not be carried out later.
+            self.end_guests(id, |older| older.node == guest.node);
+        }
+        let Some(volume) = self.volumes.get(&id) else { return };
         // The volume may have grown between the negotiation and now.
         session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
+        client.guest = guest;
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
         }
         self.submit(now, id, key, &mut requests);
         self.take_client(now, key);
+    }
+
+    /// Lets these other nodes use a volume, and no others.
+    pub(super) fn let_in(&mut self, id: VolumeId, guests: Vec<Guest>) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if volume.export.guests == guests {
+            return;
+        }
+        volume.export.guests.clone_from(&guests);
+        self.end_guests(id, |guest| !guests.contains(guest));
+    }
+
+    /// Ends the connections of guests.
+    fn end_guests(&mut self, id: VolumeId, ends: impl Fn(&Guest) -> bool) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let is_over = |key: &&u64| {
+            let Some(Slot::Client(client)) = self.sources.slots.get(key) else { return false };
+            client.guest.as_ref().is_some_and(&ends)
+        };
+        let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
+        for key in over {
+            self.client_lost(key);
+        }
     }
 
     fn settle(&mut self, client: Client) -> Option<u64> {
