@@ -36,7 +36,10 @@ pub fn of_requirement(given: Option<&TopologyRequirement>) -> Result<Requirement
     };
     let (requisite, preferred) = (fold(&given.requisite)?, fold(&given.preferred)?);
     if !requisite.is_empty() && !preferred.iter().all(|one| requisite.contains(one)) {
-        return Err(invalid(REQUIREMENTS, "prefers a topology that is not among the requisite ones"));
+        return Err(invalid(
+            REQUIREMENTS,
+            "prefers a topology that is not among the requisite ones",
+        ));
     }
     let messages = |list: Vec<BTreeMap<String, String>>| list.into_iter().map(message).collect();
     Ok(Requirement { requisite: messages(requisite), preferred: messages(preferred) })

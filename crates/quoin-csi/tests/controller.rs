@@ -262,10 +262,7 @@ async fn a_volume_is_published_to_one_node_in_one_way() {
         (publish(id, "nowhere"), Code::NotFound),
         (
             ControllerPublishVolumeRequest {
-                volume_capability: Some(mount_capability(
-                    "ext4",
-                    AccessMode::MultiNodeMultiWriter,
-                )),
+                volume_capability: Some(mount_capability("ext4", AccessMode::MultiNodeMultiWriter)),
                 ..good()
             },
             Code::InvalidArgument,

@@ -181,7 +181,8 @@ async fn a_snapshot_has_the_topology_of_its_volume_for_life() {
     assert_eq!(again.into_inner().snapshot.as_ref(), Some(&made));
     let other = world.controller.create_snapshot(with("s", far)).await;
     assert_eq!(code(&other), Code::AlreadyExists);
-    let unpublish = ControllerUnpublishVolumeRequest { volume_id: id.clone(), ..Default::default() };
+    let unpublish =
+        ControllerUnpublishVolumeRequest { volume_id: id.clone(), ..Default::default() };
     world.controller.controller_unpublish_volume(unpublish).await.unwrap();
     let delete = DeleteVolumeRequest { volume_id: id, ..Default::default() };
     world.controller.delete_volume(delete).await.unwrap();

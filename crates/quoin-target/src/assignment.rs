@@ -247,10 +247,10 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         device: target.device && !target.maintenance,
         encryption,
         guests: target.guests.iter().map(guest).collect(),
-        served_at: target.served_at.as_ref().map(|at| ServedAt {
-            node: at.node.clone(),
-            address: at.address.clone(),
-        }),
+        served_at: target
+            .served_at
+            .as_ref()
+            .map(|at| ServedAt { node: at.node.clone(), address: at.address.clone() }),
     })
 }
 

@@ -107,13 +107,12 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request =
-            WatchNodeRequest {
-                node: self.options.node.clone(),
-                partial: true,
-                encrypts: true,
-                shares: true,
-            };
+        let request = WatchNodeRequest {
+            node: self.options.node.clone(),
+            partial: true,
+            encrypts: true,
+            shares: true,
+        };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -368,7 +367,8 @@ impl Control {
             match NbdListener::open(&options, &self.identity) {
                 Ok(listener) => break listener,
                 Err(error) => {
-                    let why = format!("other nodes do not reach the volumes that they share: {error}");
+                    let why =
+                        format!("other nodes do not reach the volumes that they share: {error}");
                     self.notices.push(Severity::Error, "", "", "CannotShare", why);
                     tokio::time::sleep(SHARE_RETRY).await;
                 }

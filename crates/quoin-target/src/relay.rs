@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use quoin_identity::{Expected, Identity, Role};
 use quoin_nbd::protocol::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, be32, be64, option,
-    reply,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, be32, be64,
+    option, reply,
 };
 use quoin_types::VolumeId;
 use rustls::pki_types::ServerName;

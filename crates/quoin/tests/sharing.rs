@@ -135,9 +135,7 @@ impl Writes {
     /// Waits until writes are acknowledged that began after this call.
     fn go_on(&self) {
         let now = self.count.load(Ordering::Relaxed);
-        eventually("writes go on", || {
-            (self.count.load(Ordering::Relaxed) > now + 2).then_some(())
-        });
+        eventually("writes go on", || (self.count.load(Ordering::Relaxed) > now + 2).then_some(()));
     }
 
     /// Ends them; returns the longest time that one of them took.
@@ -155,9 +153,10 @@ fn cluster(name: &str, network: &Network, hosts: &[&'static str]) -> (Cluster, V
     for pool in ["p1", "p2", "p3"] {
         cluster.pool(&network.place(1), pool, &[]);
     }
-    let hosts = hosts.iter().enumerate().map(|(index, host)| {
-        Host::start(&mut cluster, network.place(index + 2), host)
-    });
+    let hosts = hosts
+        .iter()
+        .enumerate()
+        .map(|(index, host)| Host::start(&mut cluster, network.place(index + 2), host));
     let hosts = hosts.collect();
     cluster.wait_for_pools(3);
     cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
@@ -179,7 +178,8 @@ fn hosts_share_a_volume_through_leaving_and_the_loss_of_the_one_that_serves_it()
     assert_eq!(first.read(0), 2);
 
     // A reader is held to reading by the target, and not by its own host alone.
-    let reader = User::of(&h3.attached(&cluster, "db", &["--share", "multi-writer", "--read-only"]));
+    let reader =
+        User::of(&h3.attached(&cluster, "db", &["--share", "multi-writer", "--read-only"]));
     assert_eq!(reader.read(0), 2);
     assert_eq!(reader.write(0, 3), Err(RequestError::Refused(1)), "EPERM");
     assert_eq!(first.read(0), 2);
@@ -263,11 +263,8 @@ fn a_volume_goes_to_another_host_by_itself_once_nobody_hears_of_its_own_and_neve
     let events = cluster.ok(&["events"]);
     assert!(events.contains("VolumeTakenOver") && events.contains("h1"), "{events}");
     // The host that is back reaches nothing of it.
-    let late = user.begin(Operation::Write {
-        offset: 0,
-        data: Bytes::from(vec![7; BLOCK]),
-        fua: true,
-    });
+    let late =
+        user.begin(Operation::Write { offset: 0, data: Bytes::from(vec![7; BLOCK]), fua: true });
     network.link(2, "up");
     std::thread::sleep(Duration::from_secs(3));
     assert!(!matches!(late.try_recv(), Ok(Ok(_))), "a write of the lost host is acknowledged");

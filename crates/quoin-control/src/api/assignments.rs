@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
-    self as api, Guest, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment, ServedAt,
-    TargetAssignment, VolumeSpec, WatchNodeRequest,
+    self as api, Guest, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
+    ServedAt, TargetAssignment, VolumeSpec, WatchNodeRequest,
 };
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;

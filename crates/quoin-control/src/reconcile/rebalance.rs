@@ -256,8 +256,7 @@ impl Balancer {
         };
         let mut movables = Vec::new();
         // The users of such a volume are bound to the nodes that have replicas.
-        let is_bound =
-            |standing: &&Standing| standing.volume.spec.options.local == Local::Required;
+        let is_bound = |standing: &&Standing| standing.volume.spec.options.local == Local::Required;
         let still = ready.iter().filter(|standing| self.is_still(standing) && !is_bound(standing));
         for Standing { volume, status } in still {
             let Some(all) = volume.replicas.iter().map(used).collect::<Option<Vec<_>>>() else {

@@ -16,8 +16,8 @@ use crate::state::snapshot_records::{
 use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 use quoin_api::volume::{
-    BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter, Spread,
-    VolumeOptions,
+    BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
+    Spread, VolumeOptions,
 };
 
 const RAISE: &str = "FORMAT in quoin-control/src/state/records.rs, unless every build that reads the \

@@ -388,7 +388,8 @@ impl Status {
             || observed.nodes.get(owner).is_some_and(|seen| !seen.share_address.is_empty());
         let (phase, message) = match is_away && !has_address() {
             true => {
-                let why = format!("node {owner}, whose target serves it, to open its port for others");
+                let why =
+                    format!("node {owner}, whose target serves it, to open its port for others");
                 ("Attaching", why)
             }
             false => (phase, message),

@@ -118,7 +118,11 @@ impl Attachments {
 
     /// Looks for signs of life of the node that has the volume for itself, where another one wants
     /// it. The inner error says who heard of it.
-    fn lost_holder(&self, volume: &VolumeRecord, publish: &Publish) -> Option<Result<Lost, String>> {
+    fn lost_holder(
+        &self,
+        volume: &VolumeRecord,
+        publish: &Publish,
+    ) -> Option<Result<Lost, String>> {
         let [holder] = volume.attachments.as_slice() else { return None };
         if holder.node == publish.node || !holder.sharing.is_exclusive() {
             return None;

@@ -53,9 +53,8 @@ pub(crate) fn check_silent(
         Some(pool.replicas.get(guid)?.hearing)
     };
     let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
-    let words: Vec<_> = known
-        .map(|r| (r.pool.as_str(), word(&r.pool, &r.guid.0).unwrap_or_default()))
-        .collect();
+    let words: Vec<_> =
+        known.map(|r| (r.pool.as_str(), word(&r.pool, &r.guid.0).unwrap_or_default())).collect();
     let needed = open_quorum(volume.membership.rf, volume.membership.cf);
     judge(last, &words, needed.into(), state.settings.node_timeout, Instant::now())
 }

@@ -159,9 +159,7 @@ fn sort(spec: &Spec, pools: &mut [&Candidate]) {
             && (pool.segment(quoin_api::topology::NODE_KEY).is_none()
                 || !topology::accessible(&spec.accessible_topology, &pool.topology))
     };
-    pools.sort_by_key(|pool| {
-        (pool.silent, is_far(pool), -pool.left_bytes(), pool.name.clone())
-    });
+    pools.sort_by_key(|pool| (pool.silent, is_far(pool), -pool.left_bytes(), pool.name.clone()));
 }
 
 /// Picks the pools that share no failure domain with those before them; with `spread: pool` the
@@ -471,7 +469,8 @@ mod tests {
 
     /// A pool on a host of its own, in a rack and a zone.
     fn stands(name: &str, rack: &str, zone: &str) -> Candidate {
-        let segments = [(quoin_api::topology::RACK_KEY, rack), (quoin_api::topology::ZONE_KEY, zone)];
+        let segments =
+            [(quoin_api::topology::RACK_KEY, rack), (quoin_api::topology::ZONE_KEY, zone)];
         let given = segments.into_iter().filter(|(_, value)| !value.is_empty());
         let topology = given.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
         Candidate { topology, ..pool(name, &format!("host-{name}"), 0) }

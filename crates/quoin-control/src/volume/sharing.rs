@@ -60,14 +60,12 @@ impl Sharing {
 ///
 /// # Errors
 /// Names the node that is in the way, and the way out.
-pub(crate) fn check_beside(
-    volume: &VolumeRecord,
-    wanted: &AttachmentRecord,
-) -> Result<(), Error> {
+pub(crate) fn check_beside(volume: &VolumeRecord, wanted: &AttachmentRecord) -> Result<(), Error> {
     let name = &volume.spec.name;
     let others = || volume.attachments.iter().filter(|a| a.node != wanted.node);
     let refused = |why: String| Err(Error::Precondition(format!("volume {name:?} {why}")));
-    if let Some(other) = others().find(|a| a.sharing.is_exclusive() || wanted.sharing.is_exclusive())
+    if let Some(other) =
+        others().find(|a| a.sharing.is_exclusive() || wanted.sharing.is_exclusive())
     {
         let advice = match (other.sharing.is_exclusive(), wanted.sharing.is_exclusive()) {
             (true, true) => "a second node would be a second writer",

@@ -61,7 +61,8 @@ mod tests {
     fn segments_come_from_flags_and_a_file_of_labels_and_a_flag_holds_against_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("labels");
-        std::fs::write(&path, "topology.kubernetes.io/zone=\"west\"\nquoin.io/rack=r1\na=b\n").unwrap();
+        std::fs::write(&path, "topology.kubernetes.io/zone=\"west\"\nquoin.io/rack=r1\na=b\n")
+            .unwrap();
         let file = path.to_str().unwrap();
         let of = |flags: &[&str]| {
             let line = Line::try_parse_from([&["run"], flags].concat());

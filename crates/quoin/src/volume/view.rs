@@ -240,11 +240,7 @@ impl From<Volume> for VolumeView {
                 waiting_for: volume.waiting_for,
                 contract: volume.contract,
             },
-            access: AccessView::new(
-                &volume.attachments,
-                volume.devices,
-                &spec.accessible_topology,
-            ),
+            access: AccessView::new(&volume.attachments, volume.devices, &spec.accessible_topology),
             membership: MembershipView {
                 epoch: volume.epoch,
                 replication_factor: membership.rf,

@@ -39,9 +39,7 @@ fn pool(name: &str, pairs: &[(&str, &str)]) -> Candidate {
 
 /// Two pools in each of these zones: `z2-1`, `z2-2`, ….
 fn zones(names: &[&str]) -> Vec<Candidate> {
-    let both = |zone: &&str| {
-        [1, 2].map(|n| pool(&format!("{zone}-{n}"), &[(ZONE_KEY, zone)]))
-    };
+    let both = |zone: &&str| [1, 2].map(|n| pool(&format!("{zone}-{n}"), &[(ZONE_KEY, zone)]));
     names.iter().flat_map(both).collect()
 }
 
@@ -222,11 +220,8 @@ fn a_local_volume_has_a_replica_on_each_of_its_nodes_in_the_order_that_was_asked
     let placed = one.place(&pools).unwrap();
     assert_eq!((placed.pools[0].as_str(), &placed.topology[0]), ("z1-2", &node("host-z1-2")));
     assert_eq!(placed.topology.len(), 3);
-    let full: Vec<_> = pools
-        .iter()
-        .cloned()
-        .map(|pool| Candidate { full: "full".into(), ..pool })
-        .collect();
+    let full: Vec<_> =
+        pools.iter().cloned().map(|pool| Candidate { full: "full".into(), ..pool }).collect();
     assert_eq!(one.code(&full), Code::ResourceExhausted);
     // A request that names no node gets nodes that were chosen.
     let placed = Ask::new(2, Spread::Host).within(&[zone("z2")]).local(Local::Required);
@@ -251,7 +246,10 @@ fn a_replica_goes_to_the_node_that_the_volume_is_made_for_where_it_is_preferred_
     assert!(!ask.place(&pools).unwrap().pools.contains(&"z2-2".to_owned()));
     let near = ask.local(Local::Preferred);
     let placed = near.place(&pools).unwrap();
-    assert_eq!((placed.pools[0].as_str(), placed.kept.as_slice()), ("z2-2", &["z2-2".to_owned()][..]));
+    assert_eq!(
+        (placed.pools[0].as_str(), placed.kept.as_slice()),
+        ("z2-2", &["z2-2".to_owned()][..])
+    );
     assert_eq!(placed.topology, Vec::<Segments>::new(), "every node may use it");
     pools.iter_mut().filter(|p| p.name == "z2-2").for_each(|p| p.full = "full".into());
     let placed = near.place(&pools).unwrap();
