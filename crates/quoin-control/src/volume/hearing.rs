@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use quoin_types::ReplicaGuid;
 use quoin_types::membership::open_quorum;
 use tokio::time::Instant;
 
@@ -48,7 +49,7 @@ pub(crate) fn check_silent(
 ) -> Result<Duration, String> {
     let observed = state.observed();
     let last = observed.nodes.get(node).map_or(observed.started, |seen| seen.last);
-    let word = |pool: &str, guid| {
+    let word = |pool: &str, guid: &ReplicaGuid| {
         let pool = observed.heard_pool(pool, state.settings.offline_after)?;
         Some(pool.replicas.get(guid)?.hearing)
     };

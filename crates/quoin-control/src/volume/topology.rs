@@ -270,7 +270,8 @@ fn span(
         for pool in usable.iter().copied() {
             if chosen.len() < count && domains.take(pool) {
                 chosen.push(pool);
-                used.extend(pool.segment(key).map(|v| [(key.to_owned(), v.to_owned())].into()));
+                let of = |value: &str| Segments::from([(key.to_owned(), value.to_owned())]);
+                used.extend(pool.segment(key).map(of));
             }
         }
     }

@@ -298,7 +298,7 @@ impl Shard {
     fn end_guests(&mut self, id: VolumeId, ends: impl Fn(&Guest) -> bool) {
         let Some(volume) = self.volumes.get(&id) else { return };
         let is_over = |key: &&u64| {
-            let Some(Slot::Client(client)) = self.sources.slots.get(key) else { return false };
+            let Some(Slot::Client(client)) = self.sources.slots.get(*key) else { return false };
             client.guest.as_ref().is_some_and(&ends)
         };
         let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
