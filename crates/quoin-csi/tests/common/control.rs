@@ -299,7 +299,11 @@ async fn listen(
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
     let watched = agent
-        .watch_node(WatchNodeRequest { node: report.node.clone(), partial: false, encrypts: true })
+        .watch_node(WatchNodeRequest {
+            node: report.node.clone(),
+            encrypts: true,
+            ..Default::default()
+        })
         .await?;
     let mut assignments = watched.into_inner();
     loop {
