@@ -3,7 +3,7 @@
 use crate::common;
 use std::time::Duration;
 
-use crate::common::{Cluster, config};
+use crate::common::{Cluster, Host, config};
 use bytes::Bytes;
 use quoin_replication::primary::{
     OnFull, OnQuorumLoss, PrimaryConfig, PrimaryEvent, PrimaryNote, ReplicaStanding,
