@@ -209,9 +209,9 @@ impl Frontend for Session {
     }
 
     fn device_changed(&mut self, info: &DeviceInfo) {
-        // A client that was given the volume read-only keeps it so, whatever others may do.
-        let is_read_only = self.device.as_ref().is_some_and(|device| device.read_only);
-        let info = &DeviceInfo { read_only: info.read_only || is_read_only, ..info.clone() };
+        // Each client keeps the right to write that it was given, whatever others have.
+        let own = self.device.as_ref().map(|device| device.read_only);
+        let info = &DeviceInfo { read_only: own.unwrap_or(info.read_only), ..info.clone() };
         self.exports.device_changed(info);
         if self.device.is_some() {
             self.device = Some(info.clone());
