@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::network::Network;
-use common::{Cluster, Place, eventually};
+use common::{Cluster, Place, can_attach, eventually, run};
 use quoin_nbd::client::{Address, Client, ClientOptions, RequestError};
 use quoin_types::block::{Operation, Payload};
 
@@ -224,6 +224,84 @@ fn hosts_share_a_volume_through_leaving_and_the_loss_of_the_one_that_serves_it()
     let longest = writes.end();
     let bound = LEASE + NODE_TIMEOUT + Duration::from_secs(3);
     println!("the longest write took {longest:?}; the bound is {bound:?} on an idle machine");
+}
+
+/// Writes a block of a device past the host's cache.
+fn write_block(device: &str, block: u64, byte: u8, from: &Path) {
+    std::fs::write(from, vec![byte; BLOCK]).unwrap();
+    let (input, output) = (format!("if={}", from.display()), format!("of={device}"));
+    let at = format!("seek={block}");
+    let direct = ["bs=4096", "count=1", "oflag=direct", "conv=notrunc", "status=none"];
+    run("dd", &[&[input.as_str(), &output, &at][..], &direct].concat());
+}
+
+/// Reads a block of a device past the host's cache.
+fn read_block(device: &str, block: u64, into: &Path) -> Vec<u8> {
+    let (input, output) = (format!("if={device}"), format!("of={}", into.display()));
+    let at = format!("skip={block}");
+    let direct = ["bs=4096", "count=1", "iflag=direct", "status=none"];
+    run("dd", &[&[input.as_str(), &output, &at][..], &direct].concat());
+    std::fs::read(into).unwrap()
+}
+
+/// A virtual machine moves so: its disk becomes a device of the other host, the machine goes on
+/// there, and the first host lets go.
+#[test]
+fn a_disk_moves_between_the_devices_of_two_hosts_while_it_is_written() {
+    if !can_attach() {
+        return;
+    }
+    let Some(network) = Network::new(&["c", "p", "h1", "h2"]) else { return };
+    let (mut cluster, hosts) = cluster("moving", &network, &["h1", "h2"]);
+    for host in &hosts {
+        let words = ["attach", "--run", &host.run].map(String::from).to_vec();
+        cluster.run(&host.place, &format!("{}-attach", host.name), words);
+        let socket = Path::new(&host.run).join("attach/attach.sock");
+        eventually("its attach process listens", || {
+            std::os::unix::net::UnixStream::connect(&socket).is_ok().then_some(())
+        });
+    }
+    let device = |host: &Host| {
+        let attach = ["volume", "attach", "db", "--share", "multi-writer", "--node", host.name];
+        let attached = cluster.json(&[&attach[..], &["--run", &host.run]].concat());
+        attached["device"].as_str().unwrap().to_owned()
+    };
+    let [file, other] = ["in", "out"].map(|name| PathBuf::from(cluster.path(name)));
+    let source = device(&hosts[0]);
+    for block in 0..8 {
+        write_block(&source, block, block as u8 + 1, &file);
+    }
+    let destination = device(&hosts[1]);
+    assert_ne!(source, destination);
+    for block in 0..8 {
+        assert_eq!(read_block(&destination, block, &other), vec![block as u8 + 1; BLOCK]);
+    }
+    // The machine runs on the second host from here on.
+    let stop = Arc::<AtomicBool>::default();
+    let (ends, to, from) = (stop.clone(), destination.clone(), file.clone());
+    let writer = std::thread::spawn(move || {
+        let mut count = 0_u64;
+        while !ends.load(Ordering::Relaxed) {
+            write_block(&to, 8 + count % 64, count as u8, &from);
+            count += 1;
+        }
+        count
+    });
+    cluster.ok(&["volume", "detach", "db", "--node", "h1", "--run", &hosts[0].run]);
+    cluster.wait_for_volume("db", "served by the second host", |volume| {
+        volume["nodes"] == serde_json::json!(["h2"]) && volume["health"] == "Online"
+    });
+    std::thread::sleep(Duration::from_secs(1));
+    stop.store(true, Ordering::Relaxed);
+    let count = writer.join().unwrap();
+    assert!(count > 2, "{count} writes");
+    for last in count.saturating_sub(2)..count {
+        assert_eq!(read_block(&destination, 8 + last % 64, &other), vec![last as u8; BLOCK]);
+    }
+    for block in 0..8 {
+        assert_eq!(read_block(&destination, block, &other), vec![block as u8 + 1; BLOCK]);
+    }
+    cluster.ok(&["volume", "detach", "db", "--node", "h2", "--run", &hosts[1].run]);
 }
 
 /// Proves CSI-CTRLPUBLISH-28, CSI-CTRLPUBLISH-29: with real hosts.
