@@ -156,7 +156,7 @@ fn cluster(name: &str, network: &Network, hosts: &[&'static str]) -> (Cluster, V
     let hosts = hosts
         .iter()
         .enumerate()
-        .map(|(index, host)| Host::start(&mut cluster, network.place(index + 2), host));
+        .map(|(index, &host)| Host::start(&mut cluster, network.place(index + 2), host));
     let hosts = hosts.collect();
     cluster.wait_for_pools(3);
     cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);

@@ -423,7 +423,7 @@ async fn resize(
 
 /// The controller names fields, as orchestrators do; a user has typed flags.
 fn in_flags(status: tonic::Status) -> anyhow::Error {
-    const FLAGS: [(&str, &str); 9] = [
+    const FLAGS: [(&str, &str); 12] = [
         ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),
         ("consistencyFactor", "--consistency-factor"),
         ("onQuorumLoss", "--on-quorum-loss"),
