@@ -45,14 +45,14 @@ pub struct Assigned {
     /// `None`: it is not encrypted.
     pub encryption: Option<Encryption>,
     /// Other nodes that use it.
-    pub guests: Vec<Guest>,
+    pub sharers: Vec<Sharer>,
     /// `None`: it is served here.
     pub served_at: Option<ServedAt>,
 }
 
 /// Another node that uses a volume which is served here.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Guest {
+pub struct Sharer {
     pub node: String,
     pub read_only: bool,
 }
@@ -81,7 +81,7 @@ impl Assigned {
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
             verify: self.verify,
-            guests: self.guests.clone(),
+            sharers: self.sharers.clone(),
             seed: rand::random(),
         }
     }
@@ -221,7 +221,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             on_full: live.on_full,
             reads: live.reads,
             // Another node may write where this one may not.
-            read_only: target.read_only && target.guests.iter().all(|guest| guest.read_only),
+            read_only: target.read_only && target.sharers.iter().all(|sharer| sharer.read_only),
             lease_ms: LEASE_MS,
             open_grace_ms: OPEN_GRACE_MS,
             drop_after_ms: DROP_AFTER_MS,
@@ -246,7 +246,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         verify: target.verify.as_ref().map(verify).transpose()?,
         device: target.device && !target.maintenance,
         encryption,
-        guests: target.guests.iter().map(guest).collect(),
+        sharers: target.sharers.iter().map(sharer).collect(),
         served_at: target
             .served_at
             .as_ref()
@@ -254,8 +254,8 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     })
 }
 
-fn guest(guest: &control::Guest) -> Guest {
-    Guest { node: guest.node.clone(), read_only: guest.read_only }
+fn sharer(sharer: &control::Sharer) -> Sharer {
+    Sharer { node: sharer.node.clone(), read_only: sharer.read_only }
 }
 
 #[cfg(test)]
@@ -291,7 +291,7 @@ mod tests {
             membership_version: 7,
             used_since_epoch: 5,
             options_version: 9,
-            guests: Vec::new(),
+            sharers: Vec::new(),
             served_at: None,
         }
     }

@@ -9,7 +9,7 @@ use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 
-use crate::assignment::Guest;
+use crate::assignment::Sharer;
 
 /// Most bytes of replies that a client may leave unread before its requests are not accepted.
 const QUEUED_MAX: usize = 32 << 20;
@@ -37,7 +37,7 @@ pub struct Client {
     /// Queued for another attempt when that is over.
     pub waits: bool,
     /// Another node that shares the volume, as it may use it.
-    pub guest: Option<Guest>,
+    pub sharer: Option<Sharer>,
 }
 
 /// Result of a turn at the socket.
@@ -64,7 +64,7 @@ impl Client {
             counted_bytes: 0,
             crowded: false,
             waits: false,
-            guest: None,
+            sharer: None,
         }
     }
 

@@ -172,8 +172,8 @@ impl Control {
                 Some(_) => {}
             }
         }
-        let has_guests = |(id, a): (&VolumeId, &Assigned)| is_here(id) && !a.guests.is_empty();
-        self.shares.want(wanted.iter().any(has_guests));
+        let has_sharers = |(id, a): (&VolumeId, &Assigned)| is_here(id) && !a.sharers.is_empty();
+        self.shares.want(wanted.iter().any(has_sharers));
         // A key serves one use: after a detachment it must be handed over again.
         keys.retain(|id, _| wanted.get(id).is_some_and(|assigned| !assigned.maintenance));
         for (id, shard) in open.iter() {
@@ -209,7 +209,7 @@ impl Control {
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
                     verify: assigned.verify,
-                    guests: assigned.guests.clone(),
+                    sharers: assigned.sharers.clone(),
                 }))),
             }
         }
@@ -429,8 +429,8 @@ impl Control {
             served.open.contains_key(id) && !is_locked(**id, assigned, &served.keys)
         });
         let shared = open.filter_map(|(_, assigned)| {
-            let guest = assigned.guests.iter().find(|guest| guest.node == node)?;
-            let info = DeviceInfo { read_only: guest.read_only, ..assigned.info.clone() };
+            let sharer = assigned.sharers.iter().find(|sharer| sharer.node == node)?;
+            let info = DeviceInfo { read_only: sharer.read_only, ..assigned.info.clone() };
             Some((info, assigned.since_epoch))
         });
         shared.collect()

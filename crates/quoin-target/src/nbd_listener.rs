@@ -76,8 +76,8 @@ pub struct NewClient {
     pub requests: Vec<Request>,
     /// Remaining validity of the client's certificate.
     pub life: Option<Duration>,
-    /// Node that shares the volume; `None`: it is no guest.
-    pub guest: Option<String>,
+    /// Node that shares the volume; `None`: it is no sharer.
+    pub sharer: Option<String>,
 }
 
 /// The open port.
@@ -221,9 +221,9 @@ fn hear(
         },
         until: Arc::default(),
         since_epoch: Mutex::default(),
-        guest: Arc::default(),
+        sharer: Arc::default(),
     };
-    let (until, guest) = (pending.until.clone(), pending.guest.clone());
+    let (until, sharer) = (pending.until.clone(), pending.sharer.clone());
     let mut session = Session::over(Box::new(pending), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
     let (deadline, mut heard) = (Instant::now() + NEGOTIATION_MAX, false);
@@ -257,8 +257,8 @@ fn hear(
     let name = session.device().map(|device| device.name.clone()).unwrap_or_default();
     let until = *until.lock().expect("never held across a panic");
     let life = until.map(|until| until.duration_since(SystemTime::now()).unwrap_or_default());
-    let guest = guest.lock().expect("never held across a panic").clone();
-    let client = NewClient { socket, session, input, requests, life, guest };
+    let sharer = sharer.lock().expect("never held across a panic").clone();
+    let client = NewClient { socket, session, input, requests, life, sharer };
     if control.adopt(&name, client) { Ok(()) } else { Err(format!("volume {name} has just left")) }
 }
 
@@ -275,7 +275,7 @@ enum Standing {
     Unknown,
     Admitted,
     /// Another node, which uses what it shares.
-    Guest(String),
+    Sharer(String),
     Forbidden(String),
 }
 
@@ -286,17 +286,17 @@ struct PendingClient {
     until: Arc<Mutex<Option<SystemTime>>>,
     /// Of the export that was found last.
     since_epoch: Mutex<u64>,
-    guest: Arc<Mutex<Option<String>>>,
+    sharer: Arc<Mutex<Option<String>>>,
 }
 
 impl PendingClient {
-    /// Returns what the client may open, each with the first epoch of its use where it is a guest.
+    /// Returns what the client may open, each with the first epoch of its use where it is a sharer.
     fn exports(&self) -> Result<Vec<(DeviceInfo, u64)>, Refused> {
         match &self.standing {
             Standing::Admitted => {
                 Ok(self.control.exports().into_iter().map(|device| (device, 0)).collect())
             }
-            Standing::Guest(node) => Ok(self.control.exports_to(node)),
+            Standing::Sharer(node) => Ok(self.control.exports_to(node)),
             Standing::Unknown => Err(Refused::Unknown),
             Standing::Forbidden(why) => Err(Refused::Forbidden(why.clone())),
         }
@@ -315,8 +315,8 @@ impl Exports for PendingClient {
             Standing::Forbidden(why) => {
                 tracing::warn!(why, "an NBD client with a certificate that is not for this");
             }
-            Standing::Guest(node) => {
-                *self.guest.lock().expect("never held across a panic") = Some(node.clone());
+            Standing::Sharer(node) => {
+                *self.sharer.lock().expect("never held across a panic") = Some(node.clone());
             }
             Standing::Unknown | Standing::Admitted => {}
         }
@@ -338,7 +338,7 @@ impl Exports for PendingClient {
                 *self.since_epoch.lock().expect("never held across a panic") = since_epoch;
                 Ok(device)
             }
-            (None, Standing::Guest(node)) => Err(Refused::Forbidden(format!(
+            (None, Standing::Sharer(node)) => Err(Refused::Forbidden(format!(
                 "node {node} may not use that volume of node {}: it does not share it, or the volume \
                  is not served there",
                 self.control.options.node
@@ -358,7 +358,7 @@ fn judge(peer: &Peer, node: &str) -> Standing {
     match peer.role {
         Role::Admin => Standing::Admitted,
         Role::Node if peer.name == node => Standing::Admitted,
-        Role::Node => Standing::Guest(peer.name.clone()),
+        Role::Node => Standing::Sharer(peer.name.clone()),
         _ => Standing::Forbidden(format!(
             "{peer} may not use the volumes of node {node}: only that node, nodes that share them and \
              admins may"
@@ -389,7 +389,7 @@ mod tests {
         let judged = |role, name| judge(&Peer::new(ClusterId(1), role, name).unwrap(), "n1");
         assert!(matches!(judged(Role::Admin, "ops"), Standing::Admitted));
         assert!(matches!(judged(Role::Node, "n1"), Standing::Admitted));
-        assert!(matches!(judged(Role::Node, "n2"), Standing::Guest(node) if node == "n2"));
+        assert!(matches!(judged(Role::Node, "n2"), Standing::Sharer(node) if node == "n2"));
         for (role, name) in [(Role::Pool, "n1"), (Role::Controller, "n1")] {
             let Standing::Forbidden(why) = judged(role, name) else { panic!("{role} {name}") };
             assert!(why.contains(name) && why.contains("node n1"), "{why}");

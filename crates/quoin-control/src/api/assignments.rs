@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
-    self as api, Guest, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
-    ServedAt, TargetAssignment, VolumeSpec, WatchNodeRequest,
+    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment, ServedAt,
+    Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
 };
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
@@ -56,9 +56,9 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
 }
 
 /// Nodes that share a volume with the one that serves it.
-fn guests(volume: &VolumeRecord, owner: &str) -> Vec<Guest> {
+fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
     let others = volume.attachments.iter().filter(|a| a.node != owner);
-    others.map(|a| Guest { node: a.node.clone(), read_only: a.read_only }).collect()
+    others.map(|a| Sharer { node: a.node.clone(), read_only: a.read_only }).collect()
 }
 
 /// Makes assignments.
@@ -146,7 +146,7 @@ impl Assignments {
             read_only: attachment.is_some_and(|a| a.read_only),
             spec: Some(spec(volume)),
             replicas: if is_owner { self.addresses(volume, node) } else { Vec::new() },
-            guests: if is_owner { guests(volume, node) } else { Vec::new() },
+            sharers: if is_owner { sharers(volume, node) } else { Vec::new() },
             served_at: (!is_owner).then(|| self.served_at(owner)),
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),

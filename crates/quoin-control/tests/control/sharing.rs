@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use quoin_api::control::replica_report::Hearing;
-use quoin_api::control::{Guest, NodeReport, PoolReport, ServedAt, TargetReport};
+use quoin_api::control::{NodeReport, PoolReport, ServedAt, Sharer, TargetReport};
 use quoin_control::sharing::Sharing;
 use quoin_control::{Error, Publish};
 use tonic::Code;
@@ -119,11 +119,11 @@ async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
 
     let targets = |node: &str| cluster.controller.assignments.of_node(node).targets;
     let (served, led) = (targets("n1").remove(0), targets("n2").remove(0));
-    assert_eq!(served.guests, [Guest { node: "n2".into(), read_only: true }]);
+    assert_eq!(served.sharers, [Sharer { node: "n2".into(), read_only: true }]);
     assert!(served.served_at.is_none() && !served.read_only && !served.replicas.is_empty());
     let nowhere = ServedAt { node: "n1".into(), address: String::new() };
     assert_eq!((led.served_at, led.read_only, led.replicas.len()), (Some(nowhere), true, 0));
-    assert_eq!((led.used_since_epoch, led.guests.len()), (served.used_since_epoch, 0));
+    assert_eq!((led.used_since_epoch, led.sharers.len()), (served.used_since_epoch, 0));
     let shown = cluster.shown("db");
     let of_n2 = shown.attachments.iter().find(|a| a.node == "n2").unwrap();
     assert_eq!((of_n2.served_by.as_str(), of_n2.sharing.as_str()), ("n1", "single-writer"));
@@ -146,7 +146,7 @@ async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
     cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
     assert!(targets("n1").is_empty());
     let served = targets("n2").remove(0);
-    assert!(served.served_at.is_none() && served.guests.is_empty() && served.read_only);
+    assert!(served.served_at.is_none() && served.sharers.is_empty() && served.read_only);
     assert_eq!(served.used_since_epoch, since, "it is the same use");
 }
 

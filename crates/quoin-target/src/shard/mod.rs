@@ -37,7 +37,7 @@ use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
-use crate::assignment::Guest;
+use crate::assignment::Sharer;
 use crate::commands::Answer;
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
@@ -116,7 +116,7 @@ pub struct VolumeSetup {
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
     /// Other nodes that use it.
-    pub guests: Vec<Guest>,
+    pub sharers: Vec<Sharer>,
     /// Seed of incarnations: random, never repeated.
     pub seed: u64,
 }
@@ -144,7 +144,7 @@ pub struct VolumeUpdate {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
-    pub guests: Vec<Guest>,
+    pub sharers: Vec<Sharer>,
 }
 
 /// Requests of a shard to the control thread.
@@ -494,7 +494,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
-        let VolumeSetup { is_encrypted, key, guests, .. } = setup;
+        let VolumeSetup { is_encrypted, key, sharers, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -516,7 +516,7 @@ impl Shard {
         target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
-        export.guests = guests;
+        export.sharers = sharers;
         let volume = Volume {
             target,
             export,
@@ -548,7 +548,7 @@ impl Shard {
                 volume.sealing.update(update.key.as_ref());
             }
         }
-        self.let_in(id, update.guests);
+        self.let_in(id, update.sharers);
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);

@@ -53,7 +53,7 @@ pub(super) fn setup() -> VolumeSetup {
         replicas: Vec::new(),
         desired: Default::default(),
         verify: None,
-        guests: Vec::new(),
+        sharers: Vec::new(),
         seed: 1,
     }
 }
@@ -102,7 +102,7 @@ fn next_client() -> (NewClient, TcpStream) {
     let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
     let read = Request { token: 1, operation: Operation::Read { offset: 0, length: 512 } };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
-    (NewClient { socket, session, input, requests, life, guest: None }, there)
+    (NewClient { socket, session, input, requests, life, sharer: None }, there)
 }
 
 fn requests(shard: &Shard, kind: &str) -> u64 {

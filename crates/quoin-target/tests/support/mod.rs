@@ -251,7 +251,7 @@ impl RunningTarget {
             replicas: places,
             desired: Default::default(),
             verify: None,
-            guests: Vec::new(),
+            sharers: Vec::new(),
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         })));
