@@ -372,7 +372,8 @@ impl Primary {
     }
 
     /// Sends pings. The lease is renewed only while something waits for it, or the driver asks for it;
-    /// an idle volume sends nothing. Some time after stable has reached the last entry, one frame notifies each replica.
+    /// an idle volume sends nothing. Some time after stable has reached the last entry, one frame
+    /// notifies each replica.
     fn send_pings(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
