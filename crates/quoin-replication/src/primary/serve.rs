@@ -368,7 +368,8 @@ impl Primary {
 
     /// Whether the lease is renewed when it is half over.
     pub(super) fn wants_lease(&self) -> bool {
-        self.members.keeps_lease || self.replies_wait()
+        let is_kept = self.members.keeps_lease && !mutant::is("idle-lease-not-kept");
+        is_kept || self.replies_wait()
     }
 
     /// Sends pings. The lease is renewed only while something waits for it, or the driver asks for it;
