@@ -688,7 +688,7 @@ fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-/// Whether the text is a host and a port.
+/// Returns true if the text is a host and a port.
 fn is_host_port(text: &str) -> bool {
     let parts = text.rsplit_once(':');
     parts.is_some_and(|(host, port)| {

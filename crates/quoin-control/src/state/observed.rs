@@ -32,7 +32,7 @@ pub struct ReplicaSeen {
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
     pub repaired: u64,
-    /// Whether a target's lease on it lives.
+    /// Life of a target's lease on it.
     pub hearing: Hearing,
 }
 

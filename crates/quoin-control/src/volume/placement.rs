@@ -139,7 +139,7 @@ impl<'a> Domains<'a> {
     }
 }
 
-/// What a volume's replicas are spread over, in words.
+/// Domains that a volume's replicas are spread over, in words.
 fn domains_in_words(spread: Spread) -> &'static str {
     match spread {
         Spread::Host => "hosts",

@@ -155,7 +155,7 @@ impl Connections {
         self.dirty.pop()
     }
 
-    /// What is queued is about to be written.
+    /// Records that the queue of a connection is about to be written.
     pub(super) fn is_clean(&mut self, key: u64) {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.dirty = false;

@@ -366,7 +366,7 @@ impl Primary {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
-    /// Whether the lease is renewed when it is half over.
+    /// Returns true if the lease is renewed when it is half over.
     pub(super) fn wants_lease(&self) -> bool {
         let is_kept = self.members.keeps_lease && !mutant::is("idle-lease-not-kept");
         is_kept || self.replies_wait()
