@@ -156,7 +156,7 @@ impl Connections {
     }
 
     /// Records that the queue of a connection is about to be written.
-    pub(super) fn is_clean(&mut self, key: u64) {
+    pub(super) fn mark_clean(&mut self, key: u64) {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.dirty = false;
         }

@@ -526,11 +526,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 copying.push(key);
                 continue;
             }
-            self.connections.is_clean(key);
+            self.connections.mark_clean(key);
             self.write(now, key);
         }
         for key in copying {
-            self.connections.is_clean(key);
+            self.connections.mark_clean(key);
             self.write(now, key);
         }
         // Frames that had waited for their answers to be taken may have been handled by now.
