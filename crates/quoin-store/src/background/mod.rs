@@ -2,7 +2,9 @@
 
 pub mod checkpoint;
 pub mod cleaner;
+pub mod deleted_views;
 pub mod due_work;
+pub mod kept_views;
 pub mod look_ahead;
 pub mod maintenance;
 pub mod recount;

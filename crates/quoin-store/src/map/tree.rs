@@ -28,7 +28,7 @@ pub trait Nodes {
     }
     /// The leaf is not written after all.
     fn not_changed(&mut self, _leaf: Arc<Node>) {}
-    /// A data block is no longer at this place in the tree that was updated.
+    /// A data block is no longer at this place, or of this version, in the tree that was updated.
     fn replaced(&mut self, lba: u64, place: u64, version: u64);
     /// A node over the LBAs from `base` on is no longer part of the tree that was updated.
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef);
@@ -337,7 +337,8 @@ impl<N: Nodes> Walk<'_, N> {
                     }
                     Change::Move { .. } | Change::Renew { .. } => continue,
                 };
-                if block.place != 0 && block.place != new.place {
+                let stays = (block.place, block.version) == (new.place, new.version);
+                if block.place != 0 && !stays {
                     self.nodes.replaced(lba, block.place, block.version);
                 }
                 changed |= *block != new;
@@ -412,6 +413,94 @@ fn find(
         }
     }
     Ok(None)
+}
+
+/// Result of a step of a walk of what only one of two maps has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Difference {
+    /// A leaf over the LBAs from `start` on.
+    Leaf { start: u64, node: NodeRef },
+    /// Enough nodes were looked at; there is nothing before this LBA.
+    Stopped(u64),
+}
+
+/// The first leaf of `old` from `cursor` on that holds versions above `from` and that `new` does
+/// not share. Of the nodes above that are not shared either, those that begin at or behind the
+/// cursor are handed to `above`, with their level and first LBA: so a walk from leaf to leaf
+/// meets each of them once. What the two share costs nothing. `left` is the number of nodes that
+/// may still be looked at, about.
+pub fn next_difference(
+    nodes: &mut impl Nodes,
+    [old, new]: [Root; 2],
+    from: u64,
+    cursor: u64,
+    left: &mut usize,
+    above: &mut Vec<(u8, u64, NodeRef)>,
+) -> Result<Option<Difference>, StoreError> {
+    // What a larger map has in the range of the smaller one.
+    let (mut level, mut beside) = (new.level, new.child);
+    while level > old.level {
+        beside = match beside {
+            Child::Hole(_) => beside,
+            Child::Node(node) => match nodes.load(level, &node)?.as_deref() {
+                Some(Node::Interior(children)) => children[0],
+                _ => Child::EMPTY,
+            },
+        };
+        level -= 1;
+    }
+    let beside = Root { level, child: beside };
+    DifferenceWalk { nodes, from, cursor, left, above }.next(old, beside, 0)
+}
+
+struct DifferenceWalk<'a, N> {
+    nodes: &'a mut N,
+    from: u64,
+    cursor: u64,
+    left: &'a mut usize,
+    above: &'a mut Vec<(u8, u64, NodeRef)>,
+}
+
+impl<N: Nodes> DifferenceWalk<'_, N> {
+    fn next(&mut self, old: Root, new: Root, start: u64) -> Result<Option<Difference>, StoreError> {
+        let Child::Node(node) = old.child else { return Ok(None) };
+        if old == new || node.newest <= self.from || self.cursor >= start + span(old.level) {
+            return Ok(None);
+        }
+        *self.left = self.left.saturating_sub(1);
+        if old.level == 0 {
+            return Ok(Some(Difference::Leaf { start, node }));
+        }
+        let loaded = self.nodes.load(old.level, &node)?;
+        let others = match new.child {
+            Child::Node(node) if new.level == old.level => self.nodes.load(new.level, &node)?,
+            _ => None,
+        };
+        if start >= self.cursor {
+            self.above.push((old.level, start, node));
+        }
+        let Some(Node::Interior(children)) = loaded.as_deref() else { return Ok(None) };
+        let child_span = span(old.level - 1);
+        let first = (self.cursor.saturating_sub(start) / child_span) as usize;
+        for (index, child) in children.iter().enumerate().skip(first) {
+            let beside = match others.as_deref() {
+                Some(Node::Interior(others)) => Root { level: old.level - 1, child: others[index] },
+                // A smaller map lies in the first child.
+                _ if new.level < old.level && index == 0 => new,
+                _ => Root { level: old.level - 1, child: Child::EMPTY },
+            };
+            let old = Root { level: old.level - 1, child: *child };
+            let child_start = start + index as u64 * child_span;
+            // Behind the beginning of all nodes above, so none of them is met again.
+            if *self.left == 0 && child_start > self.cursor && index > 0 {
+                return Ok(Some(Difference::Stopped(child_start)));
+            }
+            if let Some(found) = self.next(old, beside, child_start)? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// State in the map of `out.len()` blocks from `lba` on.
@@ -704,6 +793,83 @@ mod tests {
             once.replaced.sort_unstable();
             in_parts.replaced.sort_unstable();
             prop_assert_eq!(once.replaced, in_parts.replaced, "each block is given up once");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn a_walk_of_the_difference_meets_what_only_one_map_has_and_nothing_that_both_share(
+            (shared, only_old, only_new) in (edits(), edits(), edits()),
+            nodes_max in 0usize..5,
+        ) {
+            let mut nodes = InMemory::default();
+            let crcs = vec![5u32; 70_000];
+            let mut plain = [BTreeMap::<u64, u64>::new(), BTreeMap::new(), BTreeMap::new()];
+            let mut roots = [Root::default(); 3];
+            let rounds = [(shared, 1), (only_old, 2), (only_new, 3)];
+            for (index, (raw, version)) in rounds.into_iter().enumerate() {
+                // Each map follows the one before, as views do.
+                let before = index.checked_sub(1);
+                let mut root = before.map_or(Root::default(), |before| roots[before]);
+                let mut held = before.map_or_else(BTreeMap::new, |before| plain[before].clone());
+                let mut batch = Vec::new();
+                for (lba, blocks, hole) in disjoint(raw) {
+                    let blocks = if hole { blocks } else { blocks.min(600) };
+                    let place = (version << 32) + lba + 1;
+                    let change = match hole {
+                        true => Change::Hole { version },
+                        false => Change::Data { version, place, crc_at: 0 },
+                    };
+                    batch.push(Edit { lba, blocks, change });
+                    for lba in lba..lba + u64::from(blocks) {
+                        match hole {
+                            true => drop(held.remove(&lba)),
+                            false => drop(held.insert(lba, version)),
+                        }
+                    }
+                }
+                root = update(&mut nodes, root, &batch, &crcs, None).expect("an update");
+                (roots[index], plain[index]) = (root, held);
+            }
+            let [_, old, new] = roots;
+            for from in 0..3 {
+                let (mut cursor, mut above, mut found) = (0, Vec::new(), BTreeMap::new());
+                let mut next = |nodes: &mut InMemory, cursor| {
+                    let (views, left) = ([old, new], &mut nodes_max.clone());
+                    next_difference(nodes, views, from, cursor, left, &mut above).expect("a walk")
+                };
+                while let Some(part) = next(&mut nodes, cursor) {
+                    let (start, node) = match part {
+                        Difference::Leaf { start, node } => (start, node),
+                        Difference::Stopped(at) => {
+                            prop_assert!(at > cursor, "no step forward");
+                            cursor = at;
+                            continue;
+                        }
+                    };
+                    prop_assert!(start >= cursor && node.newest > from);
+                    cursor = start + LEAF_BLOCKS as u64;
+                    let mut beside = [BlockAt::default(); LEAF_BLOCKS];
+                    blocks(&mut nodes, new, start, &mut beside).expect("a walk");
+                    let loaded = nodes.load(0, &node).expect("a read");
+                    let Some(Node::Leaf(leaf)) = loaded.as_deref() else { panic!("a leaf") };
+                    prop_assert!(leaf.blocks != beside, "both maps share it");
+                    for (lba, (block, beside)) in (start..).zip(leaf.blocks.iter().zip(&beside)) {
+                        if block.place != 0 && block.version > from && block.place != beside.place {
+                            found.insert(lba, block.version);
+                        }
+                    }
+                }
+                let lost = plain[1].iter().filter(|(lba, version)| {
+                    **version > from && plain[2].get(lba) != Some(*version)
+                });
+                prop_assert!(found.iter().eq(lost), "above {}", from);
+                let mut unique = above.clone();
+                unique.sort_unstable_by_key(|(level, start, _)| (*level, *start));
+                unique.dedup();
+                prop_assert_eq!(unique.len(), above.len(), "a node was met twice");
+            }
         }
     }
 
