@@ -514,12 +514,11 @@ impl<D: Disk> NodeIo<'_, D> {
     /// Whether a node that failed its checksum is taken as lost. Rot does not pass, and what is
     /// known to be lost can be mended. A read error may pass: nothing is given up for it unless a
     /// peer's copy is at hand.
-    fn given_up(&self, node: &NodeRef) -> Result<(), StoreError> {
-        let is_unreadable = || -> Result<bool, StoreError> {
-            Ok(read_node(self.core, node, &mut Vec::new())?.is_none())
-        };
-        let unreadable = !self.gives_up && node.is_possible() && is_unreadable()?;
-        if !unreadable {
+    fn given_up(&mut self, node: &NodeRef) -> Result<(), StoreError> {
+        if self.gives_up || !node.is_possible() {
+            return Ok(());
+        }
+        if read_node(self.core, node, &mut Vec::new())?.is_some() {
             return Ok(());
         }
         Err(StoreError::Io(IoFault { operation: "read", offset: node.place, errno: EIO }))
