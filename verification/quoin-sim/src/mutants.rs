@@ -216,6 +216,7 @@ pub const ALL: &[Defect] = &[
     store("deleted-views-not-counted", Swarm::Pressure),
     store("breaks-of-the-history-forgotten", Swarm::Pressure),
     store("deletion-waits-for-much-log", Swarm::Pressure),
+    store("nodes-moved-in-their-first-view-alone", Swarm::Pressure),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

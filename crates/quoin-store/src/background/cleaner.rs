@@ -16,6 +16,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::background::kept_views::{Breaks, KeptViews};
+use crate::background::node_moves::{NodeMove, NodeMoves};
 use crate::background::relocation::MovedBlock;
 use crate::core::{BadBlock, Core, NodeIo};
 use crate::disk::Disk;
@@ -66,7 +67,7 @@ type Groups = BTreeMap<u64, Option<MovedGroup>>;
 pub struct CleanJob {
     unit: u32,
     blocks: Vec<Candidate>,
-    nodes: Vec<Edit>,
+    nodes: NodeMoves,
     done: usize,
     /// Units of whose names so little is left that it gets new ones.
     renamed: BTreeSet<(u16, u32)>,
@@ -140,9 +141,9 @@ impl CleanJob {
         self.from_home.values().chain(self.moved_again.values()).any(Option::is_some)
     }
 
-    /// The blocks or nodes of the next step. A group moves as a whole.
+    /// The blocks of the next step. A group moves as a whole.
     fn next_part(&self) -> Range<usize> {
-        let all = self.blocks.len().max(self.nodes.len());
+        let all = self.blocks.len();
         let mut end = (self.done + BLOCKS_A_STEP).min(all);
         while let Some(next) = self.blocks.get(end)
             && end > self.done
@@ -213,8 +214,9 @@ impl Replica {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
-                    let change = Change::Renew { node: entry.epoch };
-                    nodes.push(Edit { lba: entry.lba, blocks: 1, change });
+                    let (place, newest) = (entry.epoch, entry.lsn);
+                    let (base, level) = (entry.lba, entry.kind);
+                    nodes.push(NodeMove { place, base, level, newest });
                     continue;
                 }
                 for (i, crc) in entry.crcs().enumerate() {
@@ -240,7 +242,7 @@ impl Replica {
             }
         })?;
         if complete {
-            nodes.sort_unstable_by_key(|e: &Edit| e.lba);
+            let nodes = NodeMoves::new(nodes);
             let renamed = scarce(&superblock, &segment, &blocks);
             let (from_home, moved_again) = Default::default();
             let (unit, done) = (segment.unit, 0);
@@ -269,16 +271,16 @@ impl Replica {
             if job.moved_again.len() >= GROUPS_PENDING_MAX {
                 self.note_moved_again(core, &mut job)?;
             }
-        } else if !job.nodes.is_empty() {
-            self.renew(core, &job.nodes[part])?;
         }
         job.done = end;
-        if job.done < job.blocks.len().max(job.nodes.len()) {
+        if job.done < job.blocks.len() || !self.step_nodes(core, &mut job.nodes)? {
             self.maintenance.clean = Some(job);
             return Ok(false);
         }
         self.note_moved_again(core, &mut job)?;
         self.note_moved(core, std::mem::take(&mut job.from_home).into_iter())?;
+        #[cfg(debug_assertions)]
+        self.check_no_node_is_left(core, job.unit)?;
         if let Some(segment) = self.family.segments.remove(job.unit) {
             self.maintenance.pending_free.push((job.unit, segment.units));
             if mutant::is("former-places-freed-before-the-table") {
@@ -291,32 +293,35 @@ impl Replica {
         Ok(true)
     }
 
+    /// Compares what was found of the nodes with a look at all views, where these are small.
+    #[cfg(debug_assertions)]
+    fn check_no_node_is_left<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        unit: u32,
+    ) -> Result<(), StoreError> {
+        const FEW_BLOCKS: u64 = 1 << 17;
+        let views = 2 + self.folded.snapshots.len() as u64;
+        let segment = self.family.segments.get(unit);
+        let Some(segment) = segment.filter(|s| s.stream == Stream::Nodes) else { return Ok(()) };
+        if self.head.volume_blocks * views <= FEW_BLOCKS {
+            let blocks = u64::from(segment.units) * u64::from(core.superblock.unit_blocks);
+            let start = core.superblock.unit_start(unit);
+            let bytes = start * BLOCK_SIZE as u64..(start + blocks) * BLOCK_SIZE as u64;
+            assert!(self.has_no_node_in(core, &bytes)?, "a view has a node of a segment that goes");
+        }
+        Ok(())
+    }
+
     /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
     pub fn look_ahead_of_moves<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(()) };
         let looked = match job.blocks.is_empty() {
-            true => self.look_ahead_of_nodes(core, &job),
+            true => self.look_ahead_of_nodes(core, &mut job.nodes),
             false => self.look_ahead_of_blocks(core, &mut job),
         };
         self.maintenance.clean = Some(job);
         looked
-    }
-
-    fn look_ahead_of_nodes<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &CleanJob,
-    ) -> Result<(), StoreError> {
-        let nodes = &job.nodes[job.next_part()];
-        let mut roots: Vec<Root> = self.views_mut().into_iter().map(|root| *root).collect();
-        roots.push(self.family.moved.root);
-        let mut lacking = Ok(());
-        for root in roots {
-            let stretches = nodes.iter().map(Edit::stretch);
-            let io = &mut self.io(core);
-            lacking = lacking.and(tree::look_ahead(io, root, stretches, BLOCKS_A_STEP));
-        }
-        lacking
     }
 
     fn look_ahead_of_blocks<D: Disk>(

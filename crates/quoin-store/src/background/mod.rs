@@ -7,6 +7,7 @@ pub mod due_work;
 pub mod kept_views;
 pub mod look_ahead;
 pub mod maintenance;
+pub mod node_moves;
 pub mod recount;
 pub mod relocation;
 pub mod reverts;

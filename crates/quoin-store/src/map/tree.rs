@@ -146,9 +146,60 @@ pub fn update_some(
     }
     let renews = edits.iter().any(|e| matches!(e.change, Change::Renew { .. }));
     let left = nodes_max;
-    let mut walk = Walk { nodes, edits, crcs, renews, left, moved: false, stopped: None };
+    let (renewal, moved, stopped) = (None, false, None);
+    let mut walk = Walk { nodes, edits, crcs, renews, renewal, left, moved, stopped };
     let child = walk.update(child, level, 0, 0..edits.len(), &mut memo)?;
     Ok((Root { level, child }, walk.stopped))
+}
+
+/// Nodes that are written anew where a map has them: of each edit, in the same order, the level of
+/// its node and whether the map has it. What it says before holds where a part of the map is in the
+/// memo.
+pub struct Renewal<'a> {
+    pub levels: &'a [u8],
+    pub shown: &'a mut [bool],
+}
+
+/// Writes the nodes anew that the edits name, each a [`Change::Renew`] of one node, as far as the
+/// map has them. Leaves that are not among them are not read.
+pub fn renew(
+    nodes: &mut impl Nodes,
+    root: Root,
+    edits: &[Edit],
+    memo: &mut Memo,
+    renewal: Renewal<'_>,
+) -> Result<Root, StoreError> {
+    let (moved, stopped, left) = (false, None, usize::MAX);
+    let renewal = Some(renewal);
+    let mut walk = Walk { nodes, edits, crcs: &[], renews: true, renewal, left, moved, stopped };
+    // What begins behind the map is no part of it.
+    let count = edits.partition_point(|edit| edit.lba < span(root.level));
+    walk.not_shown(root.level, true, count..edits.len());
+    let child = walk.update(root.child, root.level, 0, 0..count, &mut Some(memo))?;
+    Ok(Root { level: root.level, child })
+}
+
+/// The node of this level over the LBAs from `base` on, if the map has one.
+pub fn node_at(
+    nodes: &mut impl Nodes,
+    root: Root,
+    level: u8,
+    base: u64,
+) -> Result<Option<NodeRef>, StoreError> {
+    let (mut child, mut at) = (root.child, root.level);
+    if base >= span(root.level) {
+        return Ok(None);
+    }
+    while let Child::Node(node) = child {
+        if at <= level {
+            return Ok((at == level).then_some(node));
+        }
+        let Some(loaded) = nodes.load(at, &node)? else { break };
+        let Node::Interior(children) = &*loaded else { break };
+        at -= 1;
+        child = children[(base / span(at)) as usize % FANOUT];
+    }
+    Ok(None)
 }
 
 struct Walk<'a, N> {
@@ -157,6 +208,7 @@ struct Walk<'a, N> {
     crcs: &'a [u32],
     /// Whether some edit is a [`Change::Renew`].
     renews: bool,
+    renewal: Option<Renewal<'a>>,
     /// Nodes that it may still look at.
     left: usize,
     /// Whether some LBA was done.
@@ -166,6 +218,36 @@ struct Walk<'a, N> {
 }
 
 impl<N: Nodes> Walk<'_, N> {
+    /// The map has nothing that these edits name at this level, and `below`: nor under it.
+    fn not_shown(&mut self, level: u8, below: bool, range: std::ops::Range<usize>) {
+        let Some(renewal) = &mut self.renewal else { return };
+        for i in range {
+            let is_meant = renewal.levels[i] == level || below && renewal.levels[i] < level;
+            renewal.shown[i] &= !is_meant;
+        }
+    }
+
+    /// What the map had below this level is lost: another one may have it where this one had it.
+    fn perhaps_shown(&mut self, level: u8, range: std::ops::Range<usize>) {
+        let Some(renewal) = &mut self.renewal else { return };
+        for i in range {
+            renewal.shown[i] |= renewal.levels[i] < level;
+        }
+    }
+
+    /// The map has this node: notes which of the edits name it. False: none does.
+    fn note_shown(&mut self, level: u8, place: u64, range: std::ops::Range<usize>) -> bool {
+        let Some(renewal) = &mut self.renewal else { return true };
+        let mut is_named = false;
+        for i in range {
+            if renewal.levels[i] == level {
+                renewal.shown[i] = self.edits[i].change == Change::Renew { node: place };
+                is_named |= renewal.shown[i];
+            }
+        }
+        is_named
+    }
+
     fn update(
         &mut self,
         child: Child,
@@ -177,17 +259,31 @@ impl<N: Nodes> Walk<'_, N> {
         let mut is_lost = false;
         self.left = self.left.saturating_sub(1);
         let old = match child {
-            Child::Hole(_) => None,
+            Child::Hole(_) => {
+                if self.renewal.is_some() {
+                    self.not_shown(level, true, range);
+                    return Ok(child);
+                }
+                None
+            }
             Child::Node(node) => {
                 // Lost nodes have no place of their own.
                 let shared = memo.as_ref().filter(|_| node.place != 0);
                 if let Some(known) = shared.and_then(|m| m.get(&node.place)) {
                     return Ok(*known);
                 }
+                if self.renewal.is_some() && !node.is_possible() {
+                    self.perhaps_shown(level + 1, range);
+                    return Ok(child);
+                }
+                if !self.note_shown(level, node.place, range.clone()) && level == 0 {
+                    return Ok(child);
+                }
                 let loaded = match self.nodes.load(level, &node)? {
                     Some(loaded) => loaded,
                     None => {
                         self.nodes.damaged(level, base, &node)?;
+                        self.perhaps_shown(level, range.clone());
                         is_lost = true;
                         Arc::new(lost(level, node.newest))
                     }
@@ -228,7 +324,10 @@ impl<N: Nodes> Walk<'_, N> {
                 Some(Node::Interior(children)) => children.clone(),
                 _ => Box::new([Child::Hole(version); FANOUT]),
             };
-            let changed = self.update_children(&mut children, level, base, range, memo)?;
+            let changed = match self.renewal.is_some() && is_lost {
+                true => false,
+                false => self.update_children(&mut children, level, base, range, memo)?,
+            };
             let first = children[0];
             let uniform = matches!(first, Child::Hole(_)) && children.iter().all(|c| *c == first);
             match changed {
