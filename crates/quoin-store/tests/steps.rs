@@ -288,6 +288,33 @@ fn a_fold_that_an_increment_waits_for_stops_there_until_its_session_ends() {
     }
 }
 
+/// Leaves that stay are not read, and nodes are looked for only in views that can have them.
+#[test]
+fn clean_up_beside_a_hundred_snapshots_reads_a_bounded_number_of_nodes_in_a_step() {
+    common::break_a_rule();
+    let leaves = 200;
+    let mut volume = Volume::new(64 << 20, leaves * 256);
+    volume.append(&EntryKind::Write, (0..leaves).map(|leaf| leaf * 256), 1);
+    for n in 0..100 {
+        let id = SnapshotId(u128::from(n) + 1);
+        volume.append(&EntryKind::Snapshot { id, hidden: false }, [0], 0);
+        let lba = |i: u64| (n * 20 + i) % leaves * 256 + n;
+        volume.append(&EntryKind::Write, (0..20).map(lba), 1);
+    }
+    volume.pool.settle().expect("folded and recorded");
+    for n in (1..100u128).step_by(2) {
+        volume.append(&EntryKind::DeleteSnapshot { id: SnapshotId(n) }, [0], 0);
+    }
+    let (mut before, mut most, mut steps) = (volume.disk.reads(), 0, 0);
+    volume.work(|pool| {
+        let now = pool.disk().reads();
+        (most, before, steps) = (most.max(now - before), now, steps + 1);
+    });
+    println!("{most} reads at most in one of {steps} steps");
+    assert!(steps > 100, "{steps} steps");
+    assert!(most < 2000, "one of {steps} steps made {most} reads");
+}
+
 /// Has all blocks counted: an increment that is given up leaves what only a count finds.
 fn make_count_due(volume: &mut Volume) {
     volume.pool.settle().expect("folded and recorded");

@@ -30,6 +30,9 @@ use crate::replica::{Replica, Source, may_lack};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
+/// Look-ups of blocks in views in one step, where each block has to be looked for in many; a group
+/// is looked for as a whole.
+const LOOK_UPS_A_STEP: usize = 4096;
 /// Blocks read at once of a segment that is in no cache.
 const PIECE_BLOCKS: u64 = 64;
 /// Groups that wait to be noted in the table of moved blocks.
@@ -142,9 +145,9 @@ impl CleanJob {
     }
 
     /// The blocks of the next step. A group moves as a whole.
-    fn next_part(&self) -> Range<usize> {
-        let all = self.blocks.len();
-        let mut end = (self.done + BLOCKS_A_STEP).min(all);
+    fn next_part(&self, views: &KeptViews) -> Range<usize> {
+        let most = (LOOK_UPS_A_STEP / views.asked_max()).clamp(1, BLOCKS_A_STEP);
+        let mut end = (self.done + most).min(self.blocks.len());
         while let Some(next) = self.blocks.get(end)
             && end > self.done
             && next.key == self.blocks[end - 1].key
@@ -256,11 +259,12 @@ impl Replica {
     pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
         self.merge_shadow(core)?;
-        let part = job.next_part();
-        let end = part.end;
         if !job.blocks.is_empty() {
+            let views = self.kept_views();
+            let part = job.next_part(&views);
+            job.done = part.end;
             let part = job.blocks[part].to_vec();
-            if !self.move_blocks(core, &part, &mut job)? {
+            if !self.move_blocks(core, &views, &part, &mut job)? {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.family.segments.set_aside(job.unit);
                 self.maintenance.clean = Some(job);
@@ -272,7 +276,6 @@ impl Replica {
                 self.note_moved_again(core, &mut job)?;
             }
         }
-        job.done = end;
         if job.done < job.blocks.len() || !self.step_nodes(core, &mut job.nodes)? {
             self.maintenance.clean = Some(job);
             return Ok(false);
@@ -302,7 +305,7 @@ impl Replica {
     ) -> Result<(), StoreError> {
         const FEW_BLOCKS: u64 = 1 << 17;
         let views = 2 + self.folded.snapshots.len() as u64;
-        let segment = self.family.segments.get(unit);
+        let segment = self.family.segments.next_from(unit).filter(|s| s.unit == unit);
         let Some(segment) = segment.filter(|s| s.stream == Stream::Nodes) else { return Ok(()) };
         if self.head.volume_blocks * views <= FEW_BLOCKS {
             let blocks = u64::from(segment.units) * u64::from(core.superblock.unit_blocks);
@@ -330,7 +333,7 @@ impl Replica {
         job: &mut CleanJob,
     ) -> Result<(), StoreError> {
         let (views, mut lacking) = (self.kept_views(), Ok(()));
-        for candidate in &job.blocks[job.next_part()] {
+        for candidate in &job.blocks[job.next_part(&views)] {
             let io = &mut self.io(core);
             let found = io.is_current(candidate).and_then(|is_current| match is_current {
                 true => io.shows(&views, candidate, &mut Vec::new()),
@@ -414,14 +417,14 @@ impl Replica {
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        views: &KeptViews,
         candidates: &[Candidate],
     ) -> Result<Vec<Candidate>, StoreError> {
-        let views = self.kept_views();
         let mut io = self.io(core);
         let (mut live, mut lost) = (Vec::new(), Vec::new());
         for candidate in candidates {
             if mutant::is("moved-block-overwrites-a-newer-one")
-                || io.shows(&views, candidate, &mut lost)?
+                || io.shows(views, candidate, &mut lost)?
             {
                 live.push(*candidate);
             }
@@ -435,7 +438,8 @@ impl Replica {
         let change = Change::Renew { node: u64::MAX };
         let lost: Vec<Edit> = lost.into_iter().map(|lba| Edit { lba, blocks: 1, change }).collect();
         self.update_views(core, &lost, &[])?;
-        self.live_of(core, candidates)
+        let views = self.kept_views();
+        self.live_of(core, &views, candidates)
     }
 
     /// Those of these blocks that count: others were moved on since. Where the table lost its entry,
@@ -476,11 +480,12 @@ impl Replica {
     fn move_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        views: &KeptViews,
         part: &[Candidate],
         job: &mut CleanJob,
     ) -> Result<bool, StoreError> {
         let current = self.current_of(core, part, job)?;
-        let live = self.live_of(core, &current)?;
+        let live = self.live_of(core, views, &current)?;
         let superblock = core.superblock;
         let is_renamed = |candidate: &Candidate| {
             let home = candidate.home(&superblock);

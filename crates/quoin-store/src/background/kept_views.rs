@@ -76,6 +76,11 @@ impl KeptViews {
         KeptViews::new(Vec::new(), live, &Breaks::default(), Vec::new())
     }
 
+    /// Number of views that may have to be asked about one block.
+    pub fn asked_max(&self) -> usize {
+        1 + self.begins.len() + self.others.len()
+    }
+
     /// The views to ask about a block of this version.
     pub fn ask(&self, version: u64) -> Question<'_> {
         Question { views: self, at: view_behind(&self.newest, version), is_decided: false }

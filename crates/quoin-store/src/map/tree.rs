@@ -269,14 +269,16 @@ impl<N: Nodes> Walk<'_, N> {
             Child::Node(node) => {
                 // Lost nodes have no place of their own.
                 let shared = memo.as_ref().filter(|_| node.place != 0);
-                if let Some(known) = shared.and_then(|m| m.get(&node.place)) {
-                    return Ok(*known);
-                }
+                let known = shared.and_then(|m| m.get(&node.place)).copied();
                 if self.renewal.is_some() && !node.is_possible() {
                     self.perhaps_shown(level + 1, range);
                     return Ok(child);
                 }
-                if !self.note_shown(level, node.place, range.clone()) && level == 0 {
+                let is_named = self.note_shown(level, node.place, range.clone());
+                if let Some(known) = known {
+                    return Ok(known);
+                }
+                if !is_named && level == 0 {
                     return Ok(child);
                 }
                 let loaded = match self.nodes.load(level, &node)? {

@@ -737,7 +737,7 @@ mod tests {
                 unit,
                 units,
                 stream: [Stream::Log, Stream::Moved, Stream::Nodes][n as usize % 3],
-                generation: 0,
+                generation: n as u16 % 5,
                 sequence: u64::from(n) + 1,
                 used_blocks: units * 1000,
                 live_bytes: u64::from(n % 97) * 40_000,
