@@ -13,3 +13,4 @@ mod node;
 mod process;
 mod services;
 mod snapshots;
+mod topology;
