@@ -1,4 +1,4 @@
-//! Snapshots that the controller wishes of a volume, and the state machine's answers.
+//! Commands of the controller about a volume's snapshots, and the state machine's answers.
 
 use std::collections::VecDeque;
 use std::time::SystemTime;
@@ -8,7 +8,7 @@ use quoin_types::ids::SnapshotId;
 use quoin_types::{Time, VolumeId};
 
 use super::{Ask, Shard};
-use crate::commands::Answer;
+use crate::commands::{Answer, Command};
 
 /// When wishes were passed on first, for the time of the cut: the last ones, in their order.
 #[derive(Default)]
@@ -32,8 +32,18 @@ impl Wished {
 }
 
 impl Shard {
+    pub(super) fn command(&mut self, now: Time, id: VolumeId, command: Command) {
+        match command {
+            Command::Snapshot { id: snapshot, wish } => self.wish_snapshot(now, id, snapshot, wish),
+            Command::Revert { snapshot, attempt } => {
+                self.event(now, id, PrimaryEvent::Revert { snapshot, attempt });
+            }
+            Command::Pull(request) => self.event(now, id, PrimaryEvent::Changes(request)),
+        }
+    }
+
     /// Passes a wish on. A volume that does not serve drops it, and the controller repeats it.
-    pub(super) fn wish_snapshot(
+    fn wish_snapshot(
         &mut self,
         now: Time,
         id: VolumeId,
