@@ -69,6 +69,8 @@ impl Attachments {
                 known.volumes_max
             )));
         }
+        let _excluding = self.state.snapshots.reverting.read().await;
+        crate::snapshot::reverts::check_none_under_way(&self.state, &volume)?;
         let term = self.state.term();
         let change = |volume: &mut VolumeRecord| attach(volume, publish, term);
         let (volume, new) = match self.state.update_volume(volume.id.0, change).await {

@@ -26,6 +26,7 @@ mod replacement;
 mod salvage;
 mod scale;
 mod server;
+mod reverts;
 mod snapshots;
 mod taking_back;
 mod targets;
