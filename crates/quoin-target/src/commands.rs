@@ -2,8 +2,8 @@
 //!
 //! A command goes to the shard of its volume, which wishes it of the volume's state machine; what that
 //! answers is reported. Nothing is kept in between: the controller repeats a command until it has the
-//! outcome, and the state machine answers a repeat as it did the first one. The history door is of
-//! the same kind: a part of a snapshot's content is a command, and the part is its outcome.
+//! outcome, and the state machine answers a repeat as it did the first one. To read a
+//! part of a snapshot's content is a command too, and the part is its outcome.
 
 use std::time::{Duration, SystemTime};
 

@@ -1,4 +1,4 @@
-//! The history door: parts of a snapshot's content, or of what changed in it, for users and backups.
+//! Parts of a snapshot's content, or of what changed in it, for users and backups.
 //!
 //! A caller asks for one part after the other. The volume's target is told by a command, reads the
 //! part from a replica and answers by a call; nothing is recorded, and a caller that is gone takes its
@@ -151,7 +151,7 @@ impl Drop for Asked<'_> {
     }
 }
 
-/// The door of snapshots' content.
+/// What snapshots hold, part by part.
 pub struct History {
     state: Arc<State>,
     catalog: Arc<Snapshots>,
