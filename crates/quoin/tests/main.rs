@@ -49,6 +49,7 @@ mod scaling;
 mod shards;
 mod shutdown;
 mod slow_replica;
+mod snapshot_contents;
 mod snapshots;
 mod terms;
 mod unexpected_peers;
