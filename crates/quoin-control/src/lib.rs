@@ -39,6 +39,7 @@ pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
     run, serve,
 };
+pub use snapshot::history::check_part;
 pub use state::{events, records, revert_records, snapshot_records, store};
 pub use status::health;
 pub use status::metrics::Metrics;

@@ -196,7 +196,7 @@ impl History {
             want_data: asked.want_data,
         };
         let part = self.part(&snapshot, &pull).await?;
-        check(&part, &pull, size_bytes)?;
+        check_part(&part, &pull, size_bytes)?;
         let next_offset = part.next_block.map(|block| block.saturating_mul(BLOCK));
         Ok(SnapshotPart { ranges: part.ranges, next_offset, size_bytes, encrypted })
     }
@@ -291,9 +291,9 @@ fn refusal(refused: &CommandRefused, snapshot: &str) -> Error {
 ///
 /// # Errors
 /// What cannot be.
-fn check(part: &PulledPart, pull: &PullPart, size_bytes: u64) -> Result<(), Error> {
+pub fn check_part(part: &PulledPart, pull: &PullPart, size_bytes: u64) -> Result<(), Error> {
     let wrong = |why: &str| Err(Error::Busy(format!("the target's answer cannot be: {why}")));
-    let from = pull.cursor_block * BLOCK;
+    let from = pull.cursor_block.saturating_mul(BLOCK);
     let end = match part.next_block {
         Some(next) if next <= pull.cursor_block => return wrong("no progress"),
         Some(next) => next.saturating_mul(BLOCK).min(size_bytes),
@@ -368,7 +368,7 @@ mod tests {
         };
         let of = |ranges: Vec<SnapshotRange>, next_block| {
             let part = PulledPart { ranges, next_block, ..PulledPart::default() };
-            check(&part, &pull(), 10 * BLOCK).is_ok()
+            check_part(&part, &pull(), 10 * BLOCK).is_ok()
         };
         assert!(of(vec![range(2, 3), range(5, 5)], None));
         assert!(of(vec![range(2, 3)], Some(5)));
@@ -383,7 +383,7 @@ mod tests {
         assert!(!of(vec![data.clone()], None), "data that nobody wanted");
         let wanted = PullPart { want_data: true, ..pull() };
         let part = |ranges| PulledPart { ranges, ..PulledPart::default() };
-        assert!(check(&part(vec![data]), &wanted, 10 * BLOCK).is_ok());
-        assert!(check(&part(vec![range(2, 1)]), &wanted, 10 * BLOCK).is_err(), "without its data");
+        assert!(check_part(&part(vec![data]), &wanted, 10 * BLOCK).is_ok());
+        assert!(check_part(&part(vec![range(2, 1)]), &wanted, 10 * BLOCK).is_err(), "without its data");
     }
 }

@@ -12,7 +12,7 @@
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
-pub(crate) mod history;
+pub mod history;
 pub(crate) mod keeper;
 pub(crate) mod recovery;
 pub(crate) mod reverts;
