@@ -612,6 +612,7 @@ impl Shard {
                 }
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
                 PrimaryAction::Changes { token, answer } => {
+                    self.reports.metrics.pulled.inc_by(snapshots::data_bytes(&answer));
                     self.reports.ask(Ask::Pulled { volume: id, token, answer });
                 }
                 PrimaryAction::Timer { at } => {

@@ -3,9 +3,11 @@
 use std::collections::VecDeque;
 use std::time::SystemTime;
 
-use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+use quoin_replication::primary::{
+    ChangesAnswer, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+};
 use quoin_types::ids::SnapshotId;
-use quoin_types::{Time, VolumeId};
+use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 
 use super::{Ask, Shard};
 use crate::commands::{Answer, Command};
@@ -28,6 +30,14 @@ impl Wished {
             self.0.pop_front();
         }
         self.0.push_back((id, SystemTime::now()));
+    }
+}
+
+/// Bytes of data in a part of a snapshot.
+pub(super) fn data_bytes(answer: &ChangesAnswer) -> u64 {
+    match answer {
+        ChangesAnswer::Part { slots, .. } => slots.len() as u64 * BLOCK_SIZE as u64,
+        _ => 0,
     }
 }
 
