@@ -25,9 +25,15 @@ const END: u32 = 3;
 /// A stretch of the snapshot.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Record {
-    Data { offset: u64, data: Vec<u8> },
+    Data {
+        offset: u64,
+        data: Vec<u8>,
+    },
     /// It reads as zeroes.
-    Hole { offset: u64, length: u64 },
+    Hole {
+        offset: u64,
+        length: u64,
+    },
 }
 
 impl Record {

@@ -409,7 +409,13 @@ fn changes(
     loop {
         token += 1;
         c.changes.clear();
-        c.event(PrimaryEvent::Changes(ChangesRequest { token, from, to, cursor, want_data: false }));
+        c.event(PrimaryEvent::Changes(ChangesRequest {
+            token,
+            from,
+            to,
+            cursor,
+            want_data: false,
+        }));
         c.run(std::time::Duration::from_secs(1));
         let (said, answer) = c.changes.pop().expect("an answer");
         assert_eq!(said, token);
@@ -482,9 +488,7 @@ fn contents(c: &mut Cluster, to: u128) -> Result<Vec<(u64, u8)>, ChangesAnswer> 
         let answer = content(c, to, cursor);
         let ChangesAnswer::Part { slots, next, .. } = &answer else { return Err(answer) };
         for slot in slots {
-            let Content::Data { data, .. } = &slot.content else {
-                panic!("{slot:?}")
-            };
+            let Content::Data { data, .. } = &slot.content else { panic!("{slot:?}") };
             blocks.push((slot.lba, data[0]));
         }
         match next {

@@ -222,9 +222,7 @@ pub async fn edit(options: EditOptions, client: &ClientOptions, format: Format) 
     }
     let kept = || format!("what was written is kept in {}", path.display());
     let documents = document::read(&after, "the document").with_context(kept)?;
-    let is_of_it = |declared: &Declared| {
-        matches!(declared, Declared::Volume(one) if one.metadata.name == before.metadata.name)
-    };
+    let is_of_it = |declared: &Declared| matches!(declared, Declared::Volume(one) if one.metadata.name == before.metadata.name);
     if documents.len() != 1 || !is_of_it(&documents[0]) {
         bail!("one document of volume {} is wanted; {}", before.metadata.name, kept());
     }

@@ -414,7 +414,8 @@ mod tests {
         let text = |kind: &str, spec: &str| {
             format!("apiVersion: quoin/v1\nkind: {kind}\nmetadata: {{name: s}}\nspec: {spec}\n")
         };
-        let one = |kind: &str, spec: &str| read(&text(kind, spec), "x").map(|mut all| all.remove(0));
+        let one =
+            |kind: &str, spec: &str| read(&text(kind, spec), "x").map(|mut all| all.remove(0));
         let snapshot = one("Snapshot", "{volume: db}").unwrap();
         assert!(matches!(snapshot, Declared::Snapshot(document) if document.spec.volume == "db"));
         let schedule = one("Schedule", "{volume: db, every: 1h, keep: 24}").unwrap();

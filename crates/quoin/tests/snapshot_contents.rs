@@ -60,11 +60,8 @@ fn a_snapshot_is_exported_while_the_volume_is_written_and_its_changes_make_the_n
     fill(&client, 0..ALL, 3);
 
     let diff = dev.json(&["snapshot", "diff", "db", "first", "second"]);
-    let range = |lba: u64, blocks: u64, change: &str| {
-        json!({"offset": lba * BLOCK, "length": blocks * BLOCK, "change": change})
-    };
-    let expected =
-        [range(100, 50, "data"), range(150, 50, "hole"), range(ALL_BUT_LAST, 1, "data")];
+    let range = |lba: u64, blocks: u64, change: &str| json!({"offset": lba * BLOCK, "length": blocks * BLOCK, "change": change});
+    let expected = [range(100, 50, "data"), range(150, 50, "hole"), range(ALL_BUT_LAST, 1, "data")];
     assert_eq!(diff["ranges"], Value::from(expected.to_vec()));
     assert_eq!(diff["changedBytes"], 101 * BLOCK);
     let backwards = refusal(&dev, &["snapshot", "diff", "db", "second", "first"]);
@@ -72,7 +69,10 @@ fn a_snapshot_is_exported_while_the_volume_is_written_and_its_changes_make_the_n
 
     let (full, more) = (path("full"), path("more"));
     let made = dev.json(&["snapshot", "export", "first", "--to", &full]);
-    assert_eq!((&made["dataBytes"], &made["sizeBytes"]), (&(300 * BLOCK).into(), &(16 << 20).into()));
+    assert_eq!(
+        (&made["dataBytes"], &made["sizeBytes"]),
+        (&(300 * BLOCK).into(), &(16 << 20).into())
+    );
     let made = dev.json(&["snapshot", "export", "second", "--since", "first", "--to", &more]);
     assert_eq!(made["dataBytes"], 51 * BLOCK);
     assert_eq!(made["holeBytes"], 50 * BLOCK);
@@ -152,7 +152,12 @@ fn a_volume_goes_back_to_a_snapshot_whoever_is_killed_meanwhile_and_nobody_has_i
     let client = dev.client("db");
     let is = |lba: u64, version: u64| {
         let read = client.read(lba * BLOCK, BLOCK as u32).unwrap();
-        read[..] == if version == 0 { vec![0; BLOCK as usize] } else { crate::support::block(lba, version) }[..]
+        read[..]
+            == if version == 0 {
+                vec![0; BLOCK as usize]
+            } else {
+                crate::support::block(lba, version)
+            }[..]
     };
     assert!((0..200).all(|lba| is(lba, 1)), "the content of the snapshot");
     assert!((200..300).all(|lba| is(lba, 0)), "what was written since is gone");

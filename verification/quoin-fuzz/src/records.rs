@@ -40,7 +40,8 @@ pub fn run(input: &[u8]) {
             let Some((from, rest)) = rest.split_first_chunk::<8>() else { return };
             let Ok(part) = PulledPart::decode(rest) else { return };
             let cursor_block = u64::from_le_bytes(*from) >> 12;
-            let pull = PullPart { cursor_block, want_data: from[0] & 1 == 1, ..PullPart::default() };
+            let pull =
+                PullPart { cursor_block, want_data: from[0] & 1 == 1, ..PullPart::default() };
             let size_bytes = 64 << 20;
             if check_part(&part, &pull, size_bytes).is_ok() {
                 let end = |range: &SnapshotRange| range.offset + range.length;
@@ -67,7 +68,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
         "rf":1,"cf":1,"drf":1,"known":[{"id":"00000000000000000000000000000002",
         "guid":"00000000000000000000000000000003"}],"retired":[],"formed":true},"replicas":[]}"#;
     let sizes = [&[3][..], &1u64.to_le_bytes(), &u64::MAX.to_le_bytes()].concat();
-    let range = SnapshotRange { offset: 8192, length: 4096, hole: true, ..SnapshotRange::default() };
+    let range =
+        SnapshotRange { offset: 8192, length: 4096, hole: true, ..SnapshotRange::default() };
     let part = PulledPart { ranges: vec![range], next_block: Some(9), ..PulledPart::default() };
     let part = [&[4][..], &[0; 8], &part.encode_to_vec()].concat();
     vec![part, asked, [&[0][..], volume].concat(), vec![1, b'{', b'}'], sizes]

@@ -195,9 +195,7 @@ impl Commands {
             api::command_refused::Reason::TooManySnapshots => {
                 too_many(&snapshot.volume_name).to_string()
             }
-            _ => {
-                refused.message.chars().take(1024).collect()
-            }
+            _ => refused.message.chars().take(1024).collect(),
         };
         let change = |snapshot: &mut SnapshotRecord| {
             let is_news = snapshot.phase == SnapshotPhase::Wished;

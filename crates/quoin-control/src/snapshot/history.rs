@@ -384,6 +384,9 @@ mod tests {
         let wanted = PullPart { want_data: true, ..pull() };
         let part = |ranges| PulledPart { ranges, ..PulledPart::default() };
         assert!(check_part(&part(vec![data]), &wanted, 10 * BLOCK).is_ok());
-        assert!(check_part(&part(vec![range(2, 1)]), &wanted, 10 * BLOCK).is_err(), "without its data");
+        assert!(
+            check_part(&part(vec![range(2, 1)]), &wanted, 10 * BLOCK).is_err(),
+            "without its data"
+        );
     }
 }

@@ -219,9 +219,8 @@ pub(super) async fn done(
     if lsn == 0 || lsn > quoin_types::LSN_MAX.0 {
         return Err(Error::invalid("lsn", format!("{lsn} is out of range")));
     }
-    let change = |found: &mut RevertRecord| {
-        Ok(found.attempt == revert.attempt && found.done(lsn, now_ms()))
-    };
+    let change =
+        |found: &mut RevertRecord| Ok(found.attempt == revert.attempt && found.done(lsn, now_ms()));
     let updated = state.snapshots.reverts.update(&revert.name(), change).await?;
     if let Some((revert, true)) = updated {
         let message = format!("to snapshot {:?}, as of LSN {lsn}", revert.snapshot_name);
@@ -261,9 +260,8 @@ pub(super) async fn refused(
 /// The hidden snapshot of an attempt is gone.
 pub(super) async fn cleared(state: &State, volume: VolumeId, attempt: &str) -> Result<(), Error> {
     let Some(revert) = named(state, volume, attempt) else { return Ok(()) };
-    let change = |found: &mut RevertRecord| {
-        Ok(found.attempt == revert.attempt && found.cleared(now_ms()))
-    };
+    let change =
+        |found: &mut RevertRecord| Ok(found.attempt == revert.attempt && found.cleared(now_ms()));
     let updated = state.snapshots.reverts.update(&revert.name(), change).await?;
     if let Some((revert, true)) = updated {
         tell_of_failure(state, volume, &revert);
@@ -319,7 +317,9 @@ pub(super) fn open(
 pub(super) fn command(revert: &RevertRecord, term: &[u8]) -> TargetCommand {
     let attempt = revert.attempt.0.to_string();
     let what = match revert.phase {
-        RevertPhase::Wished => What::RevertTo(RevertTo { snapshot_id: revert.snapshot.0.to_string() }),
+        RevertPhase::Wished => {
+            What::RevertTo(RevertTo { snapshot_id: revert.snapshot.0.to_string() })
+        }
         _ => What::RemoveSnapshot(RemoveSnapshot { snapshot_id: attempt.clone() }),
     };
     TargetCommand {

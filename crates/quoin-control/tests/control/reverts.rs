@@ -59,7 +59,8 @@ impl Cluster {
     async fn refuse(&self, node: &str, reason: command_refused::Reason) {
         let [command] = &self.commands(node)[..] else { panic!("one command") };
         let refused = CommandRefused { reason: reason.into(), message: "in words".into() };
-        let outcome = CommandOutcome { what: Some(Ended::Refused(refused)), ..outcome(node, command) };
+        let outcome =
+            CommandOutcome { what: Some(Ended::Refused(refused)), ..outcome(node, command) };
         self.controller.snapshots.commands.ended(&outcome).await.unwrap();
     }
 }
@@ -276,9 +277,8 @@ async fn what_is_no_part_of_a_snapshot_is_refused_with_the_field_and_the_rule() 
     cluster.attach("other", "n2").await.unwrap();
     cluster.made("other", "n2", "o").await;
     let history = &cluster.controller.snapshots.history;
-    let code = |asked: PullSnapshotRequest| async move {
-        history.pull(&asked).await.unwrap_err().code()
-    };
+    let code =
+        |asked: PullSnapshotRequest| async move { history.pull(&asked).await.unwrap_err().code() };
     let since = |snapshot, since| PullSnapshotRequest { since: named(since), ..asked(snapshot, 0) };
     assert_eq!(code(asked("nosuch", 0)).await, tonic::Code::NotFound);
     assert_eq!(code(since("s", "nosuch")).await, tonic::Code::NotFound);

@@ -29,7 +29,11 @@ fn by_id(id: impl ToString) -> Option<VolumeRef> {
 }
 
 impl Cluster {
-    pub(super) async fn snap(&self, volume: &str, name: &str) -> Result<Arc<SnapshotRecord>, Error> {
+    pub(super) async fn snap(
+        &self,
+        volume: &str,
+        name: &str,
+    ) -> Result<Arc<SnapshotRecord>, Error> {
         self.controller.snapshots.catalog.create(by_name(volume).as_ref(), name).await
     }
 

@@ -53,13 +53,7 @@ impl Shard {
     }
 
     /// Passes a wish on. A volume that does not serve drops it, and the controller repeats it.
-    fn wish_snapshot(
-        &mut self,
-        now: Time,
-        id: VolumeId,
-        snapshot: SnapshotId,
-        wish: SnapshotWish,
-    ) {
+    fn wish_snapshot(&mut self, now: Time, id: VolumeId, snapshot: SnapshotId, wish: SnapshotWish) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match wish {
             // The entry is appended with the first wish that comes while IO is served.

@@ -264,7 +264,8 @@ mod tests {
     #[test]
     fn only_the_settings_that_differ_are_changes() {
         let settings = spec("1h", Some(24), Some("7d")).settings().unwrap();
-        let there = Schedule { every_s: 3600, keep: 24, keep_for_s: 604_800, ..Schedule::default() };
+        let there =
+            Schedule { every_s: 3600, keep: 24, keep_for_s: 604_800, ..Schedule::default() };
         assert!(settings.differences(&there).is_empty());
         let other = Schedule { every_s: 7200, keep_for_s: 0, ..there };
         let changes = settings.differences(&other);

@@ -79,7 +79,8 @@ impl FileView {
 
 fn open(file: &Path) -> Result<Reader<BufReader<File>>> {
     let opened = File::open(file).with_context(|| format!("open {}", file.display()))?;
-    Reader::begin(BufReader::with_capacity(BUFFER_BYTES, opened)).map_err(|error| in_file(file, error))
+    Reader::begin(BufReader::with_capacity(BUFFER_BYTES, opened))
+        .map_err(|error| in_file(file, error))
 }
 
 fn in_file(file: &Path, error: quoin_export::Error) -> anyhow::Error {
@@ -106,9 +107,8 @@ pub fn verify(files: &[PathBuf], format: Format) -> Result<()> {
 /// # Errors
 /// The file does not follow the one before it.
 fn check_follows(before: Option<&Header>, header: &Header) -> Result<()> {
-    let of = |header: &Header| {
-        format!("snapshot {} of volume {}", header.point.snapshot, header.volume)
-    };
+    let of =
+        |header: &Header| format!("snapshot {} of volume {}", header.point.snapshot, header.volume);
     match (before, &header.since) {
         (None, None) => Ok(()),
         (None, Some(since)) => bail!(
@@ -143,9 +143,8 @@ pub fn unpack(options: &UnpackOptions, format: Format) -> Result<()> {
     partial.push(".partial");
     let partial = PathBuf::from(partial);
     let image = OpenOptions::new().write(true).create(true).truncate(true).open(&partial);
-    let image = image.map_err(|error| {
-        anyhow!("cannot create {} ({error}): correct --to", partial.display())
-    })?;
+    let image = image
+        .map_err(|error| anyhow!("cannot create {} ({error}): correct --to", partial.display()))?;
     let view = match apply_all(&options.files, &image) {
         Ok(view) => view,
         Err(error) => {

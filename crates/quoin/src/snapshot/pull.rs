@@ -47,8 +47,10 @@ impl Pull<'_> {
                 }
                 Err(status) => status,
             };
-            let passes =
-                matches!(status.code(), Code::Unavailable | Code::ResourceExhausted | Code::Unknown);
+            let passes = matches!(
+                status.code(),
+                Code::Unavailable | Code::ResourceExhausted | Code::Unknown
+            );
             if !passes || began.elapsed() > self.client.timeout() {
                 return Err(refusal(status));
             }
