@@ -482,7 +482,7 @@ fn content(c: &mut Cluster, to: u128, cursor: u64) -> ChangesAnswer {
 }
 
 /// Block and first byte of each, of the parts from `cursor` on; or the answer that is no part.
-fn contents(c: &mut Cluster, to: u128) -> Result<Vec<(u64, u8)>, ChangesAnswer> {
+fn pulled_contents(c: &mut Cluster, to: u128) -> Result<Vec<(u64, u8)>, ChangesAnswer> {
     let (mut cursor, mut blocks) = (0, Vec::new());
     loop {
         let answer = content(c, to, cursor);
@@ -509,7 +509,7 @@ fn data_of_a_snapshot_comes_as_stored_from_a_member_with_a_good_copy_and_what_is
         c.write(block, 0xee);
     }
     let whole: Vec<(u64, u8)> = (0..200).map(|block| (block * 2, block as u8)).collect();
-    assert_eq!(contents(&mut c, 7), Ok(whole.clone()));
+    assert_eq!(pulled_contents(&mut c, 7), Ok(whole.clone()));
     let view = ReadView::Snapshot(SnapshotId(7));
     let spoil = |c: &mut Cluster, host: usize, lba| {
         let guid = c.hosts[host].member.guid;
@@ -519,11 +519,11 @@ fn data_of_a_snapshot_comes_as_stored_from_a_member_with_a_good_copy_and_what_is
     for (host, lba) in [(0, 0), (1, 100), (2, 200), (0, 102), (1, 0)] {
         spoil(&mut c, host, lba);
     }
-    assert_eq!(contents(&mut c, 7), Ok(whole));
+    assert_eq!(pulled_contents(&mut c, 7), Ok(whole));
     for host in [0, 2] {
         spoil(&mut c, host, 100);
     }
-    assert_eq!(contents(&mut c, 7), Err(ChangesAnswer::Damaged { lba: 100 }));
+    assert_eq!(pulled_contents(&mut c, 7), Err(ChangesAnswer::Damaged { lba: 100 }));
     assert!(matches!(content(&mut c, 7, 101), ChangesAnswer::Part { .. }), "others are there");
 }
 
