@@ -28,6 +28,9 @@ use crate::state::{State, about, random_id};
 use crate::time::now_ms;
 use crate::{Error, text};
 
+/// Time for which a Revert waits for the removal of the last one's record.
+const REMOVAL_TIME: Duration = Duration::from_secs(3);
+
 /// Returns of volumes to snapshots.
 pub struct Reverts {
     state: Arc<State>,
@@ -105,9 +108,26 @@ impl Reverts {
             failure: String::new(),
             recorded: false,
         };
+        self.last_is_removed(&wished.name()).await;
         let revert = self.wish(wished).await?;
         self.state.tell_target(volume.id.0);
         Ok(revert)
+    }
+
+    /// Waits, for a moment at most, until the record of the last Revert in the history is removed.
+    async fn last_is_removed(&self, name: &str) {
+        let mut changes = self.state.changes();
+        let removed = async {
+            loop {
+                let last = self.state.snapshots.reverts.get(name);
+                let ends = last.is_some_and(|last| last.is_open() && !last.is_under_way());
+                if !ends || changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        // Whether it is gone by then is looked at with the lock held.
+        let _ = tokio::time::timeout(REMOVAL_TIME, removed).await;
     }
 
     async fn wish(&self, wished: RevertRecord) -> Result<Arc<RevertRecord>, Error> {
