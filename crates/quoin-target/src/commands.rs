@@ -273,7 +273,7 @@ impl Control {
     /// Reports the outcome of a command. Where that fails the controller repeats the command, and
     /// the next outcome is reported.
     pub async fn report_outcome(&self, volume: VolumeId, answer: Answer) {
-        self.report(volume, outcome(&self.options.node, volume, &answer)).await;
+        self.report_ended(volume, outcome(&self.options.node, volume, &answer)).await;
     }
 
     /// As [`Self::report_outcome`], of a Revert.
@@ -284,7 +284,7 @@ impl Control {
         outcome: RevertOutcome,
     ) {
         let outcome = revert_outcome(&self.options.node, volume, attempt, outcome);
-        self.report(volume, outcome).await;
+        self.report_ended(volume, outcome).await;
     }
 
     /// As [`Self::report_outcome`], of a pull.
@@ -298,7 +298,7 @@ impl Control {
         }
     }
 
-    async fn report(&self, volume: VolumeId, outcome: CommandOutcome) {
+    async fn report_ended(&self, volume: VolumeId, outcome: CommandOutcome) {
         let mut request = tonic::Request::new(outcome);
         request.set_timeout(CALL_MAX);
         if let Err(status) = AgentClient::new(self.channel.clone()).report_outcome(request).await {
