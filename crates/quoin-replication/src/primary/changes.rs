@@ -160,8 +160,8 @@ impl Primary {
         (from <= to.lsn).then_some((from, to.lsn, to.blocks))
     }
 
-    /// Asks members for what is requested.
-    pub(super) fn step_changes(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+    /// Asks members for what is requested. Returns true if an answer waits for the lease.
+    pub(super) fn step_changes(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) -> bool {
         let ids: Vec<RequestId> = self.changes.open.keys().copied().collect();
         for id in ids {
             let Some(asking) = self.changes.open.get(&id) else { continue };
@@ -229,6 +229,7 @@ impl Primary {
             };
             self.send(index, message, actions);
         }
+        !self.changes.ready.is_empty()
     }
 
     /// Handles a member's answer. Returns true if it was to a request for changes.

@@ -69,7 +69,9 @@ impl Primary {
                 self.step_bulk(now, actions);
                 if self.phase == Phase::Serving {
                     // The pace was stepped with the rebuilds.
-                    self.step_changes(now, actions);
+                    if self.step_changes(now, actions) {
+                        self.release(now, actions);
+                    }
                 }
                 self.send_entries(now, actions);
             }
