@@ -47,7 +47,8 @@ impl Cluster {
     async fn lent(&self) -> String {
         self.look().await;
         let node = self.volume("db").owner.clone().expect("a target is lent");
-        self.open_volume(self.volume("db").id.0, &node, 9).await;
+        let incarnation = 100 + u128::from(self.volume("db").epoch);
+        self.open_volume(self.volume("db").id.0, &node, incarnation).await;
         self.serving("db", &[]).await;
         node
     }
