@@ -197,15 +197,15 @@ fn check_kind(value: &serde_yaml_ng::Value) -> Result<&'static str> {
              metadata and spec; `quoin volume get NAME --manifest` prints one"
         );
     };
-    let one_of = |field: &str, known: &[&'static str], shown: &str| match fields.get(field) {
-        Some(found) => match known.iter().find(|known| found.as_str() == Some(known)) {
-            Some(known) => Ok(*known),
-            None => {
-                let found = serde_json::to_string(found)?;
-                bail!("{field}: {found} is unknown to this Quoin; write {field}: {shown}")
-            }
-        },
-        None => bail!("{field} is missing: write {field}: {shown}"),
+    let one_of = |field: &str, known: &[&'static str], shown: &str| -> Result<&'static str> {
+        let Some(found) = fields.get(field) else {
+            bail!("{field} is missing: write {field}: {shown}")
+        };
+        let Some(known) = known.iter().find(|known| found.as_str() == Some(**known)) else {
+            let found = serde_json::to_string(found)?;
+            bail!("{field}: {found} is unknown to this Quoin; write {field}: {shown}")
+        };
+        Ok(known)
     };
     one_of("apiVersion", &[API_VERSION], API_VERSION)?;
     let kinds = [KIND, SNAPSHOT_KIND, SCHEDULE_KIND];
