@@ -205,7 +205,7 @@ fn check_kind(value: &serde_yaml_ng::Value) -> Result<&'static str> {
             let found = serde_json::to_string(found)?;
             bail!("{field}: {found} is unknown to this Quoin; write {field}: {shown}")
         };
-        Ok(known)
+        Ok(*known)
     };
     one_of("apiVersion", &[API_VERSION], API_VERSION)?;
     let kinds = [KIND, SNAPSHOT_KIND, SCHEDULE_KIND];
