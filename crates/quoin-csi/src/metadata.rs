@@ -53,7 +53,7 @@ impl Message for GetMetadataDeltaResponse {
     }
 }
 
-/// What a stream is about.
+/// Request of a stream.
 struct Asked {
     backend: Backend,
     base: Option<api::Snapshot>,

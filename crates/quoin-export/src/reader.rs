@@ -77,7 +77,7 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// What a file holds, as far as it is whole.
+/// Content of a file, as far as it is whole.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Scan {
     pub header: Header,

@@ -67,7 +67,7 @@ pub(crate) struct Head {
     length: u64,
 }
 
-/// What follows a head.
+/// Content behind a head.
 pub(crate) enum Follows {
     Data { offset: u64, length: usize, sum: u32 },
     Hole { offset: u64, length: u64 },

@@ -8,7 +8,7 @@ pub fn run(input: &[u8]) {
     let Ok(found) = scan(input) else { return };
     assert!(found.whole_bytes <= input.len() as u64, "more than there is");
     assert!(found.totals.reached <= found.header.size_bytes, "beyond the snapshot");
-    // What is whole can be written again, and is the same then.
+    // The whole part can be written again, and is the same then.
     let Ok(mut reader) = Reader::begin(input) else { return };
     let Ok(mut writer) = Writer::begin(Vec::new(), reader.header()) else { return };
     while let Ok(Some(record)) = reader.next_record() {

@@ -58,7 +58,7 @@ pub struct CommandStream {
 struct Sent<K>(BTreeMap<K, Instant>);
 
 impl<K: Ord + Clone> Sent<K> {
-    /// Those of the open commands that are to be sent now. The others are forgotten.
+    /// Open commands that are to be sent now. Commands that are not open any more are forgotten.
     fn due(&mut self, now: Instant, open: impl Iterator<Item = (K, TargetCommand)>) -> Due {
         let before = std::mem::take(&mut self.0);
         let mut due = Due::default();

@@ -151,7 +151,7 @@ impl Drop for Asked<'_> {
     }
 }
 
-/// What snapshots hold, part by part.
+/// Content of snapshots, part by part.
 pub struct History {
     state: Arc<State>,
     catalog: Arc<Snapshots>,
@@ -290,7 +290,7 @@ fn refusal(refused: &CommandRefused, snapshot: &str) -> Error {
 /// A target's part, as far as a controller can check it: it is passed on to others.
 ///
 /// # Errors
-/// What cannot be.
+/// An answer that cannot be.
 pub fn check_part(part: &PulledPart, pull: &PullPart, size_bytes: u64) -> Result<(), Error> {
     let wrong = |why: &str| Err(Error::Busy(format!("the target's answer cannot be: {why}")));
     let from = pull.cursor_block.saturating_mul(BLOCK);

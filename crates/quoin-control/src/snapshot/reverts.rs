@@ -4,7 +4,7 @@
 //! the volume's history a Revert is a write, recorded by a hidden snapshot under the attempt's own
 //! id, so that no target does it twice; the snapshot is removed once the outcome is recorded here.
 //!
-//! Nobody has the volume attached meanwhile: what a client has cached would be of another content.
+//! The volume is attached nowhere meanwhile: a client's caches would be of another content.
 //! A new wish and a new attachment exclude each other by a lock, and the use that ended before is
 //! over, so that no device that is left of it reaches the volume again.
 
@@ -126,7 +126,7 @@ impl Reverts {
                 }
             }
         };
-        // Whether it is gone by then is looked at with the lock held.
+        // The caller looks again with the lock held.
         let _ = tokio::time::timeout(REMOVAL_TIME, removed).await;
     }
 
@@ -322,8 +322,7 @@ pub(super) fn open(
     let open = state.snapshots.reverts.indexed(|index| Some(index.open()));
     let here = |revert: &Arc<RevertRecord>| {
         let volume = state.volumes.get(&revert.volume.0.to_string());
-        // What is under way waits while somebody has it attached, which records of a former
-        // version may say.
+        // A Revert waits while the volume is attached, which records of a former version may say.
         volume.is_some_and(|volume| {
             is_served(&volume)
                 && (!revert.is_under_way()

@@ -442,7 +442,7 @@ mod tests {
         let (ranges, good) = (vec![range(3, 1, false)], vec![stored(3, 7)]);
         let part = ChangesAnswer::Part { ranges, slots: good, next: Some(4) };
         assert_eq!(of(&slots), Taken::Part(part));
-        // What lies before it is known not to have changed.
+        // The blocks before it are known not to have changed.
         let part = ChangesAnswer::Part { ranges: vec![], slots: vec![], next: Some(4) };
         assert_eq!(of(&slots[1..]), Taken::Part(part));
         rotten.lba = 2;

@@ -96,7 +96,7 @@ impl ScheduleSpec {
 }
 
 impl Settings {
-    /// What differs from a schedule that is there, in words.
+    /// Differences from a schedule that is there, in words.
     fn differences(&self, from: &Schedule) -> Vec<String> {
         let limit = |seconds: u64| match seconds {
             0 => "no limit".to_owned(),

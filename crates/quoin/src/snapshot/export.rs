@@ -96,7 +96,7 @@ impl ExportView {
     }
 }
 
-/// Where an export goes to.
+/// Destination of an export.
 trait Sink {
     /// Offset from which on the snapshot is missing; `None`: nothing is.
     fn next(&self) -> Option<u64>;

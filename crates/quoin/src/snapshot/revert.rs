@@ -135,7 +135,7 @@ pub async fn run(
     })
 }
 
-/// What was written since is lost only after the volume's name was typed, or with --yes in a script.
+/// Newer content is lost only after the volume's name was typed, or with --yes in a script.
 fn confirm(volume: &str, snapshot: &Snapshot) -> Result<()> {
     let (volume, name) = (output::plain(volume), output::plain(&snapshot.name));
     if !std::io::stdin().is_terminal() {
