@@ -27,6 +27,7 @@ mod reverts;
 mod salvage;
 mod scale;
 mod server;
+mod sharing;
 mod snapshots;
 mod taking_back;
 mod targets;
