@@ -156,7 +156,7 @@ impl SnapshotDocument {
         }
         if !dry_run {
             let volume = Some(volume_ref(&self.spec.volume));
-            let request = CreateSnapshotRequest { volume, name };
+            let request = CreateSnapshotRequest { volume, name, ..Default::default() };
             cluster.create_snapshot(request).await.map_err(refusal)?;
         }
         Ok(vec![format!("made of volume {}", self.spec.volume)])
