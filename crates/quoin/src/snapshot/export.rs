@@ -267,7 +267,6 @@ impl Archive {
             Ok(found) => Some(found),
             // It ended within its header.
             Err(quoin_export::Error::CutOff { .. }) => None,
-            Err(_) if file.metadata().is_ok_and(|metadata| metadata.len() == 0) => None,
             Err(error) => return Err(other(error.to_string())),
         };
         let Some(found) = found else {
