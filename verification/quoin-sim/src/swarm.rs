@@ -47,6 +47,8 @@ pub enum Swarm {
     Memory,
     /// Rebuilds of volumes with snapshots that come and go.
     Snapshots,
+    /// The same, and snapshots are read part by part meanwhile.
+    Exports,
     /// Rot, unreadable disks, disks that are rolled back.
     Damage,
     /// Disks that say they wrote.
@@ -86,6 +88,7 @@ impl Swarm {
         Swarm::Rebuilds,
         Swarm::Memory,
         Swarm::Snapshots,
+        Swarm::Exports,
         Swarm::Damage,
         Swarm::Liars,
         Swarm::Pressure,
@@ -115,6 +118,7 @@ impl Swarm {
             Swarm::Rebuilds => "rebuilds",
             Swarm::Memory => "memory",
             Swarm::Snapshots => "snapshots",
+            Swarm::Exports => "exports",
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
@@ -567,7 +571,7 @@ impl Swarm {
                     ..rebuilds
                 }
             }
-            Swarm::Snapshots => {
+            Swarm::Snapshots | Swarm::Exports => {
                 let rebuilds = Swarm::Rebuilds.shape(random)?;
                 Shape { factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)], ..rebuilds }
             }

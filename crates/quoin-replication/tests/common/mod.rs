@@ -87,6 +87,8 @@ pub struct Cluster {
     /// Invariants that replicas refused to break.
     pub refused: Vec<&'static str>,
     pub changes: Vec<(u64, ChangesAnswer)>,
+    /// No sync ends while it is set.
+    pub hold_syncs: bool,
     pub stopped: bool,
     /// Host that is cut off when the target requests a change of the record.
     pub cut_at_swap: Option<usize>,
@@ -246,6 +248,7 @@ impl Cluster {
             notes: Vec::new(),
             refused: Vec::new(),
             changes: Vec::new(),
+            hold_syncs: false,
             stopped: false,
             cut_at_swap: None,
             swaps: VecDeque::new(),
@@ -507,7 +510,7 @@ impl Cluster {
     fn sync_all(&mut self) -> bool {
         let mut any = false;
         for host in 0..self.hosts.len() {
-            if self.hosts[host].holds_syncs {
+            if self.hold_syncs || self.hosts[host].holds_syncs {
                 continue;
             }
             let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
