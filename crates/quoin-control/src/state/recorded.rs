@@ -15,6 +15,8 @@ use crate::state::snapshot_records::{
     Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
 };
 use crate::state::term_records::{SupersededRecord, TermRecord};
+use crate::volume::devices::Use;
+use crate::volume::sharing::Sharing;
 use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 use quoin_api::volume::{
     BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
@@ -190,6 +192,31 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     };
     hold("volume-pending", &bare);
     hold("volume-retained", &VolumeRecord { phase: VolumePhase::Retained, ..volume() });
+    let sharer = |node: &str, read_only, sharing| AttachmentRecord {
+        node: node.into(),
+        read_only,
+        usage: "block".into(),
+        device: true,
+        sharing,
+    };
+    let shared = VolumeRecord {
+        spec: Spec {
+            options: VolumeOptions {
+                spread: Spread::Rack,
+                local: Local::Required,
+                ..spec().options
+            },
+            ..spec()
+        },
+        attachments: vec![
+            sharer("node-1", false, Sharing::SingleWriter),
+            sharer("node-2", true, Sharing::ReadOnly),
+            sharer("node-3", true, Sharing::MultiWriter),
+        ],
+        used: Use { by: "*".into(), since_epoch: 5 },
+        ..volume()
+    };
+    hold("volume-shared", &shared);
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
     let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
     hold("volume-name", &name);

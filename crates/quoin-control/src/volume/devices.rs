@@ -266,8 +266,9 @@ impl Devices {
                  taken away all the same, and what uses it there loses what it has not synced"
             )));
         }
-        // A node that cannot have opened the volume has nothing of it in its caches.
-        if !volume.may_be_held_by(on) {
+        // A node that cannot have opened the volume has nothing of it in its caches, unless it reaches it
+        // at another one.
+        if !volume.may_be_held_by(on) && !volume.used.is_shared() {
             return Ok(());
         }
         let since = |last: Option<Instant>| match last {
