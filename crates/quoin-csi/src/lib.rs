@@ -18,6 +18,7 @@ mod controller;
 mod encryption;
 mod endpoint;
 mod group;
+mod group_controller;
 mod health;
 mod identity;
 mod in_flight;

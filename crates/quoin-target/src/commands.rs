@@ -9,12 +9,15 @@ use std::time::{Duration, SystemTime};
 use prost_types::Timestamp;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
-    CommandOutcome, CommandRefused, SnapshotMade, SnapshotRemoved, TargetCommand,
-    WatchCommandsRequest, command_outcome, command_refused, target_command,
+    CommandOutcome, CommandRefused, PointCut, PointHeld, PointReleased, SnapshotGone, SnapshotMade,
+    SnapshotRemoved, TargetCommand, WatchCommandsRequest, command_outcome, command_refused,
+    target_command,
 };
 use quoin_identity::convert::id;
-use quoin_replication::primary::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
-use quoin_types::ids::SnapshotId;
+use quoin_replication::primary::{
+    PointOutcome, PointWish, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+};
+use quoin_types::ids::{PointId, SnapshotId};
 use quoin_types::message::SnapshotInfo;
 use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::sync::watch;
@@ -31,61 +34,118 @@ const CALL_MAX: Duration = Duration::from_secs(5);
 
 /// What a volume's state machine made of a wish.
 #[derive(Clone, Copy, Debug)]
-pub struct Answer {
-    pub id: SnapshotId,
-    pub outcome: SnapshotOutcome,
-    /// The snapshot as the volume's history has it; `None`: it has none of this id.
-    pub snapshot: Option<SnapshotInfo>,
-    /// When this process passed the wish on; `None`: an earlier one did.
-    pub wished_at: Option<SystemTime>,
+pub enum Answer {
+    Snapshot {
+        id: SnapshotId,
+        outcome: SnapshotOutcome,
+        /// The snapshot as the volume's history has it; `None`: it has none of this id.
+        snapshot: Option<SnapshotInfo>,
+        /// When this process passed the wish on; `None`: an earlier one did.
+        wished_at: Option<SystemTime>,
+    },
+    Point {
+        id: PointId,
+        outcome: PointOutcome,
+    },
+}
+
+/// The wish of a command.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wish {
+    Snapshot(SnapshotId, SnapshotWish),
+    Point(PointId, PointWish),
 }
 
 /// The wish of a command; `None`: this version does not know it.
 ///
 /// # Errors
 /// An id of the command is none.
-fn wish(command: &TargetCommand) -> Result<Option<(VolumeId, SnapshotId, SnapshotWish)>, String> {
+fn wish(command: &TargetCommand) -> Result<Option<(VolumeId, Wish)>, String> {
     use target_command::What;
-    let (snapshot, wish) = match &command.what {
-        Some(What::MakeSnapshot(make)) => (&make.snapshot_id, SnapshotWish::Make),
-        Some(What::RemoveSnapshot(remove)) => (&remove.snapshot_id, SnapshotWish::Delete),
+    let snapshot = |text: &str| id::<SnapshotId>("snapshot", text);
+    let point = |wish| Ok::<_, String>(Wish::Point(id("point", &command.id)?, wish));
+    let wish = match &command.what {
+        Some(What::MakeSnapshot(make)) => {
+            Wish::Snapshot(snapshot(&make.snapshot_id)?, SnapshotWish::Make)
+        }
+        Some(What::RemoveSnapshot(remove)) => {
+            Wish::Snapshot(snapshot(&remove.snapshot_id)?, SnapshotWish::Delete)
+        }
+        Some(What::ConfirmSnapshot(confirm)) => {
+            Wish::Snapshot(snapshot(&confirm.snapshot_id)?, SnapshotWish::Confirm)
+        }
+        Some(What::HoldPoint(hold)) => point(PointWish::Hold { for_ms: hold.for_ms })?,
+        Some(What::CutPoint(cut)) => {
+            point(PointWish::Cut { snapshot: snapshot(&cut.snapshot_id)? })?
+        }
+        Some(What::ReleasePoint(_)) => point(PointWish::Release)?,
         None => return Ok(None),
     };
-    Ok(Some((id("volume", &command.volume_id)?, id("snapshot", snapshot)?, wish)))
+    Ok(Some((id("volume", &command.volume_id)?, wish)))
 }
 
-/// The outcome of a command, as it is reported.
-fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
-    let snapshot_id = answer.id.to_string();
-    let what = match answer.outcome {
+fn refused(outcome: SnapshotOutcome) -> command_outcome::What {
+    let (reason, message) = match outcome {
+        SnapshotOutcome::TooMany => (
+            command_refused::Reason::TooManySnapshots,
+            format!("the volume has {USER_SNAPSHOTS_MAX} snapshots"),
+        ),
+        _ => (
+            command_refused::Reason::Unspecified,
+            "the pool of an in-sync replica runs a version without snapshots: update it".to_owned(),
+        ),
+    };
+    command_outcome::What::Refused(CommandRefused { reason: reason.into(), message })
+}
+
+fn of_snapshot(
+    id: SnapshotId,
+    outcome: SnapshotOutcome,
+    snapshot: Option<SnapshotInfo>,
+    wished_at: Option<SystemTime>,
+) -> command_outcome::What {
+    let snapshot_id = id.to_string();
+    match outcome {
         SnapshotOutcome::Made { lsn, head } => command_outcome::What::SnapshotMade(SnapshotMade {
-            snapshot_id: snapshot_id.clone(),
+            snapshot_id,
             lsn: lsn.0,
-            cut_at: answer.wished_at.map(timestamp),
-            size_bytes: answer.snapshot.map_or(0, |s| s.blocks * BLOCK_SIZE as u64),
+            cut_at: wished_at.map(timestamp),
+            size_bytes: snapshot.map_or(0, |s| s.blocks * BLOCK_SIZE as u64),
             epoch: head.map(|head| head.epoch.0),
             chain: head.map(|head| head.chain.0),
         }),
         SnapshotOutcome::Deleted => {
-            let snapshot_id = snapshot_id.clone();
             command_outcome::What::SnapshotRemoved(SnapshotRemoved { snapshot_id })
         }
-        SnapshotOutcome::TooMany => command_outcome::What::Refused(CommandRefused {
-            reason: command_refused::Reason::TooManySnapshots.into(),
-            message: format!("the volume has {USER_SNAPSHOTS_MAX} snapshots"),
-        }),
-        SnapshotOutcome::Unsupported => command_outcome::What::Refused(CommandRefused {
-            reason: command_refused::Reason::Unspecified.into(),
-            message: "the pool of an in-sync replica runs a version without snapshots: update it"
-                .to_owned(),
-        }),
-    };
-    CommandOutcome {
-        id: snapshot_id,
-        node: node.to_owned(),
-        volume_id: volume.to_string(),
-        what: Some(what),
+        SnapshotOutcome::Gone => command_outcome::What::SnapshotGone(SnapshotGone { snapshot_id }),
+        SnapshotOutcome::TooMany | SnapshotOutcome::Unsupported => refused(outcome),
     }
+}
+
+fn of_point(outcome: PointOutcome) -> command_outcome::What {
+    match outcome {
+        PointOutcome::Held => command_outcome::What::PointHeld(PointHeld {}),
+        PointOutcome::Cut { snapshot, lsn, epoch } => command_outcome::What::PointCut(PointCut {
+            snapshot_id: snapshot.to_string(),
+            lsn: lsn.0,
+            epoch: epoch.0,
+        }),
+        PointOutcome::Refused(outcome) => refused(outcome),
+        PointOutcome::Released { unbroken } => {
+            command_outcome::What::PointReleased(PointReleased { unbroken })
+        }
+    }
+}
+
+/// The outcome of a command, as it is reported.
+fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
+    let (id, what) = match *answer {
+        Answer::Snapshot { id, outcome, snapshot, wished_at } => {
+            (id.to_string(), of_snapshot(id, outcome, snapshot, wished_at))
+        }
+        Answer::Point { id, outcome } => (id.to_string(), of_point(outcome)),
+    };
+    CommandOutcome { id, node: node.to_owned(), volume_id: volume.to_string(), what: Some(what) }
 }
 
 fn timestamp(at: SystemTime) -> Timestamp {
@@ -113,7 +173,7 @@ impl Control {
     }
 
     async fn obey_once(&self) -> Result<(), Status> {
-        let request = WatchCommandsRequest { node: self.options.node.clone() };
+        let request = WatchCommandsRequest { node: self.options.node.clone(), points: true };
         let mut client = AgentClient::new(self.channel.clone());
         let mut commands = client.watch_commands(request).await?.into_inner();
         while let Some(command) = commands.message().await? {
@@ -123,8 +183,11 @@ impl Control {
                 return Err(Status::unavailable("the controller's term is over"));
             }
             match wish(&command) {
-                Ok(Some((volume, id, wish))) => {
+                Ok(Some((volume, Wish::Snapshot(id, wish)))) => {
                     self.tell(volume, Input::Snapshot { volume, id, wish });
+                }
+                Ok(Some((volume, Wish::Point(point, wish)))) => {
+                    self.tell(volume, Input::Point { volume, point, wish });
                 }
                 Ok(None) => {
                     tracing::debug!(id = command.id, "a command of a newer controller: update");
@@ -164,7 +227,8 @@ mod tests {
         let make =
             target_command::What::MakeSnapshot(MakeSnapshot { snapshot_id: snapshot_id.clone() });
         let wished = wish(&command(Some(make))).unwrap();
-        assert_eq!(wished, Some((VolumeId(7), SnapshotId(5), SnapshotWish::Make)));
+        let make = Wish::Snapshot(SnapshotId(5), SnapshotWish::Make);
+        assert_eq!(wished, Some((VolumeId(7), make)));
         assert_eq!(wish(&command(None)), Ok(None));
         let wrong =
             target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "no hex".into() });
@@ -174,13 +238,14 @@ mod tests {
     #[test]
     fn an_outcome_has_the_command_s_id_and_what_the_history_says_of_the_snapshot() {
         let snapshot = SnapshotInfo { id: SnapshotId(5), lsn: Lsn(9), hidden: false, blocks: 256 };
-        let answer = Answer {
+        let answer = |outcome| Answer::Snapshot {
             id: SnapshotId(5),
-            outcome: SnapshotOutcome::Made { lsn: Lsn(9), head: None },
+            outcome,
             snapshot: Some(snapshot),
             wished_at: Some(SystemTime::UNIX_EPOCH + Duration::from_millis(1_500)),
         };
-        let told = outcome("n1", VolumeId(7), &answer);
+        let made = answer(SnapshotOutcome::Made { lsn: Lsn(9), head: None });
+        let told = outcome("n1", VolumeId(7), &made);
         assert_eq!(
             (told.id.as_str(), told.node.as_str()),
             (SnapshotId(5).to_string().as_str(), "n1")
@@ -188,8 +253,31 @@ mod tests {
         let Some(command_outcome::What::SnapshotMade(made)) = told.what else { panic!("{told:?}") };
         assert_eq!((made.lsn, made.size_bytes), (9, 1 << 20));
         assert_eq!(made.cut_at, Some(Timestamp { seconds: 1, nanos: 500_000_000 }));
-        let refused = Answer { outcome: SnapshotOutcome::TooMany, ..answer };
-        let told = outcome("n1", VolumeId(7), &refused);
+        let told = outcome("n1", VolumeId(7), &answer(SnapshotOutcome::TooMany));
         assert!(matches!(told.what, Some(command_outcome::What::Refused(_))));
+    }
+
+    #[test]
+    fn a_step_of_a_point_is_wished_and_answered_under_the_point_s_id() {
+        use target_command::What;
+        let point = PointId(9);
+        let of = |what| {
+            let id = point.to_string();
+            wish(&TargetCommand { id, ..command(Some(what)) }).unwrap().unwrap().1
+        };
+        let hold = of(What::HoldPoint(quoin_api::control::HoldPoint { for_ms: 70 }));
+        assert_eq!(hold, Wish::Point(point, PointWish::Hold { for_ms: 70 }));
+        let snapshot_id = SnapshotId(5).to_string();
+        let cut = of(What::CutPoint(quoin_api::control::CutPoint { snapshot_id }));
+        assert_eq!(cut, Wish::Point(point, PointWish::Cut { snapshot: SnapshotId(5) }));
+        let released = PointOutcome::Released { unbroken: true };
+        let told = outcome("n1", VolumeId(7), &Answer::Point { id: point, outcome: released });
+        assert_eq!(told.id, point.to_string());
+        let Some(command_outcome::What::PointReleased(released)) = told.what else {
+            panic!("{told:?}")
+        };
+        assert!(released.unbroken);
+        let no_point = wish(&command(Some(What::ReleasePoint(Default::default()))));
+        assert!(no_point.is_err(), "its id is none");
     }
 }

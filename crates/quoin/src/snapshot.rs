@@ -1,5 +1,7 @@
 //! `quoin snapshot …`: make, look at and delete snapshots of volumes.
 
+mod group;
+
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_api::control::{
@@ -26,7 +28,9 @@ pub enum SnapshotCommand {
     /// is while the volume changes. It is the same on every replica, and takes no space of its own
     /// until the volume is written.
     #[command(after_help = "Examples:\n  quoin snapshot create db --name before-upgrade\n  \
-                            quoin snapshot create db    named by the volume and the time\n\
+                            quoin snapshot create db    named by the volume and the time\n  \
+                            quoin snapshot create --group before-upgrade db log    both at one \
+                            point\n\
                             A file system in use is cut as by a power failure; `fsfreeze -f` before, \
                             and `-u` after,\nmakes it clean. quoin schedule makes snapshots at \
                             intervals.")]
@@ -46,6 +50,11 @@ pub enum SnapshotCommand {
         /// The volume's name or id.
         volume: Option<String>,
     },
+    /// Snapshots of several volumes at one point, which belong together: no volume's has a write
+    /// that came after a write which another volume's lacks. `quoin snapshot create --group` makes
+    /// them.
+    #[command(subcommand)]
+    Group(group::GroupCommand),
     /// Delete a snapshot; what only it has of the volume's former content is lost.
     #[command(
         visible_alias = "rm",
@@ -62,8 +71,13 @@ pub enum SnapshotCommand {
 
 #[derive(Args)]
 pub struct CreateOptions {
-    /// The volume's name or id.
-    volume: String,
+    /// The volume's name or id; several with --group.
+    #[arg(required = true)]
+    volumes: Vec<String>,
+    /// Make snapshots of all these volumes at one point, as the group of this name. Their IO is held
+    /// for a moment, in which the targets of all of them cut together.
+    #[arg(long, value_name = "NAME", value_parser = parse_own_name, conflicts_with = "name")]
+    group: Option<String>,
     /// The snapshot's name, which no other in the cluster has: up to 128 bytes, no control
     /// characters [default: the volume's and the time].
     #[arg(long, value_parser = parse_own_name)]
@@ -92,6 +106,8 @@ pub struct SnapshotView {
     pub lsn: u64,
     /// The schedule that made it; empty: a user or an orchestrator did.
     pub schedule: String,
+    /// The group snapshot that it is a member of; empty: it stands alone.
+    pub group: String,
 }
 
 impl From<Snapshot> for SnapshotView {
@@ -108,6 +124,7 @@ impl From<Snapshot> for SnapshotView {
             size_bytes: snapshot.size_bytes,
             lsn: snapshot.lsn,
             schedule: snapshot.schedule,
+            group: snapshot.group_name.unwrap_or_default(),
         }
     }
 }
@@ -134,6 +151,7 @@ impl SnapshotView {
             ("size", self.size()),
             ("LSN", if self.lsn == 0 { String::new() } else { self.lsn.to_string() }),
             ("schedule", self.schedule.clone()),
+            ("group", self.group.clone()),
         ])
     }
 }
@@ -181,7 +199,11 @@ struct DeletedView {
 pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     match command {
+        SnapshotCommand::Create(CreateOptions { volumes, group: Some(group), no_wait, .. }) => {
+            group::create(&mut cluster, group, &volumes, no_wait, client, format).await
+        }
         SnapshotCommand::Create(options) => create(&mut cluster, options, client, format).await,
+        SnapshotCommand::Group(command) => group::run(command, &mut cluster, format).await,
         SnapshotCommand::Get { snapshot } => {
             let view = SnapshotView::from(get(&mut cluster, &snapshot).await?);
             output::print_one(format, &view, || view.text())
@@ -228,7 +250,14 @@ async fn create(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    let volume = get_volume(cluster, &options.volume).await?;
+    let [volume] = &options.volumes[..] else {
+        bail!(
+            "{} volumes are named: with --group NAME they get snapshots at one point; without it, one \
+             command makes a snapshot of one volume",
+            options.volumes.len()
+        );
+    };
+    let volume = get_volume(cluster, volume).await?;
     let volume_name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let name = options.name.unwrap_or_else(|| name_by_time(&volume_name));
     let request = CreateSnapshotRequest { volume: Some(id_ref(&volume.id)), name: name.clone() };

@@ -4,12 +4,16 @@
 //! a stream of small commands and takes the outcomes in; a command is repeated until its outcome is
 //! recorded. A volume that is attached nowhere is lent a target for it ([`crate::reconcile::tending`]).
 //!
+//! Snapshots of several volumes at one point are a group ([`groups`]).
+//!
 //! A volume that is deleted while it has snapshots is Retained: its name is free, nobody can attach
 //! it, and its replicas are kept and healed until its last snapshot is gone ([`keeper`]).
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
+pub(crate) mod groups;
 pub(crate) mod keeper;
+pub(crate) mod points;
 pub(crate) mod recovery;
 pub(crate) mod schedules;
 pub(crate) mod view;
@@ -22,6 +26,7 @@ use crate::state::State;
 pub struct Parts {
     pub catalog: Arc<catalog::Snapshots>,
     pub schedules: Arc<schedules::Schedules>,
+    pub groups: Arc<groups::Groups>,
     pub commands: commands::Commands,
     pub keeper: Arc<keeper::SnapshotKeeper>,
 }
@@ -29,10 +34,14 @@ pub struct Parts {
 impl Parts {
     pub(crate) fn new(state: &Arc<State>) -> Self {
         let catalog = Arc::new(catalog::Snapshots::new(state.clone()));
+        let points = Arc::new(points::Points::new());
+        let groups =
+            Arc::new(groups::Groups::new(state.clone(), catalog.clone(), points.clone()));
         Self {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
-            commands: commands::Commands::new(state.clone()),
-            keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone())),
+            commands: commands::Commands::new(state.clone(), groups.clone(), points),
+            keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone(), groups.clone())),
+            groups,
             catalog,
         }
     }

@@ -11,6 +11,7 @@ pub(crate) mod recorded;
 pub mod records;
 pub(crate) mod replica_changes;
 mod ruling;
+pub mod group_records;
 pub mod snapshot_records;
 pub mod store;
 pub(crate) mod table;

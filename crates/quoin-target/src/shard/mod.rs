@@ -23,8 +23,8 @@ use quoin_encryption::DataKey;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
-    LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus,
-    SnapshotWish, VerifyOrder,
+    LiveOptions, PointWish, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
+    PrimaryStatus, SnapshotWish, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -32,7 +32,7 @@ pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
-use quoin_types::ids::{Epoch, Incarnation, SessionKey, SnapshotId};
+use quoin_types::ids::{Epoch, Incarnation, PointId, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
@@ -76,6 +76,12 @@ pub enum Input {
         volume: VolumeId,
         id: SnapshotId,
         wish: SnapshotWish,
+    },
+    /// The controller wants a step of a point over several volumes.
+    Point {
+        volume: VolumeId,
+        point: PointId,
+        wish: PointWish,
     },
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Close all volumes, then end.
@@ -462,6 +468,7 @@ impl Shard {
                 self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
             Input::Snapshot { volume, id, wish } => self.wish_snapshot(now, volume, id, wish),
+            Input::Point { volume, point, wish } => self.wish_point(now, volume, point, wish),
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
                 // The caller may have stopped waiting.
@@ -741,6 +748,10 @@ impl Shard {
         });
         if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
             self.answer_snapshot(id, snapshot, outcome);
+        }
+        if let PrimaryNote::Point { point, outcome } = note {
+            // One that is held for a moment changes nothing that is reported.
+            return self.answer_point(id, point, outcome);
         }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.reports.metrics.moved.inc_by(moved_bytes);

@@ -1,10 +1,12 @@
-//! Snapshots that the controller wishes of a volume, and the state machine's answers.
+//! Snapshots and points that the controller wishes of a volume, and the state machine's answers.
 
 use std::collections::VecDeque;
 use std::time::SystemTime;
 
-use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
-use quoin_types::ids::SnapshotId;
+use quoin_replication::primary::{
+    PointOutcome, PointWish, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+};
+use quoin_types::ids::{PointId, SnapshotId};
 use quoin_types::{Time, VolumeId};
 
 use super::{Ask, Shard};
@@ -44,7 +46,7 @@ impl Shard {
         match wish {
             // The entry is appended with the first wish that comes while IO is served.
             SnapshotWish::Make if volume.stage.served => volume.wished.passed_on(snapshot),
-            SnapshotWish::Make => {}
+            SnapshotWish::Make | SnapshotWish::Confirm => {}
             SnapshotWish::Delete => volume.wished.0.retain(|(wished, _)| *wished != snapshot),
         }
         self.event(now, id, PrimaryEvent::Snapshot { id: snapshot, wish });
@@ -57,13 +59,29 @@ impl Shard {
         outcome: SnapshotOutcome,
     ) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let answer = Answer {
+        let answer = Answer::Snapshot {
             id: snapshot,
             outcome,
             snapshot: volume.target.snapshot(snapshot),
             // The answer may be lost, and a repeat is to say the same.
             wished_at: volume.wished.at(snapshot),
         };
+        self.reports.ask(Ask::Answered { volume: id, answer });
+    }
+
+    /// Passes a step of a point on, as [`Self::wish_snapshot`] does.
+    pub(super) fn wish_point(&mut self, now: Time, id: VolumeId, point: PointId, wish: PointWish) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if let PointWish::Cut { snapshot } = wish
+            && volume.stage.served
+        {
+            volume.wished.passed_on(snapshot);
+        }
+        self.event(now, id, PrimaryEvent::Point { point, wish });
+    }
+
+    pub(super) fn answer_point(&mut self, id: VolumeId, point: PointId, outcome: PointOutcome) {
+        let answer = Answer::Point { id: point, outcome };
         self.reports.ask(Ask::Answered { volume: id, answer });
     }
 }

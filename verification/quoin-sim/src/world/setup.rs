@@ -18,6 +18,7 @@ use super::hosts::Hosts;
 use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
+use super::points::Points;
 use super::operators::Operators;
 use super::processes::Processes;
 use super::recovery::Recovery;
@@ -363,6 +364,7 @@ impl World {
                 growth,
                 memory: Memory::draw(seed, swarm),
                 snapshots,
+                points: Points::draw(options.swarm),
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
                 durability,
