@@ -418,7 +418,7 @@ impl Groups {
             if !snapshot.is_listed() || stays(snapshot.id.0) {
                 continue;
             }
-            let change = |snapshot: &mut SnapshotRecord| Ok(drop(snapshot.remove()));
+            let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.remove());
             self.state.snapshots.records.update(&snapshot.name(), change).await?;
             self.state.snapshots.free_name(&snapshot).await?;
             self.state.tell_target(snapshot.volume.0);
