@@ -42,10 +42,7 @@ fn group_messages_have_the_same_bytes_for_clients_of_all_editions() {
         ..Default::default()
     };
     assert_eq!(delete.encode_to_vec(), b"\x0a\x01g\x12\x01s");
-    let get = GetVolumeGroupSnapshotRequest {
-        group_snapshot_id,
-        snapshot_ids,
-        ..Default::default()
-    };
+    let get =
+        GetVolumeGroupSnapshotRequest { group_snapshot_id, snapshot_ids, ..Default::default() };
     assert_eq!(get.encode_to_vec(), b"\x0a\x01g\x12\x01s");
 }

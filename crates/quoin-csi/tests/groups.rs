@@ -141,11 +141,8 @@ async fn a_group_is_made_once_and_each_member_names_it_wherever_it_is_shown() {
     }
     let second = groups.made("h", &[&a, &b]).await;
     assert_ne!(second.group_snapshot_id, made.group_snapshot_id);
-    let alone = CreateSnapshotRequest {
-        source_volume_id: c,
-        name: "alone".into(),
-        ..Default::default()
-    };
+    let alone =
+        CreateSnapshotRequest { source_volume_id: c, name: "alone".into(), ..Default::default() };
     let alone = groups.world.controller.create_snapshot(alone).await.unwrap().into_inner();
     assert_eq!(alone.snapshot.unwrap().group_snapshot_id, "");
     // Lists and single looks say the same.
@@ -173,8 +170,10 @@ async fn an_invalid_request_about_groups_is_refused_with_its_code_and_changes_no
     let mut groups = Groups::start().await;
     let a = groups.served("a").await;
     let good = || make("g", &[&a]);
-    let of_parameters =
-        |pairs: &[(&str, &str)]| CreateVolumeGroupSnapshotRequest { parameters: map(pairs), ..good() };
+    let of_parameters = |pairs: &[(&str, &str)]| CreateVolumeGroupSnapshotRequest {
+        parameters: map(pairs),
+        ..good()
+    };
     let bad = [
         make("", &[&a]),
         make(&"x".repeat(129), &[&a]),

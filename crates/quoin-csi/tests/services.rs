@@ -84,9 +84,18 @@ async fn every_unserved_call_returns_unimplemented() {
     let world = World::start_in(Mode::NODE).await;
     let mut group = GroupControllerClient::new(world.channel.clone());
     let refused = [
-        group.group_controller_get_capabilities(GroupControllerGetCapabilitiesRequest {}).await.map(drop),
-        group.create_volume_group_snapshot(CreateVolumeGroupSnapshotRequest::default()).await.map(drop),
-        group.delete_volume_group_snapshot(DeleteVolumeGroupSnapshotRequest::default()).await.map(drop),
+        group
+            .group_controller_get_capabilities(GroupControllerGetCapabilitiesRequest {})
+            .await
+            .map(drop),
+        group
+            .create_volume_group_snapshot(CreateVolumeGroupSnapshotRequest::default())
+            .await
+            .map(drop),
+        group
+            .delete_volume_group_snapshot(DeleteVolumeGroupSnapshotRequest::default())
+            .await
+            .map(drop),
         group.get_volume_group_snapshot(GetVolumeGroupSnapshotRequest::default()).await.map(drop),
     ];
     for answer in refused {

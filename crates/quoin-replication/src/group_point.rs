@@ -30,11 +30,17 @@ const STABLE_WITHIN: Duration = Duration::from_secs(30);
 /// What the target of a volume is to be told.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum PointCommand {
-    Hold { for_ms: u32 },
-    Cut { snapshot: SnapshotId },
+    Hold {
+        for_ms: u32,
+    },
+    Cut {
+        snapshot: SnapshotId,
+    },
     Release,
     /// Say whether the snapshot is on media.
-    Confirm { snapshot: SnapshotId },
+    Confirm {
+        snapshot: SnapshotId,
+    },
 }
 
 impl PointCommand {

@@ -238,12 +238,14 @@ fn an_idle_volume_is_held_and_released_under_a_lease_of_that_time() {
 
 #[test]
 fn a_volume_that_fails_without_a_quorum_fails_nothing_while_held() {
-    let mut c =
-        Cluster::new(3, quoin_replication::primary::PrimaryConfig {
+    let mut c = Cluster::new(
+        3,
+        quoin_replication::primary::PrimaryConfig {
             on_quorum_loss: OnQuorumLoss::Fail,
             lease_ms: 1000,
             ..config()
-        });
+        },
+    );
     c.write(0, 1);
     hold(&mut c, 4000);
     let token = write(&mut c, 3, 2);

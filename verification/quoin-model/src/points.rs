@@ -207,7 +207,8 @@ impl World {
             };
             let shown = volume.log.iter().rposition(is_shown).map_or(0, |at| at + 1);
             let least = shown.max(volume.stable.into());
-            let new = [Target::default()].into_iter().chain(volume.former.map(|t| self.reopened(t)));
+            let new =
+                [Target::default()].into_iter().chain(volume.former.map(|t| self.reopened(t)));
             for (kept, target) in
                 new.flat_map(|target| (least..=volume.log.len()).map(move |kept| (kept, target)))
             {
@@ -242,9 +243,9 @@ impl World {
         let all = |is: fn(&Member) -> bool| attempt.members.iter().all(is);
         let member = attempt.members[v];
         let is_former = [false, true];
-        for former in is_former.into_iter().filter(|former| {
-            !former || state.volumes[v].former.is_some()
-        }) {
+        for former in
+            is_former.into_iter().filter(|former| !former || state.volumes[v].former.is_some())
+        {
             for arrives in [true, false] {
                 if !member.held {
                     self.hold(state, v, former, arrives, next);
@@ -408,8 +409,7 @@ pub fn search(bounds: Bounds, broken: Option<Broken>) -> Points {
         causes: Vec::new(),
         takeovers: 0,
     };
-    let (mut visited, mut waiting) =
-        (HashSet::from([first.clone()]), VecDeque::from([first]));
+    let (mut visited, mut waiting) = (HashSet::from([first.clone()]), VecDeque::from([first]));
     let mut came_from: HashMap<State, (State, String)> = HashMap::new();
     let mut made = 0;
     while let Some(state) = waiting.pop_front() {

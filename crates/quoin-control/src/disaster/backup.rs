@@ -23,11 +23,11 @@ use crate::Error;
 use crate::membership::members::Members;
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::state::State;
+use crate::state::group_records::GroupRecord;
 use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
 };
-use crate::state::group_records::GroupRecord;
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotName, SnapshotRecord};
 use crate::state::store::{Embedded, Store, Swap};
 use crate::state::term_records::{SupersededRecord, TermRecord};

@@ -86,9 +86,8 @@ impl Commands {
         };
         let here = open.into_iter().filter(is_served);
         // Members of a group are cut together, by the steps of a point.
-        let is_alone = |s: &Arc<SnapshotRecord>| {
-            s.phase != SnapshotPhase::Wished || s.group.is_none()
-        };
+        let is_alone =
+            |s: &Arc<SnapshotRecord>| s.phase != SnapshotPhase::Wished || s.group.is_none();
         here.flat_map(|volume| self.state.snapshots.open_of(volume)).filter(is_alone).collect()
     }
 
@@ -202,10 +201,10 @@ impl Commands {
     async fn made(&self, volume: VolumeId, made: &api::SnapshotMade) -> Result<(), Error> {
         let Some(snapshot) = self.snapshot(volume, &made.snapshot_id) else { return Ok(()) };
         let cut = cut(&snapshot, made)?;
-        let head = made.epoch.zip(made.chain).map(|(epoch, chain)| SnapshotHead {
-            epoch: Epoch(epoch),
-            chain: Chain(chain),
-        });
+        let head = made
+            .epoch
+            .zip(made.chain)
+            .map(|(epoch, chain)| SnapshotHead { epoch: Epoch(epoch), chain: Chain(chain) });
         let outcome = SnapshotOutcome::Made { lsn: Lsn(cut.lsn), head };
         if self.settled(&snapshot, outcome, cut.size_bytes) {
             return Ok(());
@@ -325,9 +324,7 @@ fn command(snapshot: &SnapshotRecord, term: &[u8]) -> TargetCommand {
 fn step(point: PointId, volume: VolumeId, step: PointCommand, term: &[u8]) -> TargetCommand {
     use target_command::What;
     let (id, what) = match step {
-        PointCommand::Hold { for_ms } => {
-            (point.to_string(), What::HoldPoint(HoldPoint { for_ms }))
-        }
+        PointCommand::Hold { for_ms } => (point.to_string(), What::HoldPoint(HoldPoint { for_ms })),
         PointCommand::Cut { snapshot } => {
             let snapshot_id = snapshot.to_string();
             (point.to_string(), What::CutPoint(CutPoint { snapshot_id }))

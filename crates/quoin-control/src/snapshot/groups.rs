@@ -156,15 +156,17 @@ impl Groups {
                 wished_ms: now_ms(),
                 members,
             };
-            self.memory().making.insert(group.id.0, 0);
             match self.state.snapshots.groups.create(group).await? {
-                Ok(group) => match self.prepare(&group).await {
-                    Ok(group) => group,
-                    Err(error) => {
-                        self.end(&group).await?;
-                        return Err(error);
+                Ok(group) => {
+                    self.memory().making.insert(group.id.0, 0);
+                    match self.prepare(&group).await {
+                        Ok(group) => group,
+                        Err(error) => {
+                            self.end(&group).await?;
+                            return Err(error);
+                        }
                     }
-                },
+                }
                 Err(_) => {
                     let why = "a group's id was drawn twice; try again";
                     return Err(Error::Busy(why.to_owned()));
@@ -245,7 +247,9 @@ impl Groups {
             Ok(())
         };
         let updated = self.state.snapshots.groups.update(&group.name(), change).await?;
-        updated.map(|(group, ())| group).ok_or_else(|| Error::missing("group snapshot", &group.name))
+        updated
+            .map(|(group, ())| group)
+            .ok_or_else(|| Error::missing("group snapshot", &group.name))
     }
 
     /// Name of a member's snapshot: the group's and the volume's, where that is free and short enough.
@@ -433,11 +437,8 @@ impl Groups {
     /// An event of each volume of the group.
     fn tell(&self, group: &GroupRecord, severity: Severity, reason: &'static str, message: &str) {
         for member in &group.members {
-            let object = crate::state::events::Object::new(
-                "volume",
-                member.volume.0,
-                &member.volume_name,
-            );
+            let object =
+                crate::state::events::Object::new("volume", member.volume.0, &member.volume_name);
             self.state.events.record(severity, object, reason, message.to_owned());
         }
     }
@@ -463,14 +464,18 @@ impl Groups {
         }
         let _changing = self.state.snapshots.changing.lock().await;
         let Some(group) = self.state.snapshots.groups.get(name) else { return Ok(Next::Rest) };
-        match group.phase {
-            GroupPhase::Wished => match ended {
-                Some(ended) => self.conclude(&group, ended).await,
-                None => self.begin(&group, now).await,
-            },
-            GroupPhase::Ready => self.complete(&group).await,
-            GroupPhase::Deleting => self.delete_members(&group).await.map(|()| Next::Rest),
-        }
+        let next = match (group.phase, &ended) {
+            (GroupPhase::Wished, Some(ended)) => self.conclude(&group, ended).await?,
+            (GroupPhase::Wished, None) => return self.begin(&group, now).await,
+            (GroupPhase::Ready, _) => self.complete(&group).await?,
+            (GroupPhase::Deleting, _) => {
+                self.delete_members(&group).await?;
+                Next::Rest
+            }
+        };
+        // What it came to is on record: a failure before this has it concluded again.
+        self.points.forget(group.id.0);
+        Ok(next)
     }
 
     /// Whether each member has a snapshot that is to be made.
@@ -534,9 +539,10 @@ impl Groups {
         let Some(node) = owner else { return Serves::NotYet };
         let is_serving = {
             let observed = self.state.observed();
-            observed.volumes.get(&volume).is_some_and(|seen| {
-                seen.node == node && seen.state == "serving"
-            })
+            observed
+                .volumes
+                .get(&volume)
+                .is_some_and(|seen| seen.node == node && seen.state == "serving")
         };
         match self.points.knows(&node) {
             Some(false) => Serves::KnowsNoPoints(node),
@@ -545,12 +551,12 @@ impl Groups {
         }
     }
 
-    async fn conclude(&self, group: &GroupRecord, ended: Ended) -> Result<Next, Error> {
+    async fn conclude(&self, group: &GroupRecord, ended: &Ended) -> Result<Next, Error> {
         let broken = match &ended.verdict {
             PointVerdict::Broken(broken) => *broken,
             PointVerdict::Made(cuts) if self.is_wished(group) => {
                 let change = |group: &mut GroupRecord| {
-                    Ok(group.phase == GroupPhase::Wished && take_cuts(group, cuts, &ended))
+                    Ok(group.phase == GroupPhase::Wished && take_cuts(group, cuts, ended))
                 };
                 let updated = self.state.snapshots.groups.update(&group.name(), change).await?;
                 return match updated {

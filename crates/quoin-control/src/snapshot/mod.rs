@@ -35,8 +35,7 @@ impl Parts {
     pub(crate) fn new(state: &Arc<State>) -> Self {
         let catalog = Arc::new(catalog::Snapshots::new(state.clone()));
         let points = Arc::new(points::Points::new());
-        let groups =
-            Arc::new(groups::Groups::new(state.clone(), catalog.clone(), points.clone()));
+        let groups = Arc::new(groups::Groups::new(state.clone(), catalog.clone(), points.clone()));
         Self {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
             commands: commands::Commands::new(state.clone(), groups.clone(), points),

@@ -99,15 +99,24 @@ impl Points {
         }
     }
 
-    /// The end of an attempt, which is forgotten with it; `None`: it is under way.
+    /// The end of an attempt; `None`: it is under way.
     pub fn ended(&self, now: Instant, group: GroupId) -> Option<Ended> {
         let time = self.time(now);
         let mut all = self.running();
         let running = all.get_mut(&group)?;
         running.attempt.tick(time);
         let verdict = running.attempt.verdict()?;
-        let Running { sizes, cut_ms, .. } = all.remove(&group)?;
-        Some(Ended { verdict, sizes, cut_ms })
+        Some(Ended { verdict, sizes: running.sizes.clone(), cut_ms: running.cut_ms })
+    }
+
+    /// Forgets an attempt that has ended.
+    pub fn forget(&self, group: GroupId) {
+        let is_over = |running: &mut Running| running.attempt.verdict().is_some();
+        if let std::collections::btree_map::Entry::Occupied(mut found) = self.running().entry(group)
+            && is_over(found.get_mut())
+        {
+            found.remove();
+        }
     }
 
     /// Commands for the volumes that `is_served` says are.

@@ -4,6 +4,7 @@
 pub mod changes;
 pub mod events;
 pub(crate) mod grants;
+pub mod group_records;
 pub(crate) mod member_records;
 pub(crate) mod observed;
 #[cfg(test)]
@@ -11,7 +12,6 @@ pub(crate) mod recorded;
 pub mod records;
 pub(crate) mod replica_changes;
 mod ruling;
-pub mod group_records;
 pub mod snapshot_records;
 pub mod store;
 pub(crate) mod table;

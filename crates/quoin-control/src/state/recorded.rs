@@ -9,8 +9,8 @@ use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
-use crate::state::records::*;
 use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
+use crate::state::records::*;
 use crate::state::snapshot_records::{
     Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
 };

@@ -200,7 +200,9 @@ async fn a_group_that_cannot_be_cut_at_one_point_is_given_up_and_leaves_nothing(
         other => well(other),
     };
     let another_cut: Behaviour = |command| match well(command) {
-        Some(Ended::SnapshotMade(made)) => Some(Ended::SnapshotMade(SnapshotMade { lsn: 8, ..made })),
+        Some(Ended::SnapshotMade(made)) => {
+            Some(Ended::SnapshotMade(SnapshotMade { lsn: 8, ..made }))
+        }
         other => other,
     };
     let too_many: Behaviour = |command| match command {
@@ -309,7 +311,10 @@ async fn a_target_that_does_not_know_points_is_named_and_not_waited_for() {
     let groups = &cluster.controller.snapshots.groups;
     let error = groups.cut(group, Duration::ZERO).await.unwrap_err();
     assert_eq!(error.code(), tonic::Code::FailedPrecondition);
-    assert!(error.to_string().contains("node n2") && error.to_string().contains("update"), "{error}");
+    assert!(
+        error.to_string().contains("node n2") && error.to_string().contains("update"),
+        "{error}"
+    );
 }
 
 #[tokio::test]
@@ -427,7 +432,10 @@ async fn a_crash_at_any_write_of_a_groups_life_leaves_it_whole_or_nothing_of_it(
                 let all = cluster.snapshots();
                 let ready = all.iter().filter(|(_, phase)| *phase == SnapshotPhase::Ready).count();
                 let is_ready = cluster.found("g").is_some_and(|g| g.phase == GroupPhase::Ready);
-                assert!(ready == if is_ready { 2 } else { 0 }, "step {step} after {writes}: {all:?}");
+                assert!(
+                    ready == if is_ready { 2 } else { 0 },
+                    "step {step} after {writes}: {all:?}"
+                );
             }
             let left = [cluster.store.keys("snapshot"), cluster.store.keys("group")].concat();
             assert_eq!(left, Vec::<String>::new(), "after {writes}");

@@ -335,7 +335,8 @@ async fn obey_stream(
 ) -> Result<(), Status> {
     use command_outcome::What as Ended;
     use target_command::What as Told;
-    let watched = agent.watch_commands(WatchCommandsRequest { node: name.to_owned(), points: true }).await?;
+    let watched =
+        agent.watch_commands(WatchCommandsRequest { node: name.to_owned(), points: true }).await?;
     let mut commands = watched.into_inner();
     let mut cuts = BTreeMap::new();
     while let Some(command) = commands.message().await? {

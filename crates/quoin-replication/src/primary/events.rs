@@ -5,9 +5,7 @@ use super::{
     SnapshotOutcome, SnapshotWish, VerifyOrder, admission,
 };
 use quoin_types::block::{Reply, Request, Token};
-use quoin_types::ids::{
-    BulkKey, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId,
-};
+use quoin_types::ids::{BulkKey, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;

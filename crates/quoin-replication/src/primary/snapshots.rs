@@ -94,7 +94,9 @@ impl Primary {
         let last = self.history.last.lsn;
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
         let (lsn, outcome) = match (wish, existing) {
-            (SnapshotWish::Make | SnapshotWish::Confirm, Some(snapshot)) => (snapshot.lsn, self.made(id, snapshot.lsn)),
+            (SnapshotWish::Make | SnapshotWish::Confirm, Some(snapshot)) => {
+                (snapshot.lsn, self.made(id, snapshot.lsn))
+            }
             (SnapshotWish::Make, None) => match self.in_sync_know_points() {
                 None => return,
                 Some(false) => (last, SnapshotOutcome::Unsupported),

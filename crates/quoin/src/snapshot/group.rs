@@ -106,8 +106,7 @@ impl GroupView {
 }
 
 impl Row for GroupView {
-    const HEADER: &'static [&'static str] =
-        &["NAME", "VOLUMES", "CUT", "PHASE", "WAITS FOR", "ID"];
+    const HEADER: &'static [&'static str] = &["NAME", "VOLUMES", "CUT", "PHASE", "WAITS FOR", "ID"];
     const NARROW: usize = 5;
 
     fn cells(&self) -> Vec<String> {

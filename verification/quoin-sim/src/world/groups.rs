@@ -12,7 +12,9 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use quoin_replication::group_point::{GroupPoint, PointAnswer, PointCommand, PointCut, PointVerdict};
+use quoin_replication::group_point::{
+    GroupPoint, PointAnswer, PointCommand, PointCut, PointVerdict,
+};
 use quoin_replication::primary::{PrimaryEvent, SnapshotWish};
 use quoin_types::ids::{PointId, SnapshotId};
 use quoin_types::{Position, Time, VolumeId};
@@ -120,7 +122,10 @@ impl Groups {
                 }
             }
         }
-        self.worlds.iter_mut().for_each(World::finish);
+        // One that another one's violation stopped is at no end.
+        let has_failed = self.worlds.iter().any(World::has_failed);
+        let end = if has_failed { World::count } else { World::finish };
+        self.worlds.iter_mut().for_each(end);
     }
 
     fn now(&self) -> Instant {
@@ -326,15 +331,17 @@ impl Groups {
         for (effect_in, (at, effect)) in &last_issued {
             for (n, (world, path)) in self.worlds.iter().zip(&paths).enumerate() {
                 let lineage = &world.checkers.lineage;
-                let lacks = |(tag, block): &(u32, u64)| {
-                    lineage.carrier_on(path, *tag, *block).is_none()
-                };
+                let lacks =
+                    |(tag, block): &(u32, u64)| lineage.carrier_on(path, *tag, *block).is_none();
                 let cause = world.operators.points.shown_before(*at).find(lacks);
                 if let (Some((cause, block)), true) = (cause, n != *effect_in) {
-                    lacking = Some((n, format!(
-                        "write {effect} of volume {effect_in} is cut, and write {cause} of volume {n}, \
+                    lacking = Some((
+                        n,
+                        format!(
+                            "write {effect} of volume {effect_in} is cut, and write {cause} of volume {n}, \
                          block {block}, was shown before it was issued and is not"
-                    )));
+                        ),
+                    ));
                 }
             }
         }

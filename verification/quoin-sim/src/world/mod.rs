@@ -328,6 +328,11 @@ impl World {
         if self.checkers.violation.is_none() {
             self.check_end();
         }
+        self.count();
+    }
+
+    /// Takes over the counts of the parts.
+    pub fn count(&mut self) {
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
         self.stats.ios.checked = self.checkers.history.checked;
