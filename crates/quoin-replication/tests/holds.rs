@@ -209,6 +209,26 @@ fn a_hold_does_not_survive_its_target_and_the_next_one_says_so() {
     assert_eq!(last(&c), released(false));
 }
 
+/// Another target may have answered in an epoch between.
+#[test]
+fn a_hold_ends_with_its_epoch_though_the_same_target_opens_the_next_one() {
+    let mut hand = crate::hand::Hand::new(crate::hand::config());
+    hand.serve(&[crate::hand::row(5, 1, 10, 55)], 10);
+    let wish = |wish| PrimaryEvent::Point { point: PointId(POINT), wish };
+    hand.on(wish(PointWish::Hold { for_ms: HOLD_MS_MAX }));
+    hand.on(wish(PointWish::Cut { snapshot: SnapshotId(7) }));
+    for id in 1..=3 {
+        hand.applied(id, true);
+    }
+    hand.overtaken(3);
+    hand.on(wish(PointWish::Release));
+    let note = hand.notes.iter().rev().find_map(|note| match note {
+        PrimaryNote::Point { outcome, .. } => Some(*outcome),
+        _ => None,
+    });
+    assert_eq!(note, released(false), "{:?}", hand.target.status());
+}
+
 #[test]
 fn a_release_waits_for_the_lease_and_is_not_unbroken_without_it() {
     let mut c = served();
