@@ -11,6 +11,7 @@
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
+mod group_attempts;
 pub(crate) mod groups;
 pub(crate) mod keeper;
 pub(crate) mod points;
