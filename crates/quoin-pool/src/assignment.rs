@@ -74,6 +74,8 @@ pub struct ReplicaState {
     pub bad_blocks: u64,
     /// Bad copies that were replaced since the pool was opened.
     pub repaired: u64,
+    /// A target's lease on it lives.
+    pub hears_target: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -189,6 +191,10 @@ impl ReplicaState {
             used_bytes: self.used_bytes,
             bad_blocks: self.bad_blocks,
             repaired: self.repaired,
+            hearing: match self.hears_target {
+                true => control::replica_report::Hearing::Hears.into(),
+                false => control::replica_report::Hearing::Silent.into(),
+            },
         }
     }
 }

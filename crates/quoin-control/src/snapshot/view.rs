@@ -37,6 +37,11 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
         schedule: snapshot.schedule.clone(),
         group_id: listed_group(state, snapshot).map(|group| group.id.0.to_string()),
         group_name: listed_group(state, snapshot).map(|group| group.name.clone()),
+        // The record of a volume stays until its last snapshot is gone.
+        accessible_topology: volume
+            .as_deref()
+            .map(|volume| crate::volume::topology::write(&volume.spec.accessible_topology))
+            .unwrap_or_default(),
         volume_deleted: volume.as_deref().is_none_or(is_deleted),
     }
 }

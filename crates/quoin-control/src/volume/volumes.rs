@@ -14,6 +14,7 @@ use crate::state::records::{
 use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
+use crate::volume::topology::{self, Requirement};
 use crate::{Error, text};
 
 /// Creation, growth, deletion and lists of volumes.
@@ -56,7 +57,8 @@ impl Catalog {
         named: &[String],
     ) -> Result<Arc<VolumeRecord>, Error> {
         self.state.check_ruling()?;
-        let spec = spec::complete(asked, self.state.settings.defaults)?;
+        let mut spec = spec::complete(asked, self.state.settings.defaults)?;
+        let wanted = Requirement::of(asked, spec.options.local)?;
         spec::check_replicas("replicas", spec.replicas.into(), self.state.settings.replicas_max)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.state.creating.lock().await;
@@ -64,7 +66,7 @@ impl Catalog {
         if let Some(name) = &found
             && let Some(volume) = self.state.volumes.get(&name.volume_id.0.to_string())
         {
-            self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
+            self.check_same(&volume, &spec, &wanted, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
         if let Some(other) = self.state.volumes.get(&spec.name) {
@@ -74,7 +76,7 @@ impl Catalog {
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = candidates(&self.state);
-        let pools = match choose(&spec, size_bytes, &candidates, named) {
+        let placed = match topology::place(&spec, size_bytes, &candidates, &wanted, named) {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
@@ -86,6 +88,7 @@ impl Catalog {
             }
             Ok(placed) => placed,
         };
+        spec.accessible_topology = placed.topology;
         let id = VolumeId(random_id());
         let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
         match found {
@@ -103,8 +106,10 @@ impl Catalog {
                 }
             }
         }
-        let mut volume = new_volume(id, spec, size_bytes, pools);
-        volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
+        let mut volume = new_volume(id, spec, size_bytes, placed.pools);
+        volume.replicas.iter_mut().for_each(|replica| {
+            replica.placed = named.contains(&replica.pool) || placed.kept.contains(&replica.pool);
+        });
         match self.state.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
@@ -137,6 +142,7 @@ impl Catalog {
         &self,
         volume: &VolumeRecord,
         asked: &Spec,
+        wanted: &Requirement,
         size_bytes: u64,
         limit_bytes: u64,
     ) -> Result<(), Error> {
@@ -161,20 +167,13 @@ impl Catalog {
         if volume.spec.mutable_parameters != asked.mutable_parameters {
             differences.push("mutable parameters: it was made with others".to_owned());
         }
-        if !self.within(volume, asked) {
-            differences.push("topology: not all of its replicas are where it is asked for".into());
+        if !wanted.is_met_by(&self.state, volume) {
+            differences.push("topology: it is not where it is asked for".into());
         }
         if differences.is_empty() {
             return Ok(());
         }
         Err(Error::Differs { name: asked.name.clone(), difference: differences.join(", ") })
-    }
-
-    fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
-        volume.replicas.iter().all(|replica| {
-            let pool = self.state.pools.get(&replica.pool);
-            pool.is_none_or(|pool| spec::accessible(&asked.accessible_topology, &pool.topology))
-        })
     }
 
     /// Deletes a volume; its name is free at once, its record stays until every pool has
@@ -337,9 +336,9 @@ impl Catalog {
             asked.name = "capacity".to_owned();
         }
         let spec = spec::complete(&asked, self.state.settings.defaults)?;
-        let candidates = candidates(&self.state);
-        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
-        Ok((placement::unpromised(&spec, &candidates), largest))
+        let wanted = Requirement::of(&asked, spec.options.local)?;
+        let (left, largest) = topology::capacity(&spec, &candidates(&self.state), &wanted);
+        Ok((left, largest.min(spec::SIZE_BYTES_MAX)))
     }
 }
 
@@ -379,7 +378,7 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
             full: full.unwrap_or_default(),
             name: pool.name.clone(),
             host: pool.node.clone(),
-            topology: pool.topology.clone(),
+            topology: topology::of_pool(state, pool),
             capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
             used_bytes: seen.map_or(0, |seen| seen.used_bytes),
             promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),

@@ -260,6 +260,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 used_bytes,
                 bad_blocks: held.repairs.bad_blocks(),
                 repaired: held.repairs.mended(),
+                hears_target: held.replica.hears_target(now),
             });
         }
         let space = self.pool.space();
@@ -287,6 +288,7 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         stable: 0,
         used_bytes: 0,
         bad_blocks: 0,
+        hears_target: false,
         repaired: 0,
     }
 }

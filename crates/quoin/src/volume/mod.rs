@@ -16,8 +16,9 @@ use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_api::control::{
     CreateVolumeRequest, DeleteVolumeRequest, GetVolumeRequest, ListVolumesRequest,
-    ResizeVolumeRequest, Volume, VolumeSpec,
+    ResizeVolumeRequest, Topology, Volume, VolumeSpec,
 };
+use quoin_api::topology::{is_key, is_label};
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
@@ -34,7 +35,9 @@ pub use view::{LocalDeviceView, VolumeView};
 #[derive(Subcommand)]
 pub enum VolumeCommand {
     /// Create a volume and wait until it can be attached.
-    #[command(after_help = "Example:\n  quoin volume create db --size 10GiB --replicas 3")]
+    #[command(after_help = "Examples:\n  quoin volume create db --size 10GiB --replicas 3\n  \
+                            quoin volume create db --size 10GiB --spread rack\n  \
+                            quoin volume create db --size 10GiB --topology quoin.io/zone=west")]
     Create(Box<CreateOptions>),
     /// One volume whole: health, what it survives, its replicas, what it waits for.
     Get {
@@ -135,6 +138,11 @@ pub struct CreateOptions {
     consistency_factor: Option<u32>,
     #[command(flatten)]
     options: OptionFlags,
+    /// Where the volume is to be, as in quoin.io/zone=west (several segments with commas between
+    /// them); may be repeated, the best first. Its replicas go into as few of these as hold them;
+    /// with `--spread zone` (or rack, or `--local required`) each takes one replica.
+    #[arg(long, value_name = "KEY=VALUE[,KEY=VALUE]", value_parser = parse_topology)]
+    topology: Vec<Topology>,
     #[command(flatten)]
     encryption: keys::EncryptOptions,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
@@ -163,6 +171,21 @@ pub fn parse_name(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
+/// Reads one topology: its segments with commas between them.
+fn parse_topology(text: &str) -> Result<Topology, String> {
+    let mut topology = Topology::default();
+    for segment in text.split(',') {
+        let (key, value) = segment
+            .split_once('=')
+            .filter(|(key, value)| is_key(key) && is_label(value))
+            .ok_or("write it as KEY=VALUE, as in quoin.io/zone=west or quoin.io/node=h1")?;
+        if topology.segments.insert(key.to_ascii_lowercase(), value.to_owned()).is_some() {
+            return Err(format!("it gives {key} twice; repeat the flag for another topology"));
+        }
+    }
+    Ok(topology)
+}
+
 impl CreateOptions {
     fn spec(&self) -> VolumeSpec {
         VolumeSpec {
@@ -172,6 +195,9 @@ impl CreateOptions {
             replicas: self.replicas.unwrap_or(0),
             consistency_factor: self.consistency_factor.unwrap_or(0),
             allow_loss_on_single_failure: self.allow_loss_on_single_failure,
+            // The order of the flags is the order of preference.
+            accessible_topology: self.topology.clone(),
+            preferred_topology: self.topology.clone(),
             ..self.options.spec.clone()
         }
     }
@@ -397,7 +423,7 @@ async fn resize(
 
 /// The controller names fields, as orchestrators do; a user has typed flags.
 fn in_flags(status: tonic::Status) -> anyhow::Error {
-    const FLAGS: [(&str, &str); 9] = [
+    const FLAGS: [(&str, &str); 12] = [
         ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),
         ("consistencyFactor", "--consistency-factor"),
         ("onQuorumLoss", "--on-quorum-loss"),
@@ -407,6 +433,9 @@ fn in_flags(status: tonic::Status) -> anyhow::Error {
         ("blockSize", "--block-size"),
         ("fsType", "--fs-type"),
         ("spread: pool", "--spread pool"),
+        ("spread: host", "--spread host"),
+        ("local: required", "--local required"),
+        ("local: preferred", "--local preferred"),
     ];
     let message = refusal(status).to_string();
     let words = FLAGS.iter().fold(message, |text, (field, flag)| text.replace(field, flag));
