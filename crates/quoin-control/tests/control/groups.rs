@@ -66,7 +66,9 @@ impl Cluster {
     /// Both targets take their commands for as long as there are any, and the controller looks.
     async fn go_on(&self, behaviours: [Behaviour; 2]) -> Result<(), Error> {
         // From here on the controller knows what the targets know.
-        ["n1", "n2"].map(|node| self.told(node));
+        for node in ["n1", "n2"] {
+            self.told(node);
+        }
         let mut idle = 0;
         while idle < 4 {
             self.controller.snapshots.groups.look_at_all(Instant::now()).await?;
