@@ -56,6 +56,7 @@ impl Identity for IdentityService {
             service(service::Type::ControllerService),
             service(service::Type::VolumeAccessibilityConstraints),
             service(service::Type::GroupControllerService),
+            service(service::Type::SnapshotMetadataService),
             service(service::Type::SnapshotAccessibilityConstraints),
             Type::VolumeExpansion(VolumeExpansion {
                 r#type: volume_expansion::Type::Online.into(),

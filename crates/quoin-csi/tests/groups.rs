@@ -142,7 +142,7 @@ async fn a_group_is_made_once_and_each_member_names_it_wherever_it_is_shown() {
     let second = groups.made("h", &[&a, &b]).await;
     assert_ne!(second.group_snapshot_id, made.group_snapshot_id);
     let alone =
-        CreateSnapshotRequest { source_volume_id: c, name: "alone".into(), ..Default::default() };
+        CreateSnapshotRequest { source_volume_id: a, name: "alone".into(), ..Default::default() };
     let alone = groups.world.controller.create_snapshot(alone).await.unwrap().into_inner();
     assert_eq!(alone.snapshot.unwrap().group_snapshot_id, "");
     // Lists and single looks say the same.

@@ -9,6 +9,7 @@ mod encryption;
 mod groups;
 mod health;
 mod interrupted;
+mod metadata;
 mod modify;
 mod node;
 mod process;

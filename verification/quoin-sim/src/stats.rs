@@ -110,6 +110,8 @@ counters! {
         reverts,
         /// Points over several volumes that counted.
         points,
+        /// Snapshots that were read part by part.
+        pulls,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -218,6 +220,7 @@ impl fmt::Display for Summary {
         writeln!(f, "durability changed           {durability_changes:>12}")?;
         writeln!(f, "reverts                      {:>12}", s.operators.reverts)?;
         writeln!(f, "points over several volumes  {:>12}", s.operators.points)?;
+        writeln!(f, "snapshots read in parts      {:>12}", s.operators.pulls)?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

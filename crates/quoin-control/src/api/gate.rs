@@ -88,6 +88,8 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/DeleteGroupSnapshot", OpenTo::Users, ASKED),
     ("Cluster/GetGroupSnapshot", OpenTo::Users, ASKED),
     ("Cluster/ListGroupSnapshots", OpenTo::Users, ASKED),
+    ("Cluster/RevertVolume", OpenTo::Users, SMALL),
+    ("Cluster/PullSnapshot", OpenTo::Users, SMALL),
     ("Cluster/CreateSchedule", OpenTo::Users, ASKED),
     ("Cluster/DeleteSchedule", OpenTo::Users, ASKED),
     ("Cluster/GetSchedule", OpenTo::Users, ASKED),
@@ -123,6 +125,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Agent/ReportVolume", OpenTo::Nodes, TOLD),
     ("Agent/WatchCommands", OpenTo::Nodes, SMALL),
     ("Agent/ReportOutcome", OpenTo::Nodes, SMALL),
+    ("Agent/ReportPart", OpenTo::Nodes, TOLD),
     ("Join/Join", OpenTo::Newcomers, SMALL),
     ("Join/Renew", OpenTo::Members, SMALL),
 ];

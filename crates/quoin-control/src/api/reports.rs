@@ -202,7 +202,9 @@ impl Reports {
                 HashSet::new()
             }
             before => {
-                let was = |guid: &ReplicaGuid| before.as_ref().and_then(|before| before.replicas.get(guid));
+                let was = |guid: &ReplicaGuid| {
+                    before.as_ref().and_then(|before| before.replicas.get(guid))
+                };
                 let after = |(guid, replica): (ReplicaGuid, ReplicaSeen)| {
                     (guid, replica.after(was(&guid), seen.last))
                 };

@@ -28,6 +28,7 @@ use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
 };
+use crate::state::revert_records::RevertRecord;
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotName, SnapshotRecord};
 use crate::state::store::{Embedded, Store, Swap};
 use crate::state::term_records::{SupersededRecord, TermRecord};
@@ -86,7 +87,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 16] = [
+    let kinds: [(&str, Reader); 17] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -97,6 +98,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (SnapshotName::PREFIX, read::<SnapshotName>),
         (ScheduleRecord::PREFIX, read::<ScheduleRecord>),
         (GroupRecord::PREFIX, read::<GroupRecord>),
+        (RevertRecord::PREFIX, read::<RevertRecord>),
         (TokenRecord::PREFIX, read::<TokenRecord>),
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),
         (EventRecord::PREFIX, read::<EventRecord>),

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{
-    self as api, CommandOutcome, ConfirmSnapshot, CutPoint, HoldPoint, MakeSnapshot, ReleasePoint,
-    RemoveSnapshot, TargetCommand, command_outcome, target_command,
+    self as api, CommandOutcome, ConfirmSnapshot, CutPoint, HoldPoint, MakeSnapshot, PulledPart,
+    ReleasePoint, RemoveSnapshot, TargetCommand, command_outcome, target_command,
 };
 use quoin_replication::group_point::{PointAnswer, PointCommand};
 use quoin_replication::primary::{PointOutcome, SnapshotOutcome};
@@ -24,10 +24,12 @@ use tokio::time::Instant;
 use super::catalog::{about, too_many};
 use super::groups::Groups;
 use super::points::Points;
+use super::reverts;
 use crate::Error;
 use crate::state::State;
 use crate::state::events::Severity;
 use crate::state::records::{Record, Text, VolumeRecord};
+use crate::state::revert_records::RevertPhase;
 use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
 use crate::text;
 use crate::time::now_ms;
@@ -59,6 +61,37 @@ pub struct CommandStream {
     sent: BTreeMap<String, (SnapshotPhase, Instant)>,
     /// The same of steps of points.
     steps_sent: BTreeMap<(PointId, VolumeId), (PointCommand, Instant)>,
+    /// The same of Reverts, by their commands.
+    sent_reverts: Sent<(SnapshotId, RevertPhase)>,
+    /// The same of parts that are to be read, by their numbers.
+    sent_pulls: Sent<u64>,
+}
+
+/// Time of the last sending of each command.
+struct Sent<K>(BTreeMap<K, Instant>);
+
+impl<K: Ord + Clone> Sent<K> {
+    /// Open commands that are to be sent now. Commands that are not open any more are forgotten.
+    fn due(&mut self, now: Instant, open: impl Iterator<Item = (K, TargetCommand)>) -> Due {
+        let before = std::mem::take(&mut self.0);
+        let mut due = Due::default();
+        for (key, command) in open.take(COMMANDS_MAX) {
+            let last = before.get(&key).copied();
+            let last = last.filter(|at| now.duration_since(*at) < REPEAT_AFTER);
+            if last.is_none() {
+                due.commands.push(command);
+            }
+            self.0.insert(key, last.unwrap_or(now));
+            due.any_open = true;
+        }
+        due
+    }
+}
+
+#[derive(Default)]
+struct Due {
+    commands: Vec<TargetCommand>,
+    any_open: bool,
 }
 
 impl Commands {
@@ -69,8 +102,14 @@ impl Commands {
     /// The stream of a node's target. `knows_points`: the commands of points may be sent.
     pub fn of_node(&self, node: &str, knows_points: bool) -> CommandStream {
         self.points.follows(node, knows_points);
-        let (sent, steps_sent) = (BTreeMap::new(), BTreeMap::new());
-        CommandStream { commands: self.clone(), node: node.to_owned(), sent, steps_sent }
+        CommandStream {
+            commands: self.clone(),
+            node: node.to_owned(),
+            sent: BTreeMap::new(),
+            steps_sent: BTreeMap::new(),
+            sent_reverts: Sent(BTreeMap::new()),
+            sent_pulls: Sent(BTreeMap::new()),
+        }
     }
 
     /// Snapshots of which this node's target has something to do.
@@ -152,7 +191,11 @@ impl Commands {
         match &outcome.what {
             Some(What::SnapshotMade(made)) => self.made(volume, made).await,
             Some(What::SnapshotRemoved(removed)) => {
+                reverts::cleared(&self.state, volume, &removed.snapshot_id).await?;
                 self.removed(volume, &removed.snapshot_id).await
+            }
+            Some(What::VolumeReverted(reverted)) => {
+                reverts::done(&self.state, volume, &outcome.id, reverted.lsn).await
             }
             Some(What::PointHeld(_)) => {
                 self.stepped(volume, &outcome.id, PointOutcome::Held);
@@ -180,7 +223,7 @@ impl Commands {
             Some(What::Refused(refused)) => {
                 let why = match refused.reason() {
                     api::command_refused::Reason::TooManySnapshots => SnapshotOutcome::TooMany,
-                    api::command_refused::Reason::Unspecified => SnapshotOutcome::Unsupported,
+                    _ => SnapshotOutcome::Unsupported,
                 };
                 if self.stepped(volume, &outcome.id, PointOutcome::Refused(why)) {
                     return Ok(());
@@ -190,6 +233,16 @@ impl Commands {
             // An outcome of a later version, of a command that this one does not send.
             None => Ok(()),
         }
+    }
+
+    /// Takes in a part that a target read, if the node is the one that serves the volume.
+    pub fn part(&self, part: PulledPart) -> Result<(), Error> {
+        let volume: VolumeId = crate::api::reports::id("volume_id", &part.volume_id)?;
+        let served = self.state.volumes.get(&volume.to_string());
+        if served.is_some_and(|volume| is_served_by(&volume, &part.node)) {
+            self.state.snapshots.pulls.answered(volume, part);
+        }
+        Ok(())
     }
 
     /// The snapshot of this id, if it is of this volume.
@@ -241,14 +294,15 @@ impl Commands {
         id: &str,
         refused: &api::CommandRefused,
     ) -> Result<(), Error> {
+        if reverts::refused(&self.state, volume, id, refused).await? {
+            return Ok(());
+        }
         let Some(snapshot) = self.snapshot(volume, id) else { return Ok(()) };
         let reason = match refused.reason() {
             api::command_refused::Reason::TooManySnapshots => {
                 too_many(&snapshot.volume_name).to_string()
             }
-            api::command_refused::Reason::Unspecified => {
-                refused.message.chars().take(1024).collect()
-            }
+            _ => refused.message.chars().take(1024).collect(),
         };
         let change = |snapshot: &mut SnapshotRecord| {
             let is_news = snapshot.phase == SnapshotPhase::Wished;
@@ -376,7 +430,40 @@ impl CommandStream {
                 commands.push(command(snapshot, term));
             }
         }
-        (commands, steps_pause.or((!open.is_empty()).then_some(REPEAT_AFTER)))
+        let others = self.others(now, term);
+        commands.extend(others.commands);
+        (commands, steps_pause.or((!open.is_empty() || others.any_open).then_some(REPEAT_AFTER)))
+    }
+}
+
+impl CommandStream {
+    /// The same for Reverts, and for parts of snapshots that are to be read.
+    fn others(&mut self, now: Instant, term: &[u8]) -> Due {
+        let state = &self.commands.state;
+        if state.check_ruling().is_err() || state.check_term().is_err() {
+            return Due::default();
+        }
+        let reverts = reverts::open(state, |volume| is_served_by(volume, &self.node));
+        let reverts = reverts.iter().map(|revert| {
+            let key = (revert.attempt.0, revert.phase);
+            (key, reverts::command(revert, term))
+        });
+        let mut due = self.sent_reverts.due(now, reverts);
+        let is_served = |id: VolumeId| {
+            let volume = state.volumes.get(&id.to_string());
+            volume.is_some_and(|volume| is_served_by(&volume, &self.node))
+        };
+        let pulls = state.snapshots.pulls.commands(term, is_served);
+        let pulls = self.sent_pulls.due(now, pulls.into_iter());
+        due.commands.extend(pulls.commands);
+        due.any_open |= pulls.any_open;
+        due
+    }
+
+    /// Counter that rises with each part of a snapshot that is to be read: then it is to be looked
+    /// again.
+    pub fn begun(&self) -> tokio::sync::watch::Receiver<u64> {
+        self.commands.state.snapshots.pulls.begun()
     }
 }
 

@@ -6,6 +6,9 @@
 //!
 //! Snapshots of several volumes at one point are a group ([`groups`]).
 //!
+//! A volume goes back to one of its snapshots by the same commands ([`reverts`]), and the content of
+//! snapshots is read by them, part by part ([`history`]).
+//!
 //! A volume that is deleted while it has snapshots is Retained: its name is free, nobody can attach
 //! it, and its replicas are kept and healed until its last snapshot is gone ([`keeper`]).
 
@@ -13,9 +16,11 @@ pub(crate) mod catalog;
 pub(crate) mod commands;
 mod group_attempts;
 pub(crate) mod groups;
+pub mod history;
 pub(crate) mod keeper;
 pub(crate) mod points;
 pub(crate) mod recovery;
+pub(crate) mod reverts;
 pub(crate) mod schedules;
 pub(crate) mod view;
 
@@ -28,6 +33,8 @@ pub struct Parts {
     pub catalog: Arc<catalog::Snapshots>,
     pub schedules: Arc<schedules::Schedules>,
     pub groups: Arc<groups::Groups>,
+    pub reverts: reverts::Reverts,
+    pub history: history::History,
     pub commands: commands::Commands,
     pub keeper: Arc<keeper::SnapshotKeeper>,
 }
@@ -39,6 +46,8 @@ impl Parts {
         let groups = Arc::new(groups::Groups::new(state.clone(), catalog.clone(), points.clone()));
         Self {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
+            reverts: reverts::Reverts::new(state.clone(), catalog.clone()),
+            history: history::History::new(state.clone(), catalog.clone()),
             commands: commands::Commands::new(state.clone(), groups.clone(), points),
             keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone(), groups.clone())),
             groups,

@@ -102,7 +102,7 @@ fn group_waits_for(state: &State, group: &GroupRecord) -> String {
 }
 
 /// What a snapshot of the volume waits for.
-fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
+pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
     let Some(volume) = volume else { return "its volume, which is gone".to_owned() };
     let Some(node) = &volume.owner else {
         let waiting = crate::status::waiting_for(state, volume);

@@ -353,6 +353,12 @@ impl Status {
             not_judged,
             snapshots,
             newest_snapshot,
+            revert: self
+                .state
+                .snapshots
+                .reverts
+                .get(&volume.id.0.to_string())
+                .map(|revert| crate::snapshot::reverts::view(&self.state, &revert)),
         }
     }
 

@@ -1,16 +1,16 @@
-//! Snapshots and points that the controller wishes of a volume, and the state machine's answers.
+//! Commands of the controller about a volume's snapshots, and the state machine's answers.
 
 use std::collections::VecDeque;
 use std::time::SystemTime;
 
 use quoin_replication::primary::{
-    PointOutcome, PointWish, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+    ChangesAnswer, PointWish, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
 };
-use quoin_types::ids::{PointId, SnapshotId};
-use quoin_types::{Time, VolumeId};
+use quoin_types::ids::SnapshotId;
+use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 
 use super::{Ask, Shard};
-use crate::commands::Answer;
+use crate::commands::{Answer, Command};
 
 /// When wishes were passed on first, for the time of the cut: the last ones, in their order.
 #[derive(Default)]
@@ -33,15 +33,36 @@ impl Wished {
     }
 }
 
+/// Bytes of data in a part of a snapshot.
+pub(super) fn data_bytes(answer: &ChangesAnswer) -> u64 {
+    match answer {
+        ChangesAnswer::Part { slots, .. } => slots.len() as u64 * BLOCK_SIZE as u64,
+        _ => 0,
+    }
+}
+
 impl Shard {
+    pub(super) fn command(&mut self, now: Time, id: VolumeId, command: Command) {
+        match command {
+            Command::Snapshot { id: snapshot, wish } => self.wish_snapshot(now, id, snapshot, wish),
+            Command::Revert { snapshot, attempt } => {
+                self.event(now, id, PrimaryEvent::Revert { snapshot, attempt });
+            }
+            Command::Pull(request) => self.event(now, id, PrimaryEvent::Changes(request)),
+            Command::Point { point, wish } => {
+                if let PointWish::Cut { snapshot } = wish
+                    && let Some(volume) = self.volumes.get_mut(&id)
+                    && volume.stage.served
+                {
+                    volume.wished.passed_on(snapshot);
+                }
+                self.event(now, id, PrimaryEvent::Point { point, wish });
+            }
+        }
+    }
+
     /// Passes a wish on. A volume that does not serve drops it, and the controller repeats it.
-    pub(super) fn wish_snapshot(
-        &mut self,
-        now: Time,
-        id: VolumeId,
-        snapshot: SnapshotId,
-        wish: SnapshotWish,
-    ) {
+    fn wish_snapshot(&mut self, now: Time, id: VolumeId, snapshot: SnapshotId, wish: SnapshotWish) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match wish {
             // The entry is appended with the first wish that comes while IO is served.
@@ -59,29 +80,13 @@ impl Shard {
         outcome: SnapshotOutcome,
     ) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let answer = Answer::Snapshot {
+        let answer = Answer {
             id: snapshot,
             outcome,
             snapshot: volume.target.snapshot(snapshot),
             // The answer may be lost, and a repeat is to say the same.
             wished_at: volume.wished.at(snapshot),
         };
-        self.reports.ask(Ask::Answered { volume: id, answer });
-    }
-
-    /// Passes a step of a point on, as [`Self::wish_snapshot`] does.
-    pub(super) fn wish_point(&mut self, now: Time, id: VolumeId, point: PointId, wish: PointWish) {
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if let PointWish::Cut { snapshot } = wish
-            && volume.stage.served
-        {
-            volume.wished.passed_on(snapshot);
-        }
-        self.event(now, id, PrimaryEvent::Point { point, wish });
-    }
-
-    pub(super) fn answer_point(&mut self, id: VolumeId, point: PointId, outcome: PointOutcome) {
-        let answer = Answer::Point { id: point, outcome };
         self.reports.ask(Ask::Answered { volume: id, answer });
     }
 }

@@ -10,7 +10,7 @@ use super::keys::EncryptionView;
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
 use crate::size::show_size;
-use crate::snapshot::SnapshotView;
+use crate::snapshot::{RevertView, SnapshotView};
 
 /// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.
 #[derive(Serialize)]
@@ -33,6 +33,9 @@ pub struct VolumeView {
     pub encryption: Option<EncryptionView>,
     pub created_at: String,
     pub snapshots: SnapshotsView,
+    /// The last return to a snapshot, or the one under way.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub revert: Option<RevertView>,
     pub replicas: Vec<ReplicaView>,
     /// The comparison of all replicas that is under way, or the last one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -258,6 +261,7 @@ impl From<Volume> for VolumeView {
                 count: volume.snapshots,
                 newest: volume.newest_snapshot.map(SnapshotView::from),
             },
+            revert: volume.revert.map(RevertView::from),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
             verification: volume.verification.map(VerificationView::from),
             here: None,
@@ -336,6 +340,7 @@ impl VolumeView {
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
             ("snapshots", self.snapshots.sentence()),
+            ("went back", self.revert.as_ref().map(RevertView::line).unwrap_or_default()),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);

@@ -8,6 +8,7 @@ use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
 use super::points::Points;
+use super::pulls::Pulls;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 
@@ -18,6 +19,7 @@ pub(crate) struct Operators {
     pub memory: Memory,
     pub snapshots: Snapshots,
     pub points: Points,
+    pub pulls: Pulls,
     pub limits: VolumeLimits,
     pub holes: Holes,
     pub durability: DurabilityChanges,

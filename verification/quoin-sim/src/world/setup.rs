@@ -21,6 +21,7 @@ use super::memory::Memory;
 use super::operators::Operators;
 use super::points::Points;
 use super::processes::Processes;
+use super::pulls::Pulls;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 use super::terms::Terms;
@@ -318,6 +319,7 @@ impl World {
         }
         let volume_blocks = setup.volume_blocks;
         let snapshots = Snapshots::draw(options.seed, options.swarm);
+        let pulls = Pulls::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
         let durability =
             DurabilityChanges::draw(options.seed, options.swarm, setup.config.durability);
@@ -365,6 +367,7 @@ impl World {
                 memory: Memory::draw(seed, swarm),
                 snapshots,
                 points: Points::draw(options.swarm),
+                pulls,
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
                 durability,
@@ -468,6 +471,7 @@ impl World {
         self.plan_snapshots();
         self.plan_durability();
         self.plan_revert();
+        self.plan_pulls();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",
