@@ -44,7 +44,7 @@ fn well(command: &Told) -> Option<Ended> {
         Told::RemoveSnapshot(remove) => {
             Ended::SnapshotRemoved(SnapshotRemoved { snapshot_id: remove.snapshot_id })
         }
-        Told::MakeSnapshot(make) => panic!("a member is never made alone: {make:?}"),
+        other => panic!("a member is never made alone: {other:?}"),
     })
 }
 
