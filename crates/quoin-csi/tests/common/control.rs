@@ -362,8 +362,9 @@ async fn obey_stream(
             }
             Some(Told::HoldPoint(_)) => Ended::PointHeld(PointHeld {}),
             Some(Told::CutPoint(cut)) => {
-                cuts.insert(cut.snapshot_id.clone(), *lsn);
-                Ended::PointCut(PointCut { snapshot_id: cut.snapshot_id, lsn: *lsn, epoch: 1 })
+                // A repeat is answered as the first time.
+                let lsn = *cuts.entry(cut.snapshot_id.clone()).or_insert(*lsn);
+                Ended::PointCut(PointCut { snapshot_id: cut.snapshot_id, lsn, epoch: 1 })
             }
             Some(Told::ReleasePoint(_)) => Ended::PointReleased(PointReleased { unbroken: true }),
             Some(Told::ConfirmSnapshot(confirm)) => Ended::SnapshotMade(SnapshotMade {
