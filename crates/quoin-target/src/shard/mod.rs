@@ -168,13 +168,13 @@ pub enum Ask {
         volume: VolumeId,
         answer: Answer,
     },
-    /// The outcome of a Revert.
     /// The outcome of a step of a point.
     Stepped {
         volume: VolumeId,
         point: PointId,
         outcome: PointOutcome,
     },
+    /// The outcome of a Revert.
     Reverted {
         volume: VolumeId,
         attempt: SnapshotId,
