@@ -124,7 +124,7 @@ impl Groups {
         }
         // One that another one's violation stopped is at no end.
         let has_failed = self.worlds.iter().any(World::has_failed);
-        let end = if has_failed { World::count } else { World::finish };
+        let end: fn(&mut World) = if has_failed { World::count } else { World::finish };
         self.worlds.iter_mut().for_each(end);
     }
 
