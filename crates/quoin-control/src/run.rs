@@ -381,6 +381,7 @@ fn server(
 async fn tend(controller: Arc<Controller>) {
     let mut working = controller.work.spawn(&controller.state);
     working.spawn(work(controller.snapshots.keeper.clone()));
+    working.spawn(work(controller.snapshots.groups.clone()));
     working.spawn(work(controller.snapshots.schedules.clone()));
     let certificates =
         every_tick("certificates", || controller.membership.members.tend_certificates());

@@ -390,6 +390,10 @@ impl Control {
                     let control = self.clone();
                     tokio::spawn(async move { control.report_outcome(volume, answer).await });
                 }
+                Ask::Stepped { volume, point, outcome } => {
+                    let control = self.clone();
+                    tokio::spawn(async move { control.report_step(volume, point, outcome).await });
+                }
                 Ask::Reverted { volume, attempt, outcome } => {
                     let control = self.clone();
                     tokio::spawn(async move {

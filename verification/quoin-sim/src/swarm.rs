@@ -68,6 +68,8 @@ pub enum Swarm {
     Limits,
     /// Volumes that get very many small holes while a replica is away.
     Holes,
+    /// Several volumes with points over them, whose targets are replaced between any two steps.
+    Groups,
 }
 
 impl Swarm {
@@ -98,6 +100,7 @@ impl Swarm {
         Swarm::Hosts,
         Swarm::Limits,
         Swarm::Holes,
+        Swarm::Groups,
     ];
 
     pub fn name(self) -> &'static str {
@@ -128,6 +131,7 @@ impl Swarm {
             Swarm::Hosts => "hosts",
             Swarm::Limits => "limits",
             Swarm::Holes => "holes",
+            Swarm::Groups => "groups",
         }
     }
 
@@ -166,6 +170,29 @@ impl Swarm {
                     delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
                     ..small.times
                 },
+                ..small
+            },
+            Swarm::Groups => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (Failover, 16),
+                    (OwnerIsolated, 10),
+                    (TargetCrash, 6),
+                    (TargetPause, 8),
+                    (TargetShutdown, 4),
+                    (DelayStorm, 6),
+                    (Partition, 4),
+                    (PartitionOneWay, 4),
+                    (ReplicaCrash, 6),
+                    (ConnectionCut, 6),
+                    (ControlLate, 4),
+                ],
+                factors: &[(3, 2), (3, 2), (2, 2)],
+                lease_ms: &[500, 1000],
+                faults: (4, 14),
+                horizon_ms: (4_000, 10_000),
+                clients: (2, 4),
+                apart: true,
                 ..small
             },
             Swarm::Detaches => Shape {

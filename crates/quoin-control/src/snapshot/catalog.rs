@@ -6,7 +6,7 @@ use std::time::Duration;
 use quoin_api::control::{self as api, SnapshotRef, VolumeRef};
 use quoin_replication::primary::USER_SNAPSHOTS_MAX;
 use quoin_types::VolumeId;
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{GroupId, SnapshotId};
 
 use crate::Error;
 use crate::state::events::{Object, Severity};
@@ -111,14 +111,16 @@ impl Snapshots {
         if count >= USER_SNAPSHOTS_MAX {
             return Err(too_many(&volume.spec.name));
         }
-        self.record(&volume, name, schedule).await
+        self.record(&volume, name, schedule, None).await
     }
 
-    async fn record(
+    /// Records an attempt. The caller holds the lock of changes.
+    pub(super) async fn record(
         &self,
         volume: &VolumeRecord,
         name: &str,
         schedule: &str,
+        group: Option<Text<GroupId>>,
     ) -> Result<Arc<SnapshotRecord>, Error> {
         let snapshot = SnapshotRecord {
             id: Text(SnapshotId(random_id())),
@@ -129,6 +131,7 @@ impl Snapshots {
             wished_ms: now_ms(),
             cut: None,
             schedule: schedule.to_owned(),
+            group,
             failure: String::new(),
             used_by: Vec::new(),
         };
@@ -218,9 +221,28 @@ impl Snapshots {
     pub async fn delete(&self, reference: Option<&SnapshotRef>) -> Result<(), Error> {
         let _changing = self.state.snapshots.changing.lock().await;
         match self.get(reference) {
-            Ok(snapshot) => self.remove(&snapshot, "").await,
+            Ok(snapshot) => {
+                self.refuse_member(&snapshot)?;
+                self.remove(&snapshot, "").await
+            }
             Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
+        }
+    }
+
+    /// A member of a group is deleted with all the others: alone it would leave a group that is none.
+    fn refuse_member(&self, snapshot: &SnapshotRecord) -> Result<(), Error> {
+        let group = snapshot.group.and_then(|id| self.state.snapshots.group(id.0));
+        match group.filter(|group| group.is_listed()) {
+            None => Ok(()),
+            Some(group) => {
+                let rule = format!(
+                    "{:?} belongs to group snapshot {:?}, whose snapshots are deleted together: \
+                     `quoin snapshot group delete`",
+                    snapshot.name, group.name
+                );
+                Err(Error::invalid("snapshot", rule))
+            }
         }
     }
 
@@ -351,7 +373,10 @@ pub(crate) async fn give_up_attempts(state: &State) -> Result<usize, Error> {
     let _changing = state.snapshots.changing.lock().await;
     let mut given_up = 0;
     for attempt in state.snapshots.records.list() {
-        if attempt.phase != SnapshotPhase::Wished {
+        // A group that counts has its cuts in its own record.
+        let group = attempt.group.and_then(|id| state.snapshots.group(id.0));
+        let is_cut = group.is_some_and(|group| group.cut_of(attempt.id.0).is_some());
+        if attempt.phase != SnapshotPhase::Wished || is_cut {
             continue;
         }
         let give_up = |snapshot: &mut SnapshotRecord| {

@@ -141,6 +141,8 @@ async fn adopt(
             size_bytes: found.blocks.saturating_mul(BLOCK_SIZE as u64),
         }),
         schedule: String::new(),
+        // Pools do not know it either.
+        group: None,
         failure: String::new(),
         used_by: Vec::new(),
     };

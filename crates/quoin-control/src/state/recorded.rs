@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use quoin_recorded::Recorded;
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
+use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
 use crate::state::records::*;
 use crate::state::revert_records::{RevertPhase, RevertRecord};
 use crate::state::snapshot_records::{
@@ -298,6 +299,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         wished_ms: 1_700_000_000_000,
         cut: None,
         schedule: "hourly".into(),
+        group: None,
         failure: "in words".into(),
         used_by: vec![Text(VolumeId(0xf02))],
     };
@@ -310,6 +312,28 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         ("snapshot-retained", SnapshotPhase::Retained),
     ] {
         hold(name, &SnapshotRecord { phase, ..snapshot.clone() });
+    }
+    let group = Text(GroupId(0x66));
+    hold("snapshot-of-a-group", &SnapshotRecord { group: Some(group), ..snapshot.clone() });
+    let member = |volume, with: bool| GroupMember {
+        volume: Text(VolumeId(volume)),
+        volume_name: "db".into(),
+        snapshot: with.then_some(snapshot.id),
+        cut: snapshot.cut.filter(|_| with),
+    };
+    for (name, phase, with) in [
+        ("group-snapshot-wished", GroupPhase::Wished, false),
+        ("group-snapshot-ready", GroupPhase::Ready, true),
+        ("group-snapshot-deleting", GroupPhase::Deleting, true),
+    ] {
+        let record = GroupRecord {
+            id: group,
+            name: "before-upgrade".into(),
+            phase,
+            wished_ms: 1_700_000_000_000,
+            members: vec![member(0xf01, with), member(0xf02, with)],
+        };
+        hold(name, &record);
     }
     let name = SnapshotName { snapshot_name: "before-upgrade".into(), snapshot_id: snapshot.id };
     hold("snapshot-name", &name);

@@ -19,6 +19,7 @@ use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
 use super::operators::Operators;
+use super::points::Points;
 use super::processes::Processes;
 use super::pulls::Pulls;
 use super::recovery::Recovery;
@@ -368,6 +369,7 @@ impl World {
                 growth,
                 memory: Memory::draw(seed, swarm),
                 snapshots,
+                points: Points::draw(options.swarm),
                 pulls,
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,

@@ -65,6 +65,11 @@ impl Snapshots {
 }
 
 impl Snapshots {
+    /// A point made it, at this LSN.
+    pub fn was_cut(&mut self, id: SnapshotId, lsn: Lsn) {
+        self.known.insert(id, State::Made(lsn));
+    }
+
     /// A target's answer; an error says how it contradicts an earlier one.
     pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
         let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
@@ -221,6 +226,12 @@ impl World {
         self.stats.operators.snapshots += 1;
         self.send_snapshots();
         self.plan_snapshots();
+    }
+
+    /// One that no point counts is deleted, whether it was made or not.
+    pub(crate) fn delete_snapshot(&mut self, id: SnapshotId) {
+        self.operators.snapshots.known.insert(id, State::Wished(SnapshotWish::Delete));
+        self.send_snapshots();
     }
 
     /// Faults are over and everything was compared: all are deleted.

@@ -63,6 +63,11 @@ pub(crate) struct Grant {
 }
 
 impl Process {
+    /// Its round stands still.
+    pub fn is_stalled(&self) -> bool {
+        self.stalled.is_some()
+    }
+
     pub(super) fn has_session(&self, session: SessionKey) -> bool {
         self.sessions.contains_key(&name(session, None))
     }
@@ -404,6 +409,7 @@ impl World {
 
     fn target_note(&mut self, target: usize, life: u32, note: PrimaryNote) {
         self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
+        self.point_noted(target, life, &note);
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
@@ -519,6 +525,7 @@ impl World {
                 let tag = token as u32;
                 self.observe(&Observation::Answers { target, life, tag, is_good: true });
                 self.observe(&Observation::Answered { target, tag, data: &data });
+                self.effect_shown(tag);
             }
             Err(error) => {
                 self.stats.ios.failed += 1;
