@@ -215,7 +215,7 @@ impl RunningTarget {
                     }
                     Ask::Stopped { volume, .. } => control.stopped.lock().unwrap().push(volume),
                     Ask::Swap { .. } | Ask::Changed | Ask::Answered { .. } => {}
-                    Ask::Reverted { .. } | Ask::Pulled { .. } => {}
+                    Ask::Reverted { .. } | Ask::Pulled { .. } | Ask::Stepped { .. } => {}
                 }
             }
         });
