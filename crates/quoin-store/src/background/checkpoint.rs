@@ -314,12 +314,7 @@ impl Replica {
     }
 
     /// The edits of the next step of a fold, which may have been made before.
-    fn part_of<D: Disk>(
-        &self,
-        core: &Core<D>,
-        job: &mut CheckpointJob,
-        nodes_max: usize,
-    ) -> Edits {
+    fn part_of<D: Disk>(&self, core: &Core<D>, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
         let mut part = std::mem::take(&mut job.part);
         if part.made_for != Some(job.cursor) {
             self.edits_from(core, job, nodes_max, &mut part);

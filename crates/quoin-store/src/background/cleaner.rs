@@ -451,8 +451,12 @@ impl Replica {
         job: &CleanJob,
     ) -> Result<Vec<Candidate>, StoreError> {
         let mut current = Vec::new();
-        let mut copied: BTreeSet<u64> =
-            job.moved_again.iter().filter(|(_, group)| group.is_some()).map(|(key, _)| *key).collect();
+        let mut copied: BTreeSet<u64> = job
+            .moved_again
+            .iter()
+            .filter(|(_, group)| group.is_some())
+            .map(|(key, _)| *key)
+            .collect();
         // The groups follow each other, and each copy of one ascends.
         let is_same_copy = |a: &Candidate, b: &Candidate| {
             a.is_at_home == b.is_at_home && a.key == b.key && a.number < b.number

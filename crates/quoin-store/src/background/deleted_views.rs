@@ -56,8 +56,7 @@ impl Replica {
         let (mut is_unread, mut is_done) = (false, false);
         while left > 0 {
             let (mut above, cursor) = (Vec::new(), job.deleted_cursor);
-            let found =
-                tree::next_difference(&mut io, views, from, cursor, &mut left, &mut above)?;
+            let found = tree::next_difference(&mut io, views, from, cursor, &mut left, &mut above)?;
             for (level, start, node) in above {
                 io.node_replaced(level, start, &node);
             }

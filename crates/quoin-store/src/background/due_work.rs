@@ -80,7 +80,8 @@ impl ReplicaWork {
         set(Fact::AtWork, is_workable && work.has_job());
         set(Fact::CountDue, is_workable && replica.is_count_due());
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
-        let is_foldable_by = |first: Option<u64>| first.is_some_and(|lsn| lsn <= replica.foldable());
+        let is_foldable_by =
+            |first: Option<u64>| first.is_some_and(|lsn| lsn <= replica.foldable());
         let reverts = is_foldable_by(replica.log.reverts().next());
         let deletes = is_foldable_by(replica.log.deletes().next())
             && !mutant::is("deletion-waits-for-much-log");

@@ -64,7 +64,12 @@ pub struct KeptViews {
 
 impl KeptViews {
     /// `snapshots`: the newest version and the map of each, in ascending order.
-    pub fn new(snapshots: Vec<(u64, Root)>, live: Root, breaks: &Breaks, others: Vec<Root>) -> Self {
+    pub fn new(
+        snapshots: Vec<(u64, Root)>,
+        live: Root,
+        breaks: &Breaks,
+        others: Vec<Root>,
+    ) -> Self {
         let (newest, mut history): (Vec<u64>, Vec<Root>) = snapshots.into_iter().unzip();
         history.push(live);
         let begins = breaks.0.iter().map(|lsn| view_behind(&newest, *lsn)).collect();

@@ -97,7 +97,8 @@ impl Together {
     }
 
     fn wanted_in(&self, view: &HistoryView) -> Vec<usize> {
-        let shown = |i: usize| self.shown[i] && !mutant::is("nodes-moved-in-their-first-view-alone");
+        let shown =
+            |i: usize| self.shown[i] && !mutant::is("nodes-moved-in-their-first-view-alone");
         let is_wanted = |i: &usize| {
             self.newest[*i] <= view.newest
                 && (!self.asked[*i] || shown(*i) || view.is_behind_a_break)
@@ -229,7 +230,8 @@ impl Replica {
                     }
                     found => found?,
                 };
-                if let Some(node) = found.filter(|n| edit.change == Change::Renew { node: n.place }) {
+                if let Some(node) = found.filter(|n| edit.change == Change::Renew { node: n.place })
+                {
                     lacking = lacking.and(may_lack(io.load(level, &node).map(drop))?);
                 }
             }

@@ -11,8 +11,8 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::node::{BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::map::tree::{self, Change, Part};
-use crate::replica::{Replica, may_lack};
 use crate::replica::upper::reverted;
+use crate::replica::{Replica, may_lack};
 
 /// Longest stretch that is changed by one edit.
 const STRETCH_BLOCKS_MAX: u64 = 1 << 30;

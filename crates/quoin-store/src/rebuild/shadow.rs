@@ -426,7 +426,8 @@ impl Replica {
         // A shadow that began empty has no block that was moved: see `begin_clean`.
         let moved = self.family.moved.state();
         let moved = match frees_old {
-            true => moved.map(|moved| MovedState { generation: moved.generation, ..MovedState::default() }),
+            true => moved
+                .map(|moved| MovedState { generation: moved.generation, ..MovedState::default() }),
             false => moved,
         };
         let forgets = mutant::is("count-forgotten-at-a-flip");

@@ -718,7 +718,8 @@ mod tests {
             let mut entries = [BlockAt::default(); LEAF_BLOCKS];
             let (root, (start, end)) = (replica.family.moved.root, part.range());
             tree::blocks(&mut replica.moved_io(core), root, start, &mut entries).expect("a read");
-            found.extend((start..).zip(entries).filter_map(|(k, e)| Some((k, MovedGroup::of(&e)?))));
+            found
+                .extend((start..).zip(entries).filter_map(|(k, e)| Some((k, MovedGroup::of(&e)?))));
             at = end;
         }
         found
@@ -744,7 +745,8 @@ mod tests {
                     _ => group.place,
                 };
                 let blocks = if rng.random_bool(0.5) { rng.random() } else { group.blocks };
-                let key = if rng.random_bool(0.8) { *key } else { key + rng.random_range(0..99999) };
+                let key =
+                    if rng.random_bool(0.8) { *key } else { key + rng.random_range(0..99999) };
                 groups.insert(key, Some(MovedGroup { blocks, place: place.max(1) }));
             }
             let (core, replica) = writer.parts();
