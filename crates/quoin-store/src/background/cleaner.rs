@@ -7,61 +7,32 @@
 //! get new ones in all views, which go on sharing nodes. Nodes are moved by writing them anew.
 //! Everything is done in steps of about a megabyte.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, Lsn, mutant};
+use quoin_types::{BLOCK_SIZE, mutant};
 
+use crate::background::block_moves::{Candidate, scarce};
 use crate::background::kept_views::{Breaks, KeptViews};
 use crate::background::node_moves::{NodeMove, NodeMoves};
-use crate::background::relocation::MovedBlock;
-use crate::core::{BadBlock, Core, NodeIo};
+use crate::background::segment_data::SegmentData;
+use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
 use crate::format::logical::{self, LogicalPlace, MovedGroup};
-use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
-use crate::format::superblock::Superblock;
-use crate::map::tree::{self, Change, Edit, Memo};
-use crate::replica::{Replica, Source, may_lack};
+use crate::format::node::Root;
+use crate::map::tree::{self, Edit, Memo};
+use crate::replica::{Replica, may_lack};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
 /// Look-ups of blocks in views in one step, where each block has to be looked for in many; a group
 /// is looked for as a whole.
 const LOOK_UPS_A_STEP: usize = 4096;
-/// Blocks read at once of a segment that is in no cache.
-const PIECE_BLOCKS: u64 = 64;
 /// Groups that wait to be noted in the table of moved blocks.
 const GROUPS_PENDING_MAX: usize = 64;
-/// Divisor: of a unit of whose names no more than this part is left, and no more than one block,
-/// the blocks get new names. So the table is a small part of what it is about, whatever clients do.
-const RENAMED_PART: u32 = 64;
-
-#[derive(Clone, Copy)]
-struct Candidate {
-    lba: u64,
-    version: u64,
-    place: u64,
-    crc: u32,
-    /// The name that leaves have for it, and its group.
-    logical: u64,
-    key: u64,
-    number: u32,
-    /// It was written here first.
-    is_at_home: bool,
-}
-
-impl Candidate {
-    /// The unit in which it was written first, by generation.
-    fn home(&self, superblock: &Superblock) -> Option<(u16, u32)> {
-        let name = LogicalPlace::decode(self.logical)?;
-        Some((name.generation, superblock.unit_of(name.block)?))
-    }
-}
 
 /// Where groups lie once their copies count.
 type Groups = BTreeMap<u64, Option<MovedGroup>>;
@@ -73,69 +44,13 @@ pub struct CleanJob {
     nodes: NodeMoves,
     done: usize,
     /// Units of whose names so little is left that it gets new ones.
-    renamed: BTreeSet<(u16, u32)>,
+    pub(super) renamed: BTreeSet<(u16, u32)>,
     /// Groups that were written here first. While the segment is there their names mean it, so they
     /// are noted all at once, in the step that gives the segment up.
-    from_home: Groups,
+    pub(super) from_home: Groups,
     /// Groups that were moved here before.
-    moved_again: Groups,
-    data: SegmentData,
-}
-
-/// Contents of a segment that is being emptied. Where no cache has them, they are read by the piece
-/// and not one by one.
-struct SegmentData {
-    /// The segment's blocks, where it is read by the piece.
-    range: Option<Range<u64>>,
-    pieces: BTreeMap<u64, Bytes>,
-    /// Blocks that were read ahead of the next step.
-    ahead: BTreeMap<u64, Bytes>,
-}
-
-impl SegmentData {
-    /// The piece that has a block, if the segment is read by the piece: its first block and bytes.
-    fn piece_of(&self, place: u64) -> Option<(u64, usize)> {
-        let range = self.range.clone().filter(|range| range.contains(&place))?;
-        let first = place - (place - range.start) % PIECE_BLOCKS;
-        Some((first, (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE))
-    }
-
-    /// Has a block read beside, if it is not here yet.
-    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
-        let piece = self.piece_of(place);
-        let (first, length) = piece.unwrap_or((place, BLOCK_SIZE));
-        let into = if piece.is_some() { &mut self.pieces } else { &mut self.ahead };
-        if let Entry::Vacant(entry) = into.entry(first) {
-            let mut bytes = BytesMut::zeroed(length);
-            core.take_beside(first, &mut bytes)?;
-            entry.insert(bytes.freeze());
-        }
-        Ok(())
-    }
-
-    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
-        if let Some(block) = self.ahead.remove(&place) {
-            return Ok(block);
-        }
-        if let Some((first, length)) = self.piece_of(place) {
-            // Blocks are requested in the order of their places.
-            self.pieces = self.pieces.split_off(&first);
-            if let Entry::Vacant(entry) = self.pieces.entry(first) {
-                let mut bytes = BytesMut::zeroed(length);
-                // Where a piece cannot be read, the block that is wanted may be.
-                if core.read_once(first, &mut bytes).is_ok() {
-                    entry.insert(bytes.freeze());
-                }
-            }
-            if let Some(piece) = self.pieces.get(&first) {
-                let at = (place - first) as usize * BLOCK_SIZE;
-                return Ok(piece.slice(at..at + BLOCK_SIZE));
-            }
-        }
-        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
-        core.read(place, &mut bytes)?;
-        Ok(bytes.freeze())
-    }
+    pub(super) moved_again: Groups,
+    pub(super) data: SegmentData,
 }
 
 impl CleanJob {
@@ -159,8 +74,7 @@ impl CleanJob {
 
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
-        self.data.pieces.clear();
-        self.data.ahead.clear();
+        self.data.read_again();
     }
 }
 
@@ -205,11 +119,8 @@ impl Replica {
         let start = superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
-        let data = SegmentData {
-            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
-            pieces: BTreeMap::new(),
-            ahead: BTreeMap::new(),
-        };
+        let range = start..start + u64::from(segment.used_blocks);
+        let data = SegmentData::new(uncached.then_some(range));
         let (mut blocks, mut nodes) = (Vec::<Candidate>::new(), Vec::new());
         let groups = logical::Groups::of(&superblock);
         let generation = segment.generation;
@@ -271,7 +182,7 @@ impl Replica {
                 self.abandon_clean(core);
                 return Ok(true);
             }
-            job.data.ahead.clear();
+            job.data.step_is_done();
             if job.moved_again.len() >= GROUPS_PENDING_MAX {
                 self.note_moved_again(core, &mut job)?;
             }
@@ -381,7 +292,7 @@ impl Replica {
     }
 
     /// Every view that must survive.
-    fn kept_views(&self) -> KeptViews {
+    pub(super) fn kept_views(&self) -> KeptViews {
         if mutant::is("views-forgotten-by-clean-up") {
             return KeptViews::live_alone(self.folded.root);
         }
@@ -413,6 +324,7 @@ impl Replica {
         views
     }
 
+<<<<<<< HEAD
     /// Which of these blocks some view shows.
     fn live_of<D: Disk>(
         &mut self,
@@ -602,6 +514,8 @@ impl Replica {
         Ok(())
     }
 
+=======
+>>>>>>> refs/helpers/h1
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
@@ -610,7 +524,7 @@ impl Replica {
     }
 
     /// Applies the edits to all views, or to none.
-    fn update_views<D: Disk>(
+    pub(super) fn update_views<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         edits: &[Edit],
@@ -630,60 +544,6 @@ impl Replica {
         }
         Ok(())
     }
-}
-
-impl<D: Disk> NodeIo<'_, D> {
-    /// Whether this copy of a block may be the one that counts, as far as can be read.
-    fn is_current(&mut self, candidate: &Candidate) -> Result<bool, StoreError> {
-        if candidate.is_at_home {
-            return Ok(true);
-        }
-        Ok(self.group(candidate.key)?.is_some_and(|group| {
-            group.place >= LOST_PLACE || group.place_of(candidate.number) == Some(candidate.place)
-        }))
-    }
-
-    /// Whether some view shows a block. Leaves on the way that are damaged are noted by their LBAs.
-    fn shows(
-        &mut self,
-        views: &KeptViews,
-        candidate: &Candidate,
-        damaged: &mut Vec<u64>,
-    ) -> Result<bool, StoreError> {
-        let mut question = views.ask(candidate.version);
-        while let Some(root) = question.next_view() {
-            let mut found = [BlockAt::default()];
-            tree::blocks(self, root, candidate.lba, &mut found)?;
-            // A Revert shows the block under its own version.
-            match found[0].place {
-                place if place == candidate.logical => return Ok(true),
-                BAD_PLACE => damaged.push(candidate.lba & !(LEAF_BLOCKS as u64 - 1)),
-                LOST_PLACE => {}
-                _ => question.decided(),
-            }
-        }
-        Ok(false)
-    }
-}
-
-/// Units of whose names so few blocks are left in a segment that they get new ones.
-fn scarce(
-    superblock: &Superblock,
-    segment: &SegmentState,
-    blocks: &[Candidate],
-) -> BTreeSet<(u16, u32)> {
-    let least = (superblock.unit_blocks / RENAMED_PART).max(2) as usize;
-    let least = if mutant::is("moved-blocks-renamed") { usize::MAX } else { least };
-    let mut counts = BTreeMap::<(u16, u32), usize>::new();
-    for home in blocks.iter().filter_map(|block| block.home(superblock)) {
-        *counts.entry(home).or_default() += 1;
-    }
-    // Of what was written here first most is dead: the counter tells about how much is not.
-    let live = (segment.live_bytes / BLOCK_SIZE as u64) as usize;
-    if blocks.iter().all(|block| block.is_at_home) && live < least {
-        return counts.into_keys().collect();
-    }
-    counts.into_iter().filter(|(_, count)| *count < least).map(|(home, _)| home).collect()
 }
 
 /// Reads a segment's batches in order. False: one of its headers is bad.
