@@ -37,7 +37,7 @@ impl Broken {
     /// The smallest bounds that are known to show it.
     pub fn bounds(self) -> Bounds {
         let takeovers = match self {
-            Broken::LeaseNotLooked | Broken::NotConfirmed => 1,
+            Broken::CutWithoutHold | Broken::LeaseNotLooked | Broken::NotConfirmed => 1,
             Broken::OutlivesItsEpoch => 2,
             _ => 0,
         };
