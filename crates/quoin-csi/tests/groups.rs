@@ -207,7 +207,7 @@ async fn an_invalid_request_about_groups_is_refused_with_its_code_and_changes_no
     let answer = groups.client.get_volume_group_snapshot(get("", ids)).await;
     assert_eq!(code(&answer), Code::InvalidArgument);
 
-    // What sidecars add is nobody's parameter, and names may be of any script and length.
+    // Keys that sidecars add are nobody's parameters, and names may be of any script and length.
     let sidecar = of_parameters(&[("csi.storage.k8s.io/volumegroupsnapshot/name", "claim")]);
     groups.client.create_volume_group_snapshot(sidecar).await.unwrap();
     groups.made(&"名".repeat(42), &[&a]).await;

@@ -27,7 +27,7 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 /// Time within which all cuts must be on media.
 const STABLE_WITHIN: Duration = Duration::from_secs(30);
 
-/// What the target of a volume is to be told.
+/// Command to the target of a volume.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum PointCommand {
     Hold {
@@ -55,7 +55,7 @@ impl PointCommand {
     }
 }
 
-/// What a target answered.
+/// Answer of a target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PointAnswer {
     Step(PointOutcome),
@@ -220,7 +220,8 @@ impl GroupPoint {
         self.members.iter().filter_map(cut).collect()
     }
 
-    /// What the target of each volume is to be told now, and again until [`Self::on`] moves on.
+    /// Commands that the target of each volume is to be told now, and again until [`Self::on`]
+    /// moves on.
     pub fn commands(&self) -> Vec<(VolumeId, PointCommand)> {
         let told = |member: &Member| {
             let snapshot = member.snapshot;
@@ -256,7 +257,7 @@ impl GroupPoint {
         }
         match self.stage {
             Stage::Made | Stage::Broken(_) => {}
-            // What still holds ends by itself.
+            // Holds that are left end by themselves.
             Stage::Ending(broken) => self.stage = Stage::Broken(broken),
             _ => {
                 let silent = self.commands().first().map(|(volume, _)| *volume);

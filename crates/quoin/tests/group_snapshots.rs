@@ -125,7 +125,7 @@ fn a_group_over_two_nodes_never_has_a_write_without_the_one_that_was_answered_be
     }
 }
 
-/// What a group needs is away or dies in the middle; writes go on within the longest hold.
+/// Parts that a group needs are away or die in the middle; writes go on within the longest hold.
 #[test]
 fn a_group_survives_no_kill_in_the_middle_and_the_same_command_makes_it_afterwards() {
     let scratch = Scratch::new("group-kills");

@@ -91,7 +91,7 @@ struct Volume {
     former: Option<Target>,
 }
 
-/// What the coordinator knows of one volume.
+/// The coordinator's knowledge of one volume.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 struct Member {
     held: bool,
@@ -194,7 +194,7 @@ impl World {
         }
     }
 
-    /// What happens to a volume by itself.
+    /// Faults of a volume.
     fn faults(&self, state: &State, v: usize, next: &mut Vec<Next>) {
         let volume = &state.volumes[v];
         // Of an entry that was not synced with those before it a takeover may keep as much.
@@ -211,7 +211,7 @@ impl World {
             next.push((format!("the hold of volume {v} ends by itself"), after));
         }
         if state.takeovers < self.bounds.takeovers {
-            // What a client was shown is never lost, nor what is stable.
+            // Entries that a client was shown are never lost, nor those that are stable.
             let is_shown = |entry: &Entry| match entry {
                 Entry::Write(write) => state.shown & 1 << write != 0,
                 Entry::Cut(_) => false,
@@ -315,7 +315,7 @@ impl World {
         if let Some(hold) = &mut target.hold {
             hold.is_cut = true;
         }
-        // What a former target appends is in no history.
+        // An entry that a former target appends is in no history.
         let is_there = state.volumes[v].log.contains(&Entry::Cut(point));
         if !former && !was_cut && !is_there {
             after.volumes[v].log.push(Entry::Cut(point));

@@ -79,12 +79,12 @@ impl Groups {
                 Next::Rest
             }
         };
-        // What it came to is on record: a failure before this has it concluded again.
+        // Its outcome is on record: a failure before this has it concluded again.
         self.points.forget(group.id.0);
         Ok(next)
     }
 
-    /// Whether each member has a snapshot that is to be made.
+    /// Returns true if each member has a snapshot that is to be made.
     fn is_wished(&self, group: &GroupRecord) -> bool {
         group.members.iter().all(|member| {
             let snapshot = member.snapshot.and_then(|id| self.snapshot(id.0));
@@ -251,7 +251,7 @@ impl Groups {
     }
 }
 
-/// Whether a volume has a target that can take part in a point.
+/// Readiness of a volume's target for a point.
 enum Serves {
     Yes,
     NotYet,

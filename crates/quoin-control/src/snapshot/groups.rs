@@ -274,7 +274,7 @@ impl Groups {
         }
     }
 
-    /// Whether the records of all members say what the group's says.
+    /// Returns true if the records of all members say what the group's says.
     fn is_complete(&self, group: &GroupRecord) -> bool {
         group.members.iter().all(|member| {
             let record = member.snapshot.and_then(|id| self.snapshot(id.0));

@@ -61,7 +61,7 @@ impl Points {
         self.nodes().insert(node.to_owned(), knows_points);
     }
 
-    /// Whether the node's target knows points; `None`: it has not asked for commands yet.
+    /// Returns true if the node's target knows points; `None`: it has not asked for commands yet.
     pub fn knows(&self, node: &str) -> Option<bool> {
         self.nodes().get(node).copied()
     }

@@ -91,7 +91,7 @@ impl Record for GroupRecord {
 /// Names of groups' records by the names that users know, and by their volumes.
 #[derive(Debug, Default)]
 pub struct GroupIndex {
-    /// Those that users see.
+    /// Groups that users see.
     by_name: HashMap<String, BTreeSet<String>>,
     by_volume: HashMap<VolumeId, BTreeSet<String>>,
 }

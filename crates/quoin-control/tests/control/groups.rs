@@ -23,7 +23,7 @@ fn named(name: &str) -> Option<GroupSnapshotRef> {
     Some(GroupSnapshotRef { id: String::new(), name: name.into() })
 }
 
-/// What a target makes of a command.
+/// Answer of a target to a command.
 type Behaviour = fn(&Told) -> Option<Ended>;
 
 fn well(command: &Told) -> Option<Ended> {

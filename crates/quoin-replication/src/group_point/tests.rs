@@ -17,7 +17,7 @@ fn begin(volumes: u128) -> GroupPoint {
     GroupPoint::begin(at(0), POINT, 1000, ids)
 }
 
-/// What a well-behaved target of the volume answers to a command.
+/// Answer of a well-behaved target of the volume to a command.
 fn answer(volume: VolumeId, command: PointCommand) -> PointAnswer {
     let (lsn, epoch) = (Lsn(volume.0 as u64), Epoch(5));
     match command {

@@ -135,8 +135,8 @@ impl Primary {
     }
 
     fn hold(&mut self, now: Time, point: PointId, for_ms: u32, actions: &mut Vec<PrimaryAction>) {
-        // One that does not serve answers nothing in any case, and is asked again. Another point
-        // waits for the end of the present one, which is near.
+        // A target that does not serve answers nothing in any case, and is asked again. Another
+        // point waits for the end of the present one, which is near.
         if self.phase != Phase::Serving || self.drain_requested {
             return;
         }

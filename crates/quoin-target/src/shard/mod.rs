@@ -781,7 +781,7 @@ impl Shard {
             self.answer_snapshot(id, snapshot, outcome);
         }
         if let PrimaryNote::Point { point, outcome } = note {
-            // One that is held for a moment changes nothing that is reported.
+            // A volume that is held for a moment changes nothing that is reported.
             return self.reports.ask(Ask::Stepped { volume: id, point, outcome });
         }
         if let PrimaryNote::Reverted { attempt, outcome } = note {

@@ -138,7 +138,7 @@ pub async fn run(command: GroupCommand, cluster: &mut Cluster, format: Format) -
         }
         GroupCommand::List => {
             let mut rows: Vec<_> = list(cluster).await?.into_iter().map(GroupView::from).collect();
-            // One that is not cut yet is the newest.
+            // A group that is not cut yet is the newest.
             rows.sort_by_key(|row| (row.cut_at.is_empty(), row.cut_at.clone(), row.name.clone()));
             let nothing = "no group snapshots: make one with `quoin snapshot create --group NAME \
                            VOLUME VOLUME`";

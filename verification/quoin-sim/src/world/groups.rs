@@ -122,7 +122,7 @@ impl Groups {
                 }
             }
         }
-        // One that another one's violation stopped is at no end.
+        // A world that another one's violation stopped is at no end.
         let has_failed = self.worlds.iter().any(World::has_failed);
         let end: fn(&mut World) = if has_failed { World::count } else { World::finish };
         self.worlds.iter_mut().for_each(end);
@@ -286,7 +286,7 @@ impl Groups {
         }
     }
 
-    /// What a volume's targets answered is on its way.
+    /// Takes the answers of a volume's targets on their way.
     fn take_answers(&mut self, world: usize) {
         for (point, answer) in std::mem::take(&mut self.worlds[world].operators.points.answers) {
             if !self.random.percent(self.lossy) {

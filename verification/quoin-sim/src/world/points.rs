@@ -1,5 +1,5 @@
-//! What one volume of a group tells of itself ([`super::groups`]): its targets' answers to steps of
-//! points, and what its clients asked and were shown, by the time that all volumes share.
+//! Reports of one volume of a group ([`super::groups`]): its targets' answers to steps of points,
+//! and what its clients asked and were shown, by the time that all volumes share.
 
 use std::collections::{BTreeMap, BTreeSet};
 

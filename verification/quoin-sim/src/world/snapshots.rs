@@ -228,7 +228,7 @@ impl World {
         self.plan_snapshots();
     }
 
-    /// One that no point counts is deleted, whether it was made or not.
+    /// A snapshot that no point counts is deleted, whether it was made or not.
     pub(crate) fn delete_snapshot(&mut self, id: SnapshotId) {
         self.operators.snapshots.known.insert(id, State::Wished(SnapshotWish::Delete));
         self.send_snapshots();
