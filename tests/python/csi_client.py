@@ -185,7 +185,7 @@ def validate(driver, pb, volume, capability):
     check(list(answer.confirmed.volume_capabilities) == [capability], "not confirmed")
     other = pb.VolumeCapability()
     other.CopyFrom(capability)
-    other.access_mode.mode = pb.VolumeCapability.AccessMode.MULTI_NODE_MULTI_WRITER
+    other.mount.fs_type = "zfs"
     request.volume_capabilities.append(other)
     answer = driver.call(driver.controller.ValidateVolumeCapabilities, request)
     check(not answer.HasField("confirmed") and answer.message, "confirmed too much")

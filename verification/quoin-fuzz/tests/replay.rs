@@ -64,6 +64,11 @@ fn no_csi_request_is_answered_by_an_internal_error() {
 }
 
 #[test]
+fn no_exported_file_makes_its_reader_panic() {
+    replay("export");
+}
+
+#[test]
 fn every_target_is_replayed_here() {
     let here = include_str!("replay.rs");
     for target in TARGETS {

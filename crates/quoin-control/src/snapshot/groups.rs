@@ -320,7 +320,7 @@ impl Groups {
         let _changing = self.state.snapshots.changing.lock().await;
         let group = match self.get(reference) {
             Ok(group) => group,
-            Err(Error::NotFound { .. }) => return Ok(()),
+            Err(Error::NotFound { .. }) => return self.finish_deletions(reference).await,
             Err(error) => return Err(error),
         };
         self.state.check_term()?;
@@ -345,6 +345,22 @@ impl Groups {
             }
             false => self.delete_members(&group).await,
         }
+    }
+
+    /// Ends deletions of groups of a reference that a failure interrupted: their snapshots are still
+    /// shown.
+    async fn finish_deletions(&self, reference: Option<&GroupSnapshotRef>) -> Result<(), Error> {
+        let Some(reference) = reference else { return Ok(()) };
+        let is_meant = |group: &GroupRecord| {
+            let is_named = !reference.name.is_empty() && group.name == reference.name;
+            !group.is_listed() && (group.name() == reference.id || is_named)
+        };
+        for group in self.state.snapshots.groups.page_of("", usize::MAX, is_meant) {
+            if !self.points.is_running(group.id.0) {
+                self.delete_members(&group).await?;
+            }
+        }
+        Ok(())
     }
 
     /// A member's snapshot that a volume is being made from, and that volume.
