@@ -156,6 +156,9 @@ impl Replica {
             }
         })?;
         if complete {
+            // Blocks of other groups lie between those of one that were written here first, where
+            // the segment has both. Copies of one group keep their order.
+            blocks.sort_by_key(|candidate| candidate.key);
             let nodes = NodeMoves::new(nodes);
             let renamed = scarce(&superblock, &segment, &blocks);
             let (from_home, moved_again) = Default::default();
