@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(of_record(&[]), vec![]);
     }
 
-    /// Proves CSI-TOPOLOGY-19, CSI-TOPOLOGY-20: for a node's report.
+    /// Proves CSI-TOPOLOGY-20: for a node's report.
     #[test]
     fn a_nodes_own_keys_share_one_prefix_and_its_name_is_among_them() {
         let own = |key: &str| BTreeMap::from([(key.to_owned(), "a".to_owned())]);

@@ -576,8 +576,8 @@ async fn a_volume_grows_also_while_published_and_never_shrinks() {
     assert_eq!(world.cluster.volumes().await[0].size_bytes, size);
 }
 
-/// Proves CSI-ACCESSMODE-04, CSI-ACCESSMODE-05, CSI-ACCESSMODE-06, CSI-CTRLPUBLISH-07,
-/// CSI-CTRLUNPUBLISH-09, CSI-CTRLUNPUBLISH-10: which nodes get it, and which of them write.
+/// Proves CSI-ACCESSMODE-04, CSI-ACCESSMODE-05, CSI-CTRLUNPUBLISH-09, CSI-CTRLUNPUBLISH-10: which
+/// nodes get it, and which of them write.
 #[tokio::test]
 async fn a_volume_is_published_to_several_nodes_as_far_as_its_mode_allows() {
     let mut world = World::start().await;

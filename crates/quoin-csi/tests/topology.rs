@@ -60,7 +60,7 @@ impl World {
     }
 }
 
-/// Proves CSI-VOLUME-15, CSI-VOLUME-16, CSI-TOPOLOGY-06, CSI-CREATEVOLUME-24, CSI-CREATEVOLUME-02,
+/// Proves CSI-VOLUME-15, CSI-TOPOLOGY-06, CSI-CREATEVOLUME-24, CSI-CREATEVOLUME-02,
 /// CSI-CREATEVOLUME-38: the same topology in every answer, and in a repeat.
 #[tokio::test]
 async fn a_volume_reports_the_topologies_that_were_chosen_in_every_answer() {
@@ -116,8 +116,8 @@ async fn a_local_volume_needs_a_pool_on_a_node() {
     assert!(volume.accessible_topology.is_empty());
 }
 
-/// Proves CSI-VOLUME-09, CSI-NODEINFO-03, CSI-PLUGINCAPS-07: a volume that another cluster, or an
-/// early version, gave its context.
+/// Proves CSI-VOLUME-09, CSI-NODEINFO-03: a volume that another cluster, or an early version, gave
+/// its context.
 #[tokio::test]
 async fn contexts_and_topologies_name_no_cluster_and_those_that_do_are_accepted() {
     let mut world = World::start_in(Mode::ALL).await;

@@ -317,7 +317,7 @@ fn a_disk_moves_between_the_devices_of_two_hosts_while_it_is_written() {
     hosts[1].detach(&cluster, "db", &hosts[0]);
 }
 
-/// Proves CSI-CTRLPUBLISH-28, CSI-CTRLPUBLISH-29: with real hosts.
+/// Proves CSI-CTRLPUBLISH-28: with real hosts.
 #[test]
 fn a_volume_goes_to_another_host_by_itself_once_nobody_hears_of_its_own_and_never_before() {
     let Some(network) = Network::new(&["c", "p", "h1", "h2"]) else { return };

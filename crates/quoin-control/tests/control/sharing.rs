@@ -60,8 +60,7 @@ async fn impatient() -> Cluster {
     cluster
 }
 
-/// Proves CSI-CTRLPUBLISH-28, CSI-CTRLPUBLISH-29: also where the controller alone does not hear the
-/// node.
+/// Proves CSI-CTRLPUBLISH-28: also where the controller alone does not hear the node.
 #[tokio::test]
 async fn a_volume_is_taken_from_its_node_only_once_neither_controller_nor_pools_hear_of_it() {
     let cluster = impatient().await;
@@ -101,7 +100,7 @@ async fn a_volume_is_taken_from_its_node_only_once_neither_controller_nor_pools_
     assert!(lost.await.unwrap().unwrap_err().contains("n2"));
 }
 
-/// Proves CSI-ACCESSMODE-05, CSI-CTRLPUBLISH-07.
+/// Proves CSI-ACCESSMODE-05.
 #[tokio::test]
 async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
     let mut cluster = Cluster::new().await;

@@ -109,7 +109,7 @@ fn close(mut pools: Vec<Candidate>, zone: &str) -> Vec<Candidate> {
     pools
 }
 
-/// Proves CSI-TOPOLOGY-08, CSI-TOPOLOGY-10, CSI-TOPOLOGY-13, CSI-TOPOLOGY-14: one topology is wanted.
+/// Proves CSI-TOPOLOGY-08: one topology is wanted.
 #[test]
 fn the_preferred_topologies_are_tried_in_their_order_and_then_the_other_requisite_ones() {
     let pools = zones(&["z2", "z3", "z4", "z5"]);
@@ -127,7 +127,7 @@ fn the_preferred_topologies_are_tried_in_their_order_and_then_the_other_requisit
     assert_eq!(ask.code(&left), Code::ResourceExhausted);
 }
 
-/// Proves CSI-TOPOLOGY-15, CSI-TOPOLOGY-05, CSI-TOPOLOGY-06: two topologies are wanted.
+/// Proves CSI-TOPOLOGY-05, CSI-TOPOLOGY-06: two topologies are wanted.
 #[test]
 fn replicas_that_are_spread_over_zones_take_distinct_ones_of_the_list_in_its_order() {
     let pools = zones(&["z2", "z3", "z4", "z5"]);
@@ -158,7 +158,6 @@ fn more_zones_than_are_listed_are_all_of_the_list_and_distinct_others() {
     assert_eq!(ask.code(&close(pools, "z1")), Code::ResourceExhausted);
 }
 
-/// Proves CSI-TOPOLOGY-11, CSI-CREATEVOLUME-29.
 #[test]
 fn without_a_requisite_list_any_topology_will_do_where_no_preferred_one_does() {
     let pools = zones(&["z1", "z2"]);
