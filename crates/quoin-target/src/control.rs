@@ -186,7 +186,8 @@ impl Control {
                 // Another node's target serves it from now on, and this one leads there once it has
                 // closed the volume.
                 Some(assigned) if assigned.served_at.is_some() => {
-                    if closing.insert(*id) {
+                    let is_news = closing.insert(*id);
+                    if is_news {
                         self.shards[*shard].send(Input::Close(*id));
                     }
                 }

@@ -366,7 +366,6 @@ impl Swarm {
                     count: (16, 32),
                     horizon_ms: (12_000, 25_000),
                     haste: 2,
-                    ..small.faults
                 },
                 times: TimeShape { sync_ns: &[MILLISECOND, 30 * MILLISECOND], ..small.times },
                 ..small

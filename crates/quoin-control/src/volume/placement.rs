@@ -181,8 +181,8 @@ fn apart<'a>(
     // Other hosts first even where it is not demanded.
     let strict = if spread == Spread::Pool { Spread::Host } else { spread };
     let mut domains = Domains::new(strict);
-    hosts_of.iter().for_each(|pool| domains.hold(*pool));
-    let (fresh, others): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|p| domains.take(*p));
+    hosts_of.iter().for_each(|pool| domains.hold(pool));
+    let (fresh, others): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|p| domains.take(p));
     match spread {
         Spread::Pool => [fresh, others].concat(),
         _ => fresh,
@@ -269,7 +269,7 @@ pub fn place_beside(
     let beside: Vec<&Candidate> =
         pools.iter().filter(|pool| taken.hosts_of.contains(&pool.name.as_str())).collect();
     let mut held = Domains::new(spread);
-    beside.iter().for_each(|pool| held.hold(*pool));
+    beside.iter().for_each(|pool| held.hold(pool));
     let objection = |pool: &Candidate| {
         if taken.pools.contains(&pool.name.as_str()) {
             return Some("it holds a replica of the volume".to_owned());
@@ -364,7 +364,7 @@ fn smallest_needed(
         .filter_map(|pool| measure(pool).map(|bytes| (pool, bytes)))
         .collect();
     room.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    room.retain(|(pool, _)| domains.take(*pool));
+    room.retain(|(pool, _)| domains.take(pool));
     room.get(usize::from(spec.replicas).saturating_sub(1)).map_or(0, |(_, bytes)| *bytes)
 }
 

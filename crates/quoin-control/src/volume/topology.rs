@@ -262,7 +262,7 @@ fn span(
             break;
         }
         let mut here = usable.iter().copied().filter(|pool| is_within(&pool.topology, one));
-        if let Some(pool) = here.find(|pool| domains.take(*pool)) {
+        if let Some(pool) = here.find(|pool| domains.take(pool)) {
             chosen.push(pool);
             used.push(one.clone());
         }

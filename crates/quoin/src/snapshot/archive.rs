@@ -13,7 +13,7 @@ use crate::size::show_size;
 
 const BUFFER_BYTES: usize = 1 << 20;
 /// Zeroes that are written at once where a file system makes no holes.
-const ZEROES: [u8; 64 << 10] = [0; 64 << 10];
+static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 #[derive(clap::Args)]
 pub struct UnpackOptions {
