@@ -10,7 +10,7 @@ use quoin_api::control;
 use quoin_identity::convert::{id, membership};
 pub use quoin_replication::pool_host::holdings::Phase;
 use quoin_replication::recognition::PoolCounts;
-use quoin_replication::replica::store::ReplicaIdentity;
+use quoin_replication::replica::store::{CloneSource, ReplicaIdentity};
 use quoin_types::{
     BLOCK_SIZE, Epoch, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
 };
@@ -23,6 +23,8 @@ pub struct Wanted {
     pub identity: ReplicaIdentity,
     pub blocks: u64,
     pub phase: Phase,
+    /// The snapshot that a clone begins with.
+    pub source: Option<CloneSource>,
     pub membership: Membership,
     /// Sessions that are not to be opened any more.
     pub fence: Fence,
@@ -92,10 +94,20 @@ pub struct PoolState {
 fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
     let phase = match message.phase.as_str() {
         "Init" => Phase::Init,
+        "Clone" => Phase::Clone,
         "Recreate" => Phase::Recreate,
         "Keep" => Phase::Keep,
         "Delete" => Phase::Delete,
         other => return Err(format!("phase {other:?} is not known to this version")),
+    };
+    let source = match (&message.source, phase) {
+        (Some(source), Phase::Clone) => Some(CloneSource {
+            volume: id("volume of the source", &source.volume_id)?,
+            snapshot: id("snapshot", &source.snapshot_id)?,
+        }),
+        // Without it the replica would begin empty, and count.
+        (None, Phase::Clone) => return Err("the source of the clone is missing".into()),
+        _ => None,
     };
     let blocks = message.size_bytes.div_ceil(BLOCK_SIZE as u64);
     if phase != Phase::Delete && !(1..=VOLUME_BLOCKS_MAX).contains(&blocks) {
@@ -116,6 +128,7 @@ fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
         },
         blocks,
         phase,
+        source,
         membership: match &message.membership {
             Some(m) => membership(m)?,
             None if phase == Phase::Delete => Membership::default(),
@@ -195,6 +208,8 @@ impl ReplicaState {
 
 #[cfg(test)]
 mod tests {
+    use quoin_types::SnapshotId;
+
     use super::*;
 
     fn message() -> control::ReplicaAssignment {
@@ -232,6 +247,24 @@ mod tests {
         assert_eq!((wanted.identity.guid, wanted.blocks), (ReplicaGuid(3), 256));
         assert_eq!(wanted.membership.known[0].id, ReplicaId(2));
         assert_eq!(wanted.fence, Fence::default());
+        let source = control::CloneSource {
+            volume_id: VolumeId(9).to_string(),
+            snapshot_id: SnapshotId(8).to_string(),
+        };
+        let clone = control::ReplicaAssignment {
+            phase: "Clone".into(),
+            source: Some(source.clone()),
+            ..message()
+        };
+        let clone = super::wanted(&clone).unwrap();
+        let of = CloneSource { volume: VolumeId(9), snapshot: SnapshotId(8) };
+        assert_eq!((clone.phase, clone.source), (Phase::Clone, Some(of)));
+        let kept = control::ReplicaAssignment {
+            phase: "Keep".into(),
+            source: Some(source),
+            ..message()
+        };
+        assert_eq!(super::wanted(&kept).unwrap().source, None, "it was made before");
         let fenced =
             control::ReplicaAssignment { fence_epoch: 7, fence_at_once: true, ..message() };
         let fenced = super::wanted(&fenced).unwrap().fence;
@@ -292,6 +325,7 @@ mod tests {
             control::ReplicaAssignment { size_bytes: u64::MAX, ..message() },
             control::ReplicaAssignment { size_bytes: 0, ..message() },
             control::ReplicaAssignment { membership: None, ..message() },
+            control::ReplicaAssignment { phase: "Clone".into(), ..message() },
         ];
         for odd in odd {
             let (assignment, refused) = Assignment::from_message(&control::PoolAssignment {

@@ -46,6 +46,17 @@ pub trait ReplicaPool {
         meta: ReplicaMeta,
         blocks: u64,
     ) -> Result<(), StoreError>;
+    /// Makes a replica of `blocks` blocks that begins with the content of a snapshot of another
+    /// volume's replica in this pool, and shares it; durable with the next requested sync. Its
+    /// history begins at (epoch 0, the snapshot's LSN). Refused where the pool does not have the
+    /// snapshot, or has it damaged.
+    fn create_clone(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        source: &CloneSource,
+    ) -> Result<Cloned, StoreError>;
     /// Replaces what a replica keeps about its volume ([`ReplicaIdentity::volume_spec`]); durable
     /// with the next requested sync. Refused where the pool has no room for it.
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError>;
@@ -108,6 +119,18 @@ pub fn give_up_continuity<P: ReplicaPool>(pool: &mut P) -> Result<SyncTicket, St
         replica.put_meta(meta)?;
     }
     Ok(pool.request_sync())
+}
+
+pub use quoin_replication::replica::store::CloneSource;
+
+/// Outcome of an attempt to make a clone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cloned {
+    /// It is there; durable with the next requested sync.
+    Made,
+    /// The snapshot is not yet recorded in the map of its replica, which was told to see to that:
+    /// the attempt is made again later.
+    NotYet,
 }
 
 /// How urgent background work is.

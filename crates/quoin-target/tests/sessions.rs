@@ -91,6 +91,7 @@ fn assigned(phase: Phase, fence: Fence) -> PoolInput {
         },
         blocks: BLOCKS,
         phase,
+        source: None,
         fence,
         membership: Membership { formed: false, ..membership(&[member], 1) },
     });

@@ -109,6 +109,7 @@ async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> R
         schedule: String::new(),
         failure: String::new(),
         used_by: Vec::new(),
+        made_for: String::new(),
     };
     if let Ok(record) = state.snapshots.records.create(record).await? {
         let message = format!(

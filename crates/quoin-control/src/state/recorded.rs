@@ -109,6 +109,7 @@ pub(crate) fn volume() -> VolumeRecord {
         consistency_factor: 2,
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
+        source: None,
         grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
     }
@@ -270,6 +271,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         schedule: "hourly".into(),
         failure: "in words".into(),
         used_by: vec![Text(VolumeId(0xf02))],
+        made_for: String::new(),
     };
     hold("snapshot-wished", &snapshot);
     let (lsn, epoch, chain) = (9, 3, 0xc4a1);

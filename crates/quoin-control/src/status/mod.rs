@@ -347,6 +347,7 @@ impl Status {
             not_judged,
             snapshots,
             newest_snapshot,
+            made_from: volume.source.as_ref().map(crate::volume::clones::message),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use quoin_api::control::{VolumeRef, VolumeSpec};
+use quoin_api::control::{VolumeRef, VolumeSource, VolumeSpec};
 use quoin_api::volume::OPTIONS;
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
@@ -12,6 +12,7 @@ use crate::state::records::{
     VolumePhase, VolumeRecord,
 };
 use crate::state::{State, about, random_id};
+use crate::volume::clones::{self, Prepared};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
 use crate::{Error, text};
@@ -47,6 +48,53 @@ impl Catalog {
         self.create_in(asked, required_bytes, limit_bytes, &[]).await
     }
 
+    /// The volume of this name, if it was made from the source that is asked for: as a repeated
+    /// creation finds it. `None`: there is no volume of this name.
+    pub fn find_made_from(
+        &self,
+        name: &str,
+        source: &VolumeSource,
+    ) -> Result<Option<Arc<VolumeRecord>>, Error> {
+        self.state.check_ruling()?;
+        let named = self.state.names.get(name);
+        let found = named.and_then(|name| self.state.volumes.get(&name.volume_id.0.to_string()));
+        match found {
+            Some(volume) if !clones::is_from(&self.state, &volume, Some(source)) => {
+                Err(differs_in_source(&volume))
+            }
+            found => Ok(found),
+        }
+    }
+
+    /// A volume that was made by the same request before, checked against it.
+    pub fn check_made(
+        &self,
+        volume: &Arc<VolumeRecord>,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let asked = clones::as_made(asked, volume);
+        let spec = spec::complete(&asked, self.state.settings.defaults)?;
+        self.check_same(volume, &spec, required_bytes, limit_bytes)?;
+        Ok(volume.clone())
+    }
+
+    /// See [`Self::create_within`]; the volume begins with the content of a source, and is as large
+    /// at least.
+    pub async fn create_from(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        source: &Prepared,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let asked = clones::filled_in(asked, Some(source));
+        let size_bytes = source.size_within(required_bytes, limit_bytes)?;
+        let asked = VolumeSpec { size_bytes, ..asked };
+        self.create_with(&asked, required_bytes, limit_bytes, &[], Some(source)).await
+    }
+
     /// See [`Self::create_within`]; the replicas are in the named pools.
     pub(crate) async fn create_in(
         &self,
@@ -55,8 +103,19 @@ impl Catalog {
         limit_bytes: u64,
         named: &[String],
     ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_with(asked, required_bytes, limit_bytes, named, None).await
+    }
+
+    async fn create_with(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        named: &[String],
+        source: Option<&Prepared>,
+    ) -> Result<Arc<VolumeRecord>, Error> {
         self.state.check_ruling()?;
-        let spec = spec::complete(asked, self.state.settings.defaults)?;
+        let mut spec = spec::complete(asked, self.state.settings.defaults)?;
         spec::check_replicas("replicas", spec.replicas.into(), self.state.settings.replicas_max)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.state.creating.lock().await;
@@ -64,8 +123,16 @@ impl Catalog {
         if let Some(name) = &found
             && let Some(volume) = self.state.volumes.get(&name.volume_id.0.to_string())
         {
+            if volume.source.as_ref().map(|s| (s.snapshot, s.of_volume))
+                != source.map(|s| (s.record().snapshot, s.record().of_volume))
+            {
+                return Err(differs_in_source(&volume));
+            }
             self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
             return Ok(volume);
+        }
+        if let Some(source) = source {
+            source.settle(&mut spec)?;
         }
         if let Some(other) = self.state.volumes.get(&spec.name) {
             let rule = format!("it is the id of volume {:?}: choose another", other.spec.name);
@@ -74,7 +141,13 @@ impl Catalog {
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = candidates(&self.state);
-        let pools = match choose(&spec, size_bytes, &candidates, named) {
+        let placed = match source {
+            None => {
+                choose(&spec, size_bytes, &candidates, named).map(|pools| (pools, Vec::new()))
+            }
+            Some(source) => source.choose(&self.state, &spec, size_bytes, &candidates),
+        };
+        let (pools, others) = match placed {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
@@ -86,7 +159,15 @@ impl Catalog {
             }
             Ok(placed) => placed,
         };
+        // No snapshot is deleted between the look at it and the record that keeps it.
+        let _changing = match source {
+            Some(_) => Some(self.state.snapshots.changing.lock().await),
+            None => None,
+        };
         let id = VolumeId(random_id());
+        if let Some(source) = source {
+            source.begin_use(&self.state, Text(id)).await?;
+        }
         let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
         match found {
             // Left by a creation that failed; that id is not used again.
@@ -103,15 +184,25 @@ impl Catalog {
                 }
             }
         }
-        let mut volume = new_volume(id, spec, size_bytes, pools);
+        let mut volume = match source {
+            None => new_volume(id, spec, size_bytes, pools),
+            Some(source) => {
+                let volume = VolumeRecord::new(id, spec, size_bytes);
+                clones::new_clone(volume, source.record(), pools, others)
+            }
+        };
         volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
         match self.state.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
                 // Who reads the events alone must not take pools of one host for hosts.
+                let from = match &volume.source {
+                    None => String::new(),
+                    source => format!(", made from {}", clones::in_words(source.as_ref())),
+                };
                 let message = format!(
-                    "{size} on pools {pools}: {}",
+                    "{size} on pools {pools}{from}: {}",
                     crate::status::contract(&self.state, &volume)
                 );
                 self.state.events.record(
@@ -341,6 +432,12 @@ impl Catalog {
         let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
         Ok((placement::unpromised(&spec, &candidates), largest))
     }
+}
+
+fn differs_in_source(volume: &VolumeRecord) -> Error {
+    let source = clones::in_words(volume.source.as_ref());
+    let difference = format!("source: it was made with {source}, another one is asked for");
+    Error::Differs { name: volume.spec.name.clone(), difference }
 }
 
 /// Its user has not deleted it.

@@ -92,6 +92,16 @@ impl Memory {
         self.writes_left.load(Ordering::SeqCst) <= 0
     }
 
+    /// A record as it is now.
+    pub fn entry(&self, key: &str) -> Entry {
+        self.records.lock().unwrap().1[key].clone()
+    }
+
+    /// An older record takes the place of a newer one, as where a backup is restored.
+    pub fn put_back(&self, entry: Entry) {
+        self.records.lock().unwrap().1.insert(entry.key.clone(), entry);
+    }
+
     pub fn keys(&self, prefix: &str) -> Vec<String> {
         let records = self.records.lock().unwrap();
         records.1.keys().filter(|key| key.starts_with(prefix)).cloned().collect()
@@ -230,10 +240,11 @@ impl SimPool {
             let formed = told.membership.as_ref().unwrap().formed;
             let missing = !self.holds.contains_key(&told.guid);
             match told.phase.as_str() {
-                "Init" | "Recreate" if missing => {
+                "Clone" if missing && !self.holds_source(told.source.as_ref()) => {}
+                "Init" | "Clone" | "Recreate" if missing => {
                     assert!(told.phase == "Recreate" || !formed, "Init after the volume formed");
                     assert!(!self.born.contains(&told.guid), "a GUID was born twice");
-                    let quorum = told.phase == "Init";
+                    let quorum = told.phase != "Recreate";
                     self.holds.insert(told.guid.clone(), (told.volume_id.clone(), quorum));
                     self.born.push(told.guid.clone());
                 }
@@ -242,6 +253,12 @@ impl SimPool {
             }
             self.told.push((told.volume_id, told.replica_id, told.guid));
         }
+    }
+
+    /// Whether it has a replica of the volume that a clone is made from.
+    fn holds_source(&self, source: Option<&quoin_api::control::CloneSource>) -> bool {
+        let source = source.expect("a clone has a source");
+        self.holds.values().any(|(volume, _)| *volume == source.volume_id)
     }
 
     pub fn report(&self) -> PoolReport {

@@ -19,20 +19,20 @@ use crate::cluster::{Cluster, Memory, by_name, pools};
 
 const NOW: Duration = Duration::ZERO;
 
-fn named(name: &str) -> Option<SnapshotRef> {
+pub fn named(name: &str) -> Option<SnapshotRef> {
     Some(SnapshotRef { id: String::new(), name: name.into() })
 }
 
-fn by_id(id: impl ToString) -> Option<VolumeRef> {
+pub fn by_id(id: impl ToString) -> Option<VolumeRef> {
     Some(VolumeRef { id: id.to_string(), name: String::new() })
 }
 
 impl Cluster {
-    async fn snap(&self, volume: &str, name: &str) -> Result<Arc<SnapshotRecord>, Error> {
+    pub async fn snap(&self, volume: &str, name: &str) -> Result<Arc<SnapshotRecord>, Error> {
         self.controller.snapshots.catalog.create(by_name(volume).as_ref(), name).await
     }
 
-    fn snapshot(&self, name: &str) -> Option<Arc<SnapshotRecord>> {
+    pub fn snapshot(&self, name: &str) -> Option<Arc<SnapshotRecord>> {
         self.controller.snapshots.catalog.get(named(name).as_ref()).ok()
     }
 
@@ -42,7 +42,7 @@ impl Cluster {
     }
 
     /// The node's target carries out all that it is told.
-    async fn obey(&self, node: &str) -> Result<usize, Error> {
+    pub async fn obey(&self, node: &str) -> Result<usize, Error> {
         let commands = self.commands(node);
         for command in &commands {
             self.controller.snapshots.commands.ended(&outcome(node, command)).await?;
@@ -50,7 +50,7 @@ impl Cluster {
         Ok(commands.len())
     }
 
-    async fn made(&self, volume: &str, node: &str, name: &str) -> Arc<SnapshotRecord> {
+    pub async fn made(&self, volume: &str, node: &str, name: &str) -> Arc<SnapshotRecord> {
         self.snap(volume, name).await.unwrap();
         self.obey(node).await.unwrap();
         self.snapshot(name).unwrap()
@@ -79,7 +79,7 @@ fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
 }
 
 /// A volume that is attached to n1.
-async fn attached() -> Cluster {
+pub async fn attached() -> Cluster {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();

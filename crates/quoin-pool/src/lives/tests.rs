@@ -152,6 +152,7 @@ impl Process {
             },
             blocks: 1024,
             phase,
+            source: None,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         }])));
@@ -168,6 +169,7 @@ impl Process {
             },
             blocks: 1024,
             phase: Phase::Init,
+            source: None,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         });

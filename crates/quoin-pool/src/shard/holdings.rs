@@ -7,7 +7,7 @@ use quoin_replication::pool_host::holdings::{Step, step};
 use quoin_replication::pool_host::repairs::Repairs;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaEvent};
-use quoin_store::ReplicaPool;
+use quoin_store::{Cloned, ReplicaPool};
 use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
@@ -20,6 +20,10 @@ use crate::held::{Held as HeldReplica, Holdings};
 
 /// Time until a creation or a deletion that failed is tried again.
 const UNDONE_AGAIN: Duration = Duration::from_secs(10);
+
+/// Time until a clone is tried again: its snapshot may be on its way into the map of its replica, or
+/// to this pool.
+const CLONE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Replicas whose creation or deletion failed.
 #[derive(Default)]
@@ -86,6 +90,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let step = step(phase, &wanted.identity, held.as_ref(), retired);
         match step {
             Step::Create { quorum } => self.create(now, wanted, quorum),
+            Step::Clone => self.make_clone(now, wanted),
             Step::Describe => self.describe(&wanted),
             Step::Delete => self.delete(now, &wanted),
             Step::Absent => self.gone.push(gone(&wanted)),
@@ -94,13 +99,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.fence(now, guid, fence);
         let is_held = self.replicas.contains_key(&guid);
         let is_undone = match step {
-            Step::Create { .. } => !is_held,
+            Step::Create { .. } | Step::Clone => !is_held,
             Step::Delete => is_held,
             Step::Describe | Step::Absent | Step::OfAnother => false,
         };
         if is_undone {
             self.undone.replicas.insert(guid);
-            self.undone.again_at = now + UNDONE_AGAIN;
+            let pause = if step == Step::Clone { CLONE_AGAIN } else { UNDONE_AGAIN };
+            self.undone.again_at = now + pause;
         }
     }
 
@@ -139,6 +145,37 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
             Err(error) => {
                 let message = format!("cannot create the replica: {error}");
+                self.parts.notices.push(
+                    Severity::Error,
+                    volume,
+                    replica,
+                    "ReplicaNotCreated",
+                    message,
+                );
+            }
+        }
+    }
+
+    /// Makes a replica that begins with a snapshot. Where that is not to be had now it waits: one that
+    /// begins with anything else would count for the volume's content.
+    fn make_clone(&mut self, now: Time, wanted: Wanted) {
+        let guid = wanted.identity.guid;
+        let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
+        let Some(source) = wanted.source else { return };
+        let meta =
+            ReplicaMeta { membership: wanted.membership, quorum: true, ..ReplicaMeta::default() };
+        match self.pool.create_clone(wanted.identity, meta, wanted.blocks, &source) {
+            Ok(Cloned::Made) => {
+                let ticket = self.pool.request_sync();
+                self.hold(now, guid, ticket);
+                tracing::info!(%volume, %replica, %guid, of = %source.snapshot, "clone made");
+            }
+            Ok(Cloned::NotYet) => tracing::debug!(%volume, "the snapshot is not in the map yet"),
+            Err(error) => {
+                let message = format!(
+                    "cannot make the replica from snapshot {} of volume {}: {error}",
+                    source.snapshot, source.volume
+                );
                 self.parts.notices.push(
                     Severity::Error,
                     volume,

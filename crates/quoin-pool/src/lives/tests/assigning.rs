@@ -13,6 +13,7 @@ fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
         },
         blocks,
         phase,
+        source: None,
         fence: Default::default(),
         membership: Membership { formed: false, ..membership() },
     }
