@@ -197,6 +197,7 @@ impl<D: Disk> Pool<D> {
         };
         pool.touch_all();
         pool.drop_unused_bases()?;
+        pool.drop_empty_remnants()?;
         Ok(pool)
     }
 

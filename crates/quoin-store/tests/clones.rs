@@ -9,7 +9,7 @@ use quoin_replication::replica::store::{
     CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
 };
 use quoin_store::model::ModelPool;
-use quoin_store::{Cloned, Disk, Due, MemoryDisk, Pool, ReplicaPool};
+use quoin_store::{Cloned, Disk, Due, MemoryDisk, Pool, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView};
 use quoin_types::{
     BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VolumeId,
@@ -106,9 +106,8 @@ impl Herd {
     /// Makes a clone of a snapshot, of so many blocks more; `None`: there is no room for it.
     fn clone_of(&mut self, volume: u128, snapshot: SnapshotId, more: u64) -> Option<u128> {
         let source = CloneSource { volume: VolumeId(volume), snapshot };
-        let mut model = self.model.replica(ReplicaGuid(volume)).expect("it");
+        let model = self.model.replica(ReplicaGuid(volume)).expect("it");
         let info = model.snapshots().into_iter().find(|s| s.id == snapshot).expect("it");
-        drop(model.state());
         let (clone, blocks) = (self.next, info.blocks + more);
         self.next += 1;
         for _ in 0..50 {
@@ -480,6 +479,44 @@ fn a_rotten_block_of_a_base_is_bad_in_the_clone_and_repaired_for_all_relatives()
     drop(replica);
     for guid in [guid, ReplicaGuid(second), ReplicaGuid(1)] {
         assert_eq!(flat(&read(&mut pool, guid)), flat(&good));
+    }
+}
+
+/// Nobody else reads what only clones show.
+#[test]
+fn a_rotten_block_that_only_a_clone_shows_is_found_by_its_scrub() {
+    let mut herd = Herd::new(13, 16 << 20);
+    herd.append(1, EntryKind::Write, 5, 1);
+    herd.append(1, EntryKind::Write, 300, 1);
+    let snapshot = herd.snapshot(1).expect("room");
+    let clone = herd.clone_of(1, snapshot, 0).expect("room");
+    let guid = ReplicaGuid(clone);
+    let mut replica = herd.pool().replica(guid).expect("it");
+    let good = read_all(&mut replica, ReadView::Live, BLOCKS);
+    let wanted = good.iter().find(|slot| slot.lba == 300).expect("it").clone();
+    let Content::Data { data, .. } = wanted.content.clone() else { panic!("a hole") };
+    drop(replica);
+    let scrubbed = |pool: &mut Pool<MemoryDisk>| {
+        let mut at = Some(ScrubAt::default());
+        while let Some(from) = at {
+            at = pool.scrub(guid, from, 1 << 20).expect("a scrub").next;
+        }
+        pool.take_bad_blocks()
+    };
+    let flip = |bytes: &mut [u8]| {
+        let is_it = bytes == &data[..];
+        bytes[9] ^= u8::from(is_it);
+        is_it
+    };
+    for is_deleted in [false, true] {
+        if is_deleted {
+            herd.delete(1);
+        }
+        herd.restart();
+        let mut pool = Pool::open(damaged_disk(&herd.disk, flip), short_steps()).expect("a pool");
+        let found: Vec<u64> = scrubbed(&mut pool).iter().map(|bad| bad.lba).collect();
+        // While its source is there, that one's scrub finds it.
+        assert_eq!(found, if is_deleted { vec![300] } else { vec![] });
     }
 }
 

@@ -41,7 +41,7 @@ fn used_bytes(dev: &Dev) -> u64 {
     pools.map(|pool| pool["usedBytes"].as_u64().unwrap()).sum()
 }
 
-/// Proves CSI-CREATEVOLUME-23, CSI-CREATEVOLUME-16: with commands, from a snapshot and from a volume.
+/// Proves CSI-CREATEVOLUME-23, CSI-SOURCE-03: with commands, from a snapshot and from a volume.
 #[test]
 fn a_clone_begins_with_its_source_shares_its_space_and_each_goes_its_own_way() {
     let scratch = Scratch::new("clones");

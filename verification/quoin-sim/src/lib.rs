@@ -44,6 +44,7 @@ pub mod real;
 pub mod scaleup;
 pub mod schedule;
 pub mod shrink;
+pub mod source;
 pub mod stats;
 pub mod storage;
 pub mod swarm;

@@ -65,6 +65,8 @@ pub enum Swarm {
     Limits,
     /// Volumes that get very many small holes while a replica is away.
     Holes,
+    /// Volumes that are clones of a snapshot, of a source that goes on beside them and goes away.
+    Clones,
 }
 
 impl Swarm {
@@ -94,6 +96,7 @@ impl Swarm {
         Swarm::Hosts,
         Swarm::Limits,
         Swarm::Holes,
+        Swarm::Clones,
     ];
 
     pub fn name(self) -> &'static str {
@@ -123,6 +126,7 @@ impl Swarm {
             Swarm::Hosts => "hosts",
             Swarm::Limits => "limits",
             Swarm::Holes => "holes",
+            Swarm::Clones => "clones",
         }
     }
 
@@ -478,6 +482,11 @@ impl Swarm {
                     log_keep_bytes: 256 << 10,
                     ..PoolShape::TIGHT
                 }),
+                ..Swarm::Rebuilds.shape(random)?
+            },
+            Swarm::Clones => Shape {
+                factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
+                pool: Some(PoolShape::TIGHT),
                 ..Swarm::Rebuilds.shape(random)?
             },
             Swarm::Snapshots => Shape {

@@ -22,6 +22,8 @@ pub struct Base {
     pub root: Root,
     /// The base that shows where this one has no block.
     pub parent: Option<BaseId>,
+    /// Its replica is gone, so nobody but clones looks after it.
+    pub is_left: bool,
     /// Clones and bases that show it.
     users: usize,
 }
@@ -29,7 +31,7 @@ pub struct Base {
 impl Base {
     pub fn new(state: &BaseState) -> Self {
         let BaseState { lsn, blocks, root, parent, .. } = *state;
-        Base { lsn, blocks, root, parent, users: 0 }
+        Base { lsn, blocks, root, parent, is_left: false, users: 0 }
     }
 
     fn state(&self, snapshot: SnapshotId) -> BaseState {
@@ -51,6 +53,7 @@ impl Bases {
         self.all.get(&id)
     }
 
+    #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
@@ -110,6 +113,11 @@ impl Bases {
             next = base.parent;
         }
         true
+    }
+
+    /// The replica that keeps these bases is a remnant.
+    pub fn only_clones_show(&mut self, replica: ReplicaGuid) {
+        self.of_mut(replica).for_each(|base| base.is_left = true);
     }
 
     /// How many bases lie one behind the other from here on.

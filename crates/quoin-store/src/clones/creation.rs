@@ -63,8 +63,11 @@ pub fn check_bases<D: Disk>(
     durable: &mut DurableState,
 ) {
     for (guid, replica) in replicas {
+        if replica.is_remnant() {
+            core.bases.only_clones_show(*guid);
+        }
         let Some(base) = replica.family.relatives.base else { continue };
-        if core.bases.is_sound(base) || mutant::is("clone-without-its-base-not-noticed") {
+        if core.bases.is_sound(base) {
             continue;
         }
         replica.meta.damaged = true;
@@ -164,8 +167,6 @@ impl<D: Disk> Pool<D> {
         if mutant::is("base-recorded-apart-from-its-clone") {
             let [create, meta, checkpoint, own, base] = records;
             self.core.record_all([create, meta, checkpoint, own])?;
-            let ticket = self.core.tickets.request();
-            drop(ticket);
             self.core.record(base)?;
         } else {
             self.core.record_all(records)?;
@@ -247,6 +248,7 @@ impl<D: Disk> Pool<D> {
             Record::Retired(guid),
         ])?;
         replica.become_remnant();
+        core.bases.only_clones_show(guid);
         core.tickets.request();
         self.victim.set(None);
         self.drop_calls(guid);
@@ -268,6 +270,15 @@ impl<D: Disk> Pool<D> {
             }
         }
         Ok(())
+    }
+
+    /// Removes remnants of which a crash, or a hostile hand, left no bases.
+    pub(crate) fn drop_empty_remnants(&mut self) -> Result<(), StoreError> {
+        let is_empty = |replica: &Replica| replica.is_remnant() && !replica.keeps_bases();
+        let all = self.replicas.iter();
+        let empty: Vec<ReplicaGuid> =
+            all.filter(|(_, replica)| is_empty(replica)).map(|(guid, _)| *guid).collect();
+        empty.into_iter().try_for_each(|guid| self.remove(guid))
     }
 }
 
@@ -332,5 +343,80 @@ impl Replica {
         self.quarantine.replica = None;
         self.count.begin_anew();
         (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_replication::replica::store::ReplicaStore;
+    use quoin_types::message::{Content, ReadView};
+    use quoin_types::{PoolId, VolumeId};
+
+    use super::*;
+    use crate::{Disk, FormatOptions, MemoryDisk, PoolOptions, ReplicaPool};
+
+    fn identity(n: u128) -> ReplicaIdentity {
+        let (volume, guid) = (VolumeId(n), ReplicaGuid(n));
+        ReplicaIdentity { volume, guid, ..ReplicaIdentity::default() }
+    }
+
+    fn base(replica: u128, snapshot: u128) -> BaseId {
+        BaseId { replica: ReplicaGuid(replica), snapshot: SnapshotId(snapshot) }
+    }
+
+    /// A pool whose records say this of its replicas 1 and 2.
+    fn opened(one: &RelativesState, two: &RelativesState) -> Pool<MemoryDisk> {
+        let disk = MemoryDisk::new(16 << 20);
+        Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
+        for (n, relatives) in [(1, one), (2, two)] {
+            pool.create(identity(n), ReplicaMeta::default(), 64).expect("room");
+            let record = Record::Relatives(ReplicaGuid(n), relatives.encode());
+            pool.core.record(record).expect("room");
+        }
+        disk.sync().expect("a sync");
+        Pool::open(disk, PoolOptions::default()).expect("a pool")
+    }
+
+    #[test]
+    fn a_clone_whose_base_is_missing_or_has_no_end_is_damaged_and_harms_no_other_replica() {
+        let keeps = |snapshot: u128, parent| {
+            let (root, snapshot) = (Root::default(), SnapshotId(snapshot));
+            BaseState { snapshot, lsn: 5, blocks: 64, parent, root }
+        };
+        let of = |base, bases| RelativesState { base, is_remnant: false, bases };
+        let (none, missing) = (RelativesState::default(), of(Some(base(1, 7)), vec![]));
+        let circle = of(None, vec![keeps(7, Some(base(1, 8))), keeps(8, Some(base(1, 7)))]);
+        let itself = of(None, vec![keeps(7, Some(base(1, 7)))]);
+        let whole = of(None, vec![keeps(7, None)]);
+        for (keeper, is_damaged) in [(&none, true), (&circle, true), (&itself, true), (&whole, false)]
+        {
+            let mut pool = opened(keeper, &missing);
+            let clone = pool.replica(ReplicaGuid(2)).expect("it");
+            assert_eq!(clone.meta().damaged, is_damaged, "{keeper:?}");
+            let mut slots = Vec::new();
+            let mut replica = pool.replica(ReplicaGuid(2)).expect("it");
+            replica.read(ReadView::Live, 0, 64, true, &mut slots).expect("an answer");
+            let is_bad = slots.iter().all(|slot| slot.content == Content::Bad);
+            assert_eq!(is_bad, is_damaged, "what is not known is no hole");
+            assert!(!pool.replica(ReplicaGuid(1)).expect("it").meta().damaged);
+            pool.settle().expect("recorded");
+        }
+    }
+
+    #[test]
+    fn a_base_that_no_clone_shows_and_a_remnant_without_bases_are_given_up_at_a_start() {
+        let (root, snapshot) = (Root::default(), SnapshotId(7));
+        let unused = BaseState { snapshot, lsn: 5, blocks: 64, parent: None, root };
+        for is_remnant in [false, true] {
+            let one = RelativesState { base: None, is_remnant, bases: vec![unused] };
+            let pool = opened(&one, &RelativesState::default());
+            assert!(pool.core.bases.is_empty());
+            assert_eq!(pool.replicas.contains_key(&ReplicaGuid(1)), !is_remnant);
+        }
+        let empty = RelativesState { is_remnant: true, ..RelativesState::default() };
+        let mut pool = opened(&empty, &RelativesState::default());
+        pool.settle().expect("recorded");
+        assert!(!pool.replicas.contains_key(&ReplicaGuid(1)) && pool.replicas().len() == 1);
     }
 }
