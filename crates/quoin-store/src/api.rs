@@ -57,6 +57,11 @@ pub trait ReplicaPool {
         blocks: u64,
         source: &CloneSource,
     ) -> Result<Cloned, StoreError>;
+    /// Has a clone take over the blocks that it shares with its source, as background work; until the
+    /// next start. Of other replicas there is nothing to do.
+    fn flatten(&mut self, guid: ReplicaGuid);
+    /// Whether a replica shares blocks with the source that it was made from.
+    fn is_clone(&self, guid: ReplicaGuid) -> bool;
     /// Replaces what a replica keeps about its volume ([`ReplicaIdentity::volume_spec`]); durable
     /// with the next requested sync. Refused where the pool has no room for it.
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError>;

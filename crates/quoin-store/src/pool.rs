@@ -26,6 +26,7 @@ use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
+use crate::format::relatives::BaseId;
 use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
@@ -436,6 +437,18 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         self.make_clone(identity, meta, blocks, source)
     }
 
+    fn flatten(&mut self, guid: ReplicaGuid) {
+        self.touch(guid);
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            replica.begin_flatten();
+        }
+    }
+
+    fn is_clone(&self, guid: ReplicaGuid) -> bool {
+        let is_it = |replica: &Replica| replica.shows_base();
+        self.replicas.get(&guid).is_some_and(is_it)
+    }
+
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
         self.core.check_usable()?;
         if self.ring_lacks(volume_spec.len()) {
@@ -453,16 +466,18 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         let Some(replica) = self.replicas.get(&guid).filter(|replica| !replica.is_remnant()) else {
             return Ok(false);
         };
-        let (base, is_kept) = (replica.family.relatives.base, replica.keeps_bases());
+        let is_kept = replica.keeps_bases();
+        let mut shown: Vec<BaseId> = replica.family.relatives.base.into_iter().collect();
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            shown.extend(replica.maintenance.take_given_up_bases());
+        }
         let ring_bytes = self.core.ring.capacity();
         self.core.durable.make_room_for_deleted(guid, ring_bytes);
         match is_kept && !mutant::is("deleted-with-what-clones-show") {
             true => self.leave_remnant(guid)?,
             false => self.remove(guid)?,
         }
-        if let Some(base) = base {
-            self.core.bases.end_use(base);
-        }
+        shown.into_iter().for_each(|base| self.core.bases.end_use(base));
         self.drop_unused_bases()?;
         Ok(true)
     }

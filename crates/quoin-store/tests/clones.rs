@@ -153,6 +153,25 @@ impl Herd {
         assert!(!self.pool().replicas().contains(&guid));
     }
 
+    /// Has a clone take over all blocks of its base, with writes in between.
+    fn flatten(&mut self, volume: u128) -> bool {
+        let guid = ReplicaGuid(volume);
+        for _ in 0..400 {
+            self.pool().flatten(guid);
+            self.work();
+            if !self.pool().is_clone(guid) {
+                return true;
+            }
+            if self.rng.random_range(0..8) == 0 {
+                self.write_some(volume);
+            }
+            if self.rng.random_range(0..40) == 0 {
+                self.restart();
+            }
+        }
+        false
+    }
+
     /// Everything is on media, and the power goes.
     fn restart(&mut self) {
         self.pool().request_sync();
@@ -376,7 +395,8 @@ fn families_equal_the_model_through_clean_up_deletes_rebuilds_and_restarts() {
                     rebuilds += 1;
                     herd.rebuild(member, rebuilds);
                 }
-                86..90 => {
+                86..87 => drop(herd.flatten(member)),
+                87..90 => {
                     let from = herd.rng.random_range(0..40);
                     herd.check_pull(member, Lsn(from));
                 }
@@ -425,6 +445,96 @@ fn blocks_that_only_a_clone_shows_are_moved_and_stay() {
     herd.check();
     herd.restart();
     herd.check();
+}
+
+/// A clone that took over its base outlives all loss of its source, and gives the base up.
+#[test]
+fn a_flattened_clone_shares_nothing_and_shows_what_it_showed() {
+    let mut herd = Herd::new(17, 32 << 20);
+    for _ in 0..40 {
+        herd.write_some(1);
+    }
+    let snapshot = herd.snapshot(1).expect("room");
+    let clone = herd.clone_of(1, snapshot, 100).expect("room");
+    for _ in 0..10 {
+        herd.write_some(clone);
+    }
+    let kept = herd.snapshot(clone).expect("room");
+    for _ in 0..10 {
+        herd.write_some(clone);
+    }
+    // A Revert notes blocks as the base's.
+    herd.append(clone, EntryKind::Revert { id: kept }, 0, 0);
+    let second = herd.clone_of(clone, kept, 0).expect("room");
+    herd.work();
+    assert!(herd.pool().is_clone(ReplicaGuid(clone)) && !herd.pool().is_clone(ReplicaGuid(1)));
+    herd.append(1, EntryKind::DeleteSnapshot { id: snapshot }, 0, 0);
+    herd.delete(1);
+    assert!(herd.flatten(clone), "it is never done");
+    herd.check();
+    for from in [0, 30, 60] {
+        herd.check_pull(clone, Lsn(from));
+    }
+    herd.work();
+    herd.restart();
+    herd.check();
+    assert!(!herd.pool().is_clone(ReplicaGuid(clone)));
+    let stats = [clone, second].map(|n| herd.pool().replica_stats(ReplicaGuid(n)).expect("it"));
+    let own: u64 = stats.iter().map(|stats| stats.allocated_bytes).sum();
+    assert_eq!(herd.pool().stats().used_bytes, own, "its source's blocks are gone");
+    assert!(herd.flatten(second));
+    herd.delete(clone);
+    herd.work();
+    herd.check();
+    herd.restart();
+    herd.check();
+}
+
+/// At every crash the clone shows what it did, with its base or without.
+#[test]
+fn every_crash_of_a_flatten_leaves_what_the_clone_showed() {
+    use crate::crash_enumeration::{crash_everywhere, disk_of, image_of};
+    let mut herd = Herd::new(19, 8 << 20);
+    for _ in 0..20 {
+        herd.write_some(1);
+    }
+    let snapshot = herd.snapshot(1).expect("room");
+    let clone = herd.clone_of(1, snapshot, 0).expect("room");
+    for _ in 0..5 {
+        herd.write_some(clone);
+    }
+    herd.work();
+    herd.delete(1);
+    herd.restart();
+    herd.work();
+    let guid = ReplicaGuid(clone);
+    let mut model = herd.model.replica(guid).expect("it");
+    let content = flat(&read_all(&mut model, ReadView::Live, BLOCKS));
+    let start = image_of(&herd.disk);
+    herd.disk.record();
+    herd.pool().flatten(guid);
+    for _ in 0..20 {
+        herd.work();
+    }
+    assert!(!herd.pool().is_clone(guid));
+    let mut seen = [0, 0];
+    crash_everywhere(&start, &herd.disk.events(), |_, image| {
+        let disk = disk_of(herd.disk.size(), image);
+        let mut pool = Pool::open(disk, short_steps()).expect("a pool");
+        seen[usize::from(pool.is_clone(guid))] += 1;
+        let mut replica = pool.replica(guid).expect("it");
+        assert!(!replica.meta().damaged);
+        assert!(flat(&read_all(&mut replica, ReadView::Live, BLOCKS)) == content);
+        drop(replica);
+        pool.flatten(guid);
+        for _ in 0..60 {
+            pool.background(1 << 20).expect("background work");
+            sync(&mut pool);
+        }
+        let mut replica = pool.replica(guid).expect("it");
+        assert!(flat(&read_all(&mut replica, ReadView::Live, BLOCKS)) == content);
+    });
+    assert!(seen.iter().all(|n| *n > 5), "{seen:?} without and with its base");
 }
 
 fn damaged_disk(disk: &MemoryDisk, change: impl Fn(&mut [u8]) -> bool) -> MemoryDisk {

@@ -16,7 +16,7 @@ use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
 use crate::format::node::LEAF_SHIFT;
 use crate::format::record::Record;
-use crate::format::relatives::RelativesState;
+use crate::format::relatives::{BaseId, RelativesState};
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};
@@ -83,6 +83,8 @@ pub struct Commit {
     /// Its place among its relatives, with the roots of its bases.
     pub relatives: RelativesState,
     pub frees: Vec<(u32, u32)>,
+    /// Bases that the state does not show any more.
+    pub given_up_bases: Vec<BaseId>,
 }
 
 impl Replica {
@@ -415,7 +417,8 @@ impl Replica {
         }
         core.tickets.committing.add(self.identity.guid);
         let relatives = self.relatives_state(core);
-        self.maintenance.commit = Some(Commit { ticket, record, relatives, frees });
+        let given_up_bases = std::mem::take(&mut self.maintenance.given_up_bases);
+        self.maintenance.commit = Some(Commit { ticket, record, relatives, frees, given_up_bases });
         self.maintenance.dirty = false;
         Ok(())
     }
@@ -434,9 +437,11 @@ impl Replica {
             // The state before it stands, and what that refers to is not free: the next fold's
             // commit, which may be smaller, frees it too.
             self.maintenance.pending_free.extend(commit.frees);
+            self.maintenance.given_up_bases.extend(commit.given_up_bases);
             (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
+        commit.given_up_bases.into_iter().for_each(|base| core.bases.end_use(base));
         // Segments that the disk refused to read are tried again: read errors may pass.
         self.family.segments.try_again();
         let ticket = core.tickets.request().0;

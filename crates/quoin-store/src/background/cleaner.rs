@@ -393,7 +393,7 @@ impl Replica {
     }
 
     /// Applies the edits to all views, or to none.
-    fn update_views<D: Disk>(
+    pub(crate) fn update_views<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         edits: &[Edit],

@@ -137,14 +137,15 @@ impl<D: Disk> Pool<D> {
         }
         let id = BaseId { replica: keeper, snapshot: source.snapshot };
         let durable = self.core.durable.replicas.get(&keeper).ok_or(UNREADABLE)?;
-        let recorded = base_of(durable.checkpoint.clone(), source.snapshot, parent)?;
+        let mut relatives = RelativesState::decode(durable.relatives.clone());
+        let relatives = relatives.as_mut().map_err(|_| UNREADABLE)?;
+        // A map shows the base that was recorded with it.
+        let recorded = base_of(durable.checkpoint.clone(), source.snapshot, relatives.base)?;
         let Some(recorded) = recorded else {
             // Its map is not recorded yet.
             self.replicas.entry(keeper).and_modify(|r| r.maintenance.dirty = true);
             return Ok(Cloned::NotYet);
         };
-        let mut relatives = RelativesState::decode(durable.relatives.clone());
-        let relatives = relatives.as_mut().map_err(|_| UNREADABLE)?;
         let is_base = relatives.bases.iter().any(|base| base.snapshot == source.snapshot);
         if !is_base {
             relatives.bases.push(recorded);
@@ -204,7 +205,7 @@ impl<D: Disk> Pool<D> {
             && !mutant::is("base-forgotten-by-a-commit-under-way")
         {
             // The snapshot is in it: it is in the map, and in the record before.
-            let base = base_of(commit.record.clone(), kept.info.id, parent)?;
+            let base = base_of(commit.record.clone(), kept.info.id, commit.relatives.base)?;
             commit.relatives.bases.extend(base);
         }
         if core.bases.get(id).is_none() {
@@ -322,6 +323,7 @@ impl Replica {
         self.pins.clear();
         self.maintenance.checkpoint = None;
         self.maintenance.clean = None;
+        self.maintenance.flatten = None;
         self.maintenance.fold_for_increment = None;
         self.maintenance.fold_wanted = false;
         if let Some(commit) = self.maintenance.commit.take() {

@@ -44,7 +44,13 @@ impl<D: Disk> NodeIo<'_, D> {
         deep: usize,
     ) -> Result<(), StoreError> {
         let mut lacking = may_lack(tree::blocks(self, root, lba, out))?;
-        let Some(base) = base else { return lacking };
+        let Some(base) = base else {
+            // What went back to a base that is not shown any more is a hole there.
+            for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
+                block.place = 0;
+            }
+            return lacking;
+        };
         if lacking.is_err() || mutant::is("base-not-looked-at") {
             // Which blocks are the base's is not known yet.
             return lacking;
@@ -66,7 +72,7 @@ impl<D: Disk> NodeIo<'_, D> {
     }
 
     /// State of blocks in a base.
-    fn blocks_of(
+    pub(super) fn blocks_of(
         &mut self,
         id: BaseId,
         lba: u64,

@@ -17,6 +17,7 @@
 
 pub mod bases;
 pub mod creation;
+pub mod flatten;
 pub mod lookup;
 
 use crate::format::relatives::BaseId;

@@ -450,8 +450,11 @@ impl Replica {
         }
         let given_up = self.family.relatives.base.filter(|_| relatives.base.is_none());
         self.record_state(core, checkpoint.encode(), relatives.encode())?;
+        let recorded = self.maintenance.take_given_up_bases();
+        recorded.into_iter().for_each(|base| core.bases.end_use(base));
         if let Some(base) = given_up {
             self.family.relatives.base = None;
+            self.maintenance.flatten = None;
             // What a transfer holds on to shows the base.
             self.pins.clear();
             core.bases.end_use(base);

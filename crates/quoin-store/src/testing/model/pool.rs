@@ -102,6 +102,12 @@ impl ReplicaPool for ModelPool {
         Ok(Cloned::Made)
     }
 
+    fn flatten(&mut self, _guid: ReplicaGuid) {}
+
+    fn is_clone(&self, _guid: ReplicaGuid) -> bool {
+        false
+    }
+
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
         let replica = self.replicas.get_mut(&guid);
         let replica = replica.ok_or(StoreError::Rule("what is described must exist"))?;
