@@ -25,6 +25,8 @@ pub struct Wanted {
     pub phase: Phase,
     /// The snapshot that a clone begins with.
     pub source: Option<CloneSource>,
+    /// It is to take over the blocks that it shares with its source.
+    pub flatten: bool,
     pub membership: Membership,
     /// Sessions that are not to be opened any more.
     pub fence: Fence,
@@ -76,6 +78,8 @@ pub struct ReplicaState {
     pub bad_blocks: u64,
     /// Bad copies that were replaced since the pool was opened.
     pub repaired: u64,
+    /// It shares blocks with the source that it was made from.
+    pub is_clone: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -129,6 +133,7 @@ fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
         blocks,
         phase,
         source,
+        flatten: message.flatten,
         membership: match &message.membership {
             Some(m) => membership(m)?,
             None if phase == Phase::Delete => Membership::default(),
@@ -202,6 +207,7 @@ impl ReplicaState {
             used_bytes: self.used_bytes,
             bad_blocks: self.bad_blocks,
             repaired: self.repaired,
+            is_clone: self.is_clone,
         }
     }
 }

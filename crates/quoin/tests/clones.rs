@@ -120,6 +120,40 @@ fn a_clone_outlives_its_snapshot_its_volume_and_kills_of_all_pools() {
     dev.stop();
 }
 
+/// Proves: a clone that was flattened shares nothing, in space or otherwise, and IO goes on meanwhile.
+#[test]
+fn a_flattened_clone_takes_its_own_space_and_its_source_goes() {
+    let scratch = Scratch::new("clones-flatten");
+    let dev = start(&scratch);
+    let db = dev.client("db");
+    fill(&db, 0..BLOCKS, 1);
+    dev.ok(&["snapshot", "create", "db", "--name", "first"]);
+    dev.ok(&["volume", "create", "test", "--from-snapshot", "first"]);
+    let test = dev.client("test");
+    fill(&test, 0..50, 2);
+    let done = dev.ok(&["volume", "flatten", "test"]);
+    assert!(done.contains("volume test shares nothing"), "{done}");
+    assert!(dev.json(&["volume", "get", "test"])["madeFrom"].is_null());
+    assert!(holds(&test, 0..50, 2) && holds(&test, 50..BLOCKS, 1));
+    let again = dev.ok(&["volume", "flatten", "test"]);
+    assert!(again.contains("volume test shares nothing"), "{again}");
+    db.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    dev.ok(&["snapshot", "delete", "first", "--yes"]);
+    dev.ok(&["volume", "delete", "db", "--yes"]);
+    dev.eventually("nothing is left of its source", || {
+        let replicas = dev.json(&["replica", "list"]);
+        (replicas.as_array()?.len() == 3).then_some(())
+    });
+    for pool in POOLS {
+        dev.kill(pool);
+    }
+    dev.wait_for_volume("test", "online", is_online);
+    assert!(holds(&test, 0..50, 2) && holds(&test, 50..BLOCKS, 1));
+    test.stop();
+    dev.stop();
+}
+
 /// A replica of a clone that a pool has lost is rebuilt whole from the others.
 #[test]
 fn a_replica_of_a_clone_moves_to_a_pool_that_does_not_have_its_source() {

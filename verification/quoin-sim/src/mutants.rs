@@ -214,6 +214,7 @@ pub const ALL: &[Defect] = &[
     store("bases-not-recorded-with-their-segments", Swarm::Pressure),
     store("base-forgotten-by-a-commit-under-way", Swarm::Pressure),
     store("base-recorded-apart-from-its-clone", Swarm::Pressure),
+    store("base-given-up-before-its-clone-is-recorded", Swarm::Pressure),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

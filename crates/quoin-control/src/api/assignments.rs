@@ -46,6 +46,7 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
         generation: volume.generation,
         fence_epoch: volume.grants.fenced,
         fence_at_once: volume.grants.fenced_at_once,
+        flatten: volume.flattening,
         source: volume.source.as_ref().filter(|_| phase == ReplicaPhase::Clone).map(|source| {
             api::CloneSource {
                 volume_id: source.volume.0.to_string(),

@@ -305,6 +305,16 @@ impl Cluster for Services {
         Ok(Response::new(ApplyVolumeResponse { volume, changes }))
     }
 
+    async fn flatten_volume(
+        &self,
+        request: Request<FlattenVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let volume = request.get_ref().volume.as_ref();
+        let volume = self.controller.volumes.clones.flatten(volume).await?;
+        Ok(Response::new(self.controller.status.volume(&volume)))
+    }
+
     async fn set_key_slots(
         &self,
         request: Request<SetKeySlotsRequest>,

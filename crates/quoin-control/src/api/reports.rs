@@ -667,6 +667,7 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         used_bytes: report.used_bytes,
         bad_blocks: report.bad_blocks,
         repaired: report.repaired,
+        is_clone: report.is_clone,
     };
     Ok((id("guid", &report.guid)?, seen))
 }

@@ -31,6 +31,15 @@ pub struct ReplicaSeen {
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
     pub repaired: u64,
+    /// It shares blocks with the source that it was made from.
+    pub is_clone: bool,
+}
+
+impl ReplicaSeen {
+    /// What asks for a reaction where it changes.
+    fn standing(&self) -> (ReplicaState, bool, bool) {
+        (self.state, self.quorum, self.is_clone)
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -58,9 +67,9 @@ impl PoolSeen {
     ) -> HashSet<VolumeId> {
         let mut volumes = HashSet::new();
         for (guid, replica) in listed {
-            let (volume, now) = (replica.volume, (replica.state, replica.quorum));
+            let (volume, now) = (replica.volume, replica.standing());
             let before = self.replicas.insert(guid, replica);
-            if before.is_none_or(|before| (before.state, before.quorum) != now) {
+            if before.is_none_or(|before| before.standing() != now) {
                 volumes.insert(volume);
             }
         }
@@ -74,7 +83,7 @@ impl PoolSeen {
         let differs = |one: &Self, other: &Self| {
             let differs = |(guid, replica): &(&ReplicaGuid, &ReplicaSeen)| {
                 let other = other.replicas.get(guid);
-                other.is_none_or(|o| (o.state, o.quorum) != (replica.state, replica.quorum))
+                other.is_none_or(|other| other.standing() != replica.standing())
             };
             one.replicas.iter().filter(differs).map(|(_, replica)| replica.volume).collect()
         };

@@ -110,6 +110,7 @@ pub(crate) fn volume() -> VolumeRecord {
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
         source: None,
+        flattening: false,
         grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
     }

@@ -368,6 +368,9 @@ pub struct VolumeRecord {
     /// The snapshot that it was made from; `None`: it began empty, or shares nothing any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<SourceRecord>,
+    /// It takes over the blocks that it shares with its source.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub flattening: bool,
     #[serde(flatten)]
     pub grants: Grants,
     #[serde(flatten)]
@@ -481,6 +484,7 @@ impl VolumeRecord {
             may_have_lost_ms: 0,
             generation: 0,
             source: None,
+            flattening: false,
             grants: Grants::default(),
             used: Use::default(),
         }

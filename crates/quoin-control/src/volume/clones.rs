@@ -21,7 +21,8 @@ use crate::state::records::{
     VolumePhase, VolumeRecord,
 };
 use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
-use crate::state::{State, random_id};
+use crate::state::events::Severity;
+use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::scale::in_sync_ids;
 use crate::{Error, text};
@@ -84,6 +85,34 @@ impl Clones {
         Ok(Prepared { snapshot, volume, of_volume, as_source })
     }
 
+    /// Has a volume take over the blocks that it shares with its source. Its pools do that in the
+    /// background; [`crate::reconcile`] ends it.
+    pub async fn flatten(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.state.volume(reference)?;
+        let change = |volume: &mut VolumeRecord| match volume.phase {
+            VolumePhase::Pending => Err(Error::Busy(format!(
+                "volume {:?} is being created; try again when it is ready",
+                volume.spec.name
+            ))),
+            VolumePhase::Deleting | VolumePhase::Retained => Err(crate::state::missing(reference)),
+            VolumePhase::Ready => {
+                let begins = volume.source.is_some() && !volume.flattening;
+                volume.flattening |= begins;
+                Ok(begins)
+            }
+        };
+        let (volume, begins) = self.state.update_volume(volume.id.0, change).await?;
+        if begins {
+            let message = format!(
+                "its replicas take over the blocks that they share with {}",
+                in_words(volume.source.as_ref())
+            );
+            let object = about(&volume);
+            self.state.events.record(Severity::Normal, object, "VolumeFlattens", message);
+        }
+        Ok(volume)
+    }
+
     /// The snapshot for a copy of a volume: the one that an earlier request for the same copy made.
     async fn cut(
         &self,
@@ -134,13 +163,14 @@ pub(crate) fn in_words(source: Option<&SourceRecord>) -> String {
 }
 
 /// The message of what a volume was made from.
-pub(crate) fn message(source: &SourceRecord) -> api::MadeFrom {
+pub(crate) fn message(source: &SourceRecord, flattening: bool) -> api::MadeFrom {
     api::MadeFrom {
         snapshot_id: source.snapshot.0.to_string(),
         snapshot_name: source.snapshot_name.clone(),
         volume_id: source.volume.0.to_string(),
         volume_name: source.volume_name.clone(),
         of_volume: source.of_volume,
+        flattening,
     }
 }
 
@@ -229,7 +259,7 @@ impl Prepared {
         if self.record().depth > DEPTH_MAX {
             return Err(Error::Precondition(format!(
                 "{} is a copy of a copy and so on, {DEPTH_MAX} deep, the most that there can be: \
-                 make the new volume from an earlier one of them",
+                 flatten it (`quoin volume flatten`), or make the new volume from an earlier one",
                 in_words(Some(&self.record()))
             )));
         }

@@ -254,6 +254,37 @@ async fn records_that_were_restored_from_before_a_use_of_a_snapshot_keep_it_agai
 }
 
 #[tokio::test]
+async fn a_flattened_volume_gives_its_source_up_once_all_replicas_share_nothing_any_more() {
+    let mut cluster = attached().await;
+    cluster.made("db", "n1", "s").await;
+    let copy = cluster.copy(&asked("copy"), 0, &of_snapshot(named("s"))).await.unwrap();
+    let clones = &cluster.controller.volumes.clones;
+    let error = clones.flatten(by_name("copy").as_ref()).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    cluster.settle().await.unwrap();
+    cluster.controller.snapshots.catalog.delete(named("s").as_ref()).await.unwrap();
+    // Of a volume that shares nothing there is nothing to do.
+    let clones = &cluster.controller.volumes.clones;
+    assert!(!clones.flatten(by_name("db").as_ref()).await.unwrap().flattening);
+    assert!(clones.flatten(by_name("copy").as_ref()).await.unwrap().flattening);
+    for (at, pool) in ["p1", "p2", "p3"].iter().enumerate() {
+        assert!(cluster.shown("copy").made_from.unwrap().flattening, "{at} pools are done");
+        let told = cluster.controller.assignments.of_pool(pool).replicas;
+        let flattens = |r: &&quoin_api::control::ReplicaAssignment| r.flatten;
+        let flattened: Vec<_> = told.iter().filter(flattens).collect();
+        assert!(flattened.len() == 1 && flattened[0].volume_id == copy.id.0.to_string());
+        cluster.pools[at].clones.clear();
+        cluster.settle().await.unwrap();
+    }
+    let shown = cluster.shown("copy");
+    assert!(shown.made_from.is_none(), "{shown:?}");
+    cluster.keep().await;
+    cluster.obey("n1").await.unwrap();
+    assert_eq!(cluster.store.keys("snapshot/"), Vec::<String>::new());
+    assert!(cluster.reasons().contains(&"VolumeFlattened".to_owned()));
+}
+
+#[tokio::test]
 async fn copies_of_copies_are_refused_before_a_look_up_takes_too_many_steps() {
     let mut cluster = attached().await;
     let mut last = "db".to_owned();
@@ -265,7 +296,7 @@ async fn copies_of_copies_are_refused_before_a_look_up_takes_too_many_steps() {
             Ok(_) => {}
             Err(error) => {
                 assert_eq!(error.code(), Code::FailedPrecondition);
-                assert!(error.to_string().contains("an earlier one"), "{error}");
+                assert!(error.to_string().contains("quoin volume flatten"), "{error}");
                 assert!((8..20).contains(&deep), "{deep}");
                 return;
             }

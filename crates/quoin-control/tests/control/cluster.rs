@@ -201,6 +201,8 @@ pub struct SimPool {
     pub online: bool,
     /// GUID → (volume, quorum).
     pub holds: HashMap<String, (String, bool)>,
+    /// GUIDs of those that share blocks with their source.
+    pub clones: std::collections::HashSet<String>,
     born: Vec<String>,
     told: Vec<(String, String, String)>,
 }
@@ -218,6 +220,7 @@ impl SimPool {
             replica_bytes: 0,
             online: true,
             holds: HashMap::new(),
+            clones: Default::default(),
             born: Vec::new(),
             told: Vec::new(),
         }
@@ -245,6 +248,9 @@ impl SimPool {
                     assert!(told.phase == "Recreate" || !formed, "Init after the volume formed");
                     assert!(!self.born.contains(&told.guid), "a GUID was born twice");
                     let quorum = told.phase != "Recreate";
+                    if told.phase == "Clone" {
+                        self.clones.insert(told.guid.clone());
+                    }
                     self.holds.insert(told.guid.clone(), (told.volume_id.clone(), quorum));
                     self.born.push(told.guid.clone());
                 }
@@ -270,6 +276,7 @@ impl SimPool {
                 volume_id: volume.clone(),
                 state: if held.is_some() { "created" } else { "gone" }.into(),
                 quorum: held.is_some_and(|held| held.1),
+                is_clone: self.clones.contains(guid),
                 used_bytes: held.map_or(0, |_| self.replica_bytes),
                 ..ReplicaReport::default()
             }

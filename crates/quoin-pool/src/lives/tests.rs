@@ -153,6 +153,7 @@ impl Process {
             blocks: 1024,
             phase,
             source: None,
+            flatten: false,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         }])));
@@ -170,6 +171,7 @@ impl Process {
             blocks: 1024,
             phase: Phase::Init,
             source: None,
+            flatten: false,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         });

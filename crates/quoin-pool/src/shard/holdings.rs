@@ -85,6 +85,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     fn obey(&mut self, now: Time, wanted: Wanted) {
         let (guid, fence, phase) = (wanted.identity.guid, wanted.fence, wanted.phase);
+        let flatten = wanted.flatten;
         let held = self.pool.replica(guid).map(|store| store.identity().clone());
         let retired = self.pool.is_retired(guid);
         let step = step(phase, &wanted.identity, held.as_ref(), retired);
@@ -97,6 +98,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Step::OfAnother => return self.tell_of_another(&wanted),
         }
         self.fence(now, guid, fence);
+        if flatten {
+            self.pool.flatten(guid);
+        }
         let is_held = self.replicas.contains_key(&guid);
         let is_undone = match step {
             Step::Create { .. } | Step::Clone => !is_held,
@@ -272,6 +276,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         };
         for (guid, held) in &self.replicas {
             let used_bytes = self.pool.replica_bytes(*guid);
+            let is_clone = self.pool.is_clone(*guid);
             let Some(store) = self.pool.replica(*guid) else { continue };
             // Not said before it is on media: "created" is what lets a volume be formed.
             if held.born > self.synced {
@@ -297,6 +302,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 used_bytes,
                 bad_blocks: held.repairs.bad_blocks(),
                 repaired: held.repairs.mended(),
+                is_clone,
             });
         }
         let space = self.pool.space();
@@ -325,5 +331,6 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         used_bytes: 0,
         bad_blocks: 0,
         repaired: 0,
+        is_clone: false,
     }
 }

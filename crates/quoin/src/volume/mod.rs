@@ -4,6 +4,7 @@ mod at_boot;
 mod attach;
 mod detach;
 mod doctor;
+mod flatten;
 mod keys;
 mod modify;
 mod options;
@@ -84,6 +85,10 @@ pub enum VolumeCommand {
     #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
                             quoin volume scale db --consistency-factor 3")]
     Scale(replicas::ScaleOptions),
+    /// Make a volume independent of what it was made from: it takes over the blocks that it shares,
+    /// in the background, beside its use. Its source may be deleted before or after.
+    #[command(after_help = flatten::HELP)]
+    Flatten(flatten::FlattenOptions),
     /// Change options of a volume, attached or not: limits, durability, what IO does without a
     /// quorum or room, how many replicas it has.
     #[command(after_help = modify::HELP)]
@@ -253,6 +258,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Flatten(options) => {
+            flatten::flatten(&mut cluster, options, client, format).await
         }
         VolumeCommand::Modify(options) => {
             modify::modify(&mut cluster, *options, client, format).await

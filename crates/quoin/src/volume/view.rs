@@ -56,6 +56,9 @@ pub struct MadeFromView {
     pub snapshot_id: String,
     pub volume: String,
     pub volume_id: String,
+    /// It takes over the blocks that it shares with it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub flattening: bool,
 }
 
 impl From<MadeFrom> for MadeFromView {
@@ -66,15 +69,17 @@ impl From<MadeFrom> for MadeFromView {
             snapshot_id: of_snapshot(made.snapshot_id),
             volume: made.volume_name,
             volume_id: made.volume_id,
+            flattening: made.flattening,
         }
     }
 }
 
 impl MadeFromView {
     fn sentence(&self) -> String {
+        let flattening = if self.flattening { ", being flattened" } else { "" };
         match self.snapshot.as_str() {
-            "" => format!("volume {}", self.volume),
-            snapshot => format!("snapshot {snapshot} of volume {}", self.volume),
+            "" => format!("volume {}{flattening}", self.volume),
+            snapshot => format!("snapshot {snapshot} of volume {}{flattening}", self.volume),
         }
     }
 }
