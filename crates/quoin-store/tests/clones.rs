@@ -357,7 +357,7 @@ fn a_family_is_deleted_in_any_order_and_gives_all_its_space_back() {
 }
 
 /// Proves: no view of any member names a free segment (FamilyKeepsAll), and a clone stays what its
-/// snapshot was (CloneIsItsSource), beside clean-up in a pool that is nearly full.
+/// snapshot was, beside clean-up in a pool that is nearly full.
 #[test]
 fn families_equal_the_model_through_clean_up_deletes_rebuilds_and_restarts() {
     let (mut made, mut full) = (0, 0);

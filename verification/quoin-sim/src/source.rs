@@ -2,7 +2,7 @@
 //!
 //! Every pool has a replica of it, with the same entries. The volume's replicas are clones of its
 //! snapshot. The source goes on on its own in each pool, is overwritten, and may be deleted: nothing
-//! of that may ever show in the clone (CloneIsItsSource).
+//! of that may ever show in the clone.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -113,7 +113,10 @@ impl<D: Disk> NodeIo<'_, D> {
             if base.lsn <= from || cursor >= base.blocks {
                 continue;
             }
-            let part = tree::next_part(self, base.root, from, cursor)?;
+            let mut part = tree::next_part(self, base.root, from, cursor)?;
+            if let Some(Part::Hole { end, .. } | Part::Damaged { end, .. }) = &mut part {
+                *end = base.blocks.min(*end);
+            }
             parts.extend(part.filter(|part| part.range().0 < base.blocks));
         }
         Ok(parts)
