@@ -55,8 +55,7 @@ impl World {
             ..Default::default()
         };
         self.controller.controller_unpublish_volume(unpublish).await.unwrap();
-        let request =
-            DeleteVolumeRequest { volume_id: volume_id.to_owned(), ..Default::default() };
+        let request = DeleteVolumeRequest { volume_id: volume_id.to_owned(), ..Default::default() };
         self.controller.delete_volume(request).await.unwrap();
     }
 }

@@ -265,11 +265,8 @@ mod tests {
         let clone = super::wanted(&clone).unwrap();
         let of = CloneSource { volume: VolumeId(9), snapshot: SnapshotId(8) };
         assert_eq!((clone.phase, clone.source), (Phase::Clone, Some(of)));
-        let kept = control::ReplicaAssignment {
-            phase: "Keep".into(),
-            source: Some(source),
-            ..message()
-        };
+        let kept =
+            control::ReplicaAssignment { phase: "Keep".into(), source: Some(source), ..message() };
         assert_eq!(super::wanted(&kept).unwrap().source, None, "it was made before");
         let fenced =
             control::ReplicaAssignment { fence_epoch: 7, fence_at_once: true, ..message() };

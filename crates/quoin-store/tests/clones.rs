@@ -356,7 +356,7 @@ fn a_family_is_deleted_in_any_order_and_gives_all_its_space_back() {
     }
 }
 
-/// Proves: no view of any member names a free segment (FamilyKeepsAll), and a clone stays what its
+/// Proves: no view of any member names a free segment, and a clone stays what its
 /// snapshot was, beside clean-up in a pool that is nearly full.
 #[test]
 fn families_equal_the_model_through_clean_up_deletes_rebuilds_and_restarts() {

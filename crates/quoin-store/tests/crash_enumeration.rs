@@ -145,7 +145,11 @@ fn images(
 }
 
 /// Gives the images that crashes at any of `events` may leave.
-pub fn crash_everywhere(start: &Blocks, events: &[DiskEvent], mut each: impl FnMut(usize, &Blocks)) {
+pub fn crash_everywhere(
+    start: &Blocks,
+    events: &[DiskEvent],
+    mut each: impl FnMut(usize, &Blocks),
+) {
     let mut count = Sample { total: 1, budget: 0, seen: 0 };
     walk(start, events, &mut count, &mut |_, _| {});
     let budget = match setting("QUOIN_CRASH_IMAGES", 200) {

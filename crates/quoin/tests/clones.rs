@@ -59,7 +59,10 @@ fn a_clone_begins_with_its_source_shares_its_space_and_each_goes_its_own_way() {
     assert!(taken < 10 * 4 << 20, "{taken} bytes more in three pools");
     let larger = ["volume", "create", "copy", "--from-volume", "db", "--size", "32MiB"];
     let larger = dev.json(&larger);
-    assert_eq!((&larger["sizeBytes"], &larger["madeFrom"]["volume"]), (&(32 << 20).into(), &"db".into()));
+    assert_eq!(
+        (&larger["sizeBytes"], &larger["madeFrom"]["volume"]),
+        (&(32 << 20).into(), &"db".into())
+    );
     let copy = dev.client("copy");
     assert!(holds(&copy, 0..BLOCKS / 2, 2) && holds(&copy, BLOCKS / 2..BLOCKS, 1));
     assert!(holds(&copy, 6000..6010, 0), "behind the end of its source");

@@ -256,7 +256,8 @@ impl Storage for RealStorage {
         self.source = Some(Living::new(source, random));
         for _ in 0..CLONE_ATTEMPTS_MAX {
             let (identity, meta) = (identity.clone(), meta.clone());
-            if self.pool()?.create_clone(identity, meta, blocks, &Source::point())? == Cloned::Made {
+            if self.pool()?.create_clone(identity, meta, blocks, &Source::point())? == Cloned::Made
+            {
                 self.pool()?.request_sync();
                 return Ok(());
             }

@@ -104,9 +104,8 @@ impl SnapshotKeeper {
             !s.made_for.is_empty() && s.used_by.is_empty() && age_ms > COPY_WITHIN_MS
         };
         for snapshot in tables.of_volume(id).iter().filter(|s| is_unused(s)) {
-            let change = |snapshot: &mut SnapshotRecord| {
-                Ok(is_unused(snapshot).then(|| snapshot.remove()))
-            };
+            let change =
+                |snapshot: &mut SnapshotRecord| Ok(is_unused(snapshot).then(|| snapshot.remove()));
             let updated = tables.records.update(&snapshot.name(), change).await?;
             if updated.is_some_and(|(_, removed)| removed == Some(true)) {
                 self.state.tell_target(id);

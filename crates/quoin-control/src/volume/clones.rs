@@ -273,11 +273,13 @@ impl Prepared {
         }
         match (&source.encryption, spec.encryption.is_some()) {
             (Some(_), false) => {
-                let rule = "the source is encrypted, and so is every copy of it: ask for encryption";
+                let rule =
+                    "the source is encrypted, and so is every copy of it: ask for encryption";
                 Err(Error::invalid("encryption", rule))
             }
             (None, true) => {
-                let rule = "the source is not encrypted, and a copy shares its blocks: leave it out";
+                let rule =
+                    "the source is not encrypted, and a copy shares its blocks: leave it out";
                 Err(Error::invalid("encryption", rule))
             }
             (own, _) => {
@@ -316,8 +318,7 @@ impl Prepared {
             let named: Vec<&str> = pools.iter().map(String::as_str).collect();
             let taken = placement::Taken { pools: &named, hosts_of: &named };
             let rest = usize::from(spec.replicas - count);
-            let others =
-                placement::place_beside(spec, size_bytes, candidates, &taken, rest, &[])?;
+            let others = placement::place_beside(spec, size_bytes, candidates, &taken, rest, &[])?;
             return Ok((pools, others));
         }
         Err(Error::Busy(format!(

@@ -142,9 +142,7 @@ impl Catalog {
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = candidates(&self.state);
         let placed = match source {
-            None => {
-                choose(&spec, size_bytes, &candidates, named).map(|pools| (pools, Vec::new()))
-            }
+            None => choose(&spec, size_bytes, &candidates, named).map(|pools| (pools, Vec::new())),
             Some(source) => source.choose(&self.state, &spec, size_bytes, &candidates),
         };
         let (pools, others) = match placed {

@@ -61,7 +61,8 @@ impl Cluster {
 }
 
 #[tokio::test]
-async fn a_volume_is_made_from_a_snapshot_in_the_pools_that_hold_it_with_the_options_of_its_source() {
+async fn a_volume_is_made_from_a_snapshot_in_the_pools_that_hold_it_with_the_options_of_its_source()
+{
     let mut cluster = attached().await;
     let snapshot = cluster.made("db", "n1", "s").await;
     let made = cluster.copy(&asked("copy"), 0, &of_snapshot(named("s"))).await.unwrap();

@@ -21,8 +21,8 @@ use quoin_replication::replica::store::{
     CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
 };
 use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
-use quoin_store::{Cloned, ReplicaPool};
 use quoin_store::model::ModelPool;
+use quoin_store::{Cloned, ReplicaPool};
 use quoin_types::block::{Operation, Payload, Reply, Request};
 use quoin_types::membership::default_cf;
 use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, ToReplica};

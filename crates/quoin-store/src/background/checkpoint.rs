@@ -471,10 +471,7 @@ impl Replica {
         if is_known || mutant::is("bases-not-recorded-with-their-segments") {
             return core.record(Record::Checkpoint(guid, checkpoint));
         }
-        core.record_all([
-            Record::Checkpoint(guid, checkpoint),
-            Record::Relatives(guid, relatives),
-        ])
+        core.record_all([Record::Checkpoint(guid, checkpoint), Record::Relatives(guid, relatives)])
     }
 }
 

@@ -88,9 +88,8 @@ impl Replica {
             Part::Hole { .. } => {
                 // What was trimmed since: the snapshot's map says where there was anything.
                 let kept = self.io(core).next_parts(revert.kept, 0, start)?;
-                let is_lost = |part: &&Part| {
-                    matches!(part, Part::Damaged { .. }) && part.range().0 <= start
-                };
+                let is_lost =
+                    |part: &&Part| matches!(part, Part::Damaged { .. }) && part.range().0 <= start;
                 match first_of(&kept, start) {
                     None => part.push(start, end, hole),
                     Some((first, _)) if first > start => {

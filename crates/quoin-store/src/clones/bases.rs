@@ -74,9 +74,7 @@ impl Bases {
         self.all.range_mut(Self::range_of(replica)).map(|(_, base)| base)
     }
 
-    fn range_of(
-        replica: ReplicaGuid,
-    ) -> (std::ops::Bound<BaseId>, std::ops::Bound<BaseId>) {
+    fn range_of(replica: ReplicaGuid) -> (std::ops::Bound<BaseId>, std::ops::Bound<BaseId>) {
         let first = BaseId { replica, snapshot: SnapshotId(0) };
         let end = match replica.0.checked_add(1) {
             Some(next) => Excluded(BaseId { replica: ReplicaGuid(next), snapshot: SnapshotId(0) }),

@@ -13,10 +13,10 @@
 
 use std::collections::BTreeMap;
 
-use quoin_replication::replica::store::{
-    CloneSource, ReplicaIdentity, ReplicaMeta, StoreError,
+use quoin_replication::replica::store::{CloneSource, ReplicaIdentity, ReplicaMeta, StoreError};
+use quoin_types::{
+    Chain, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VOLUME_BLOCKS_MAX, mutant,
 };
-use quoin_types::{Chain, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VOLUME_BLOCKS_MAX, mutant};
 
 use crate::api::Cloned;
 use crate::clones::Relatives;
@@ -32,8 +32,8 @@ use crate::format::relatives::{BaseId, BaseState, RelativesState};
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableState;
 use crate::pool::{CREATION_BYTES, Pool};
-use crate::replica::{Replica, Synced};
 use crate::replica::upper::Upper;
+use crate::replica::{Replica, Synced};
 
 const UNREADABLE: StoreError = StoreError::Damaged("the record of a clone's source");
 
@@ -150,7 +150,8 @@ impl<D: Disk> Pool<D> {
         if !is_base {
             relatives.bases.push(recorded);
         }
-        let clone = new_clone(identity.clone(), meta.clone(), blocks, source, &kept, id, &self.core);
+        let clone =
+            new_clone(identity.clone(), meta.clone(), blocks, source, &kept, id, &self.core);
         let own = RelativesState { base: Some(id), ..RelativesState::default() };
         let checkpoint = Checkpoint {
             head: clone.folded.head.clone(),
@@ -391,7 +392,8 @@ mod tests {
         let circle = of(None, vec![keeps(7, Some(base(1, 8))), keeps(8, Some(base(1, 7)))]);
         let itself = of(None, vec![keeps(7, Some(base(1, 7)))]);
         let whole = of(None, vec![keeps(7, None)]);
-        for (keeper, is_damaged) in [(&none, true), (&circle, true), (&itself, true), (&whole, false)]
+        for (keeper, is_damaged) in
+            [(&none, true), (&circle, true), (&itself, true), (&whole, false)]
         {
             let mut pool = opened(keeper, &missing);
             let clone = pool.replica(ReplicaGuid(2)).expect("it");

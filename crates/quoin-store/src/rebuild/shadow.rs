@@ -413,8 +413,8 @@ impl Replica {
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before, but for what clones
         // show of it.
-        let keeps_bases = self.family.relatives.kept_through > 0
-            && !mutant::is("bases-forgotten-at-a-flip");
+        let keeps_bases =
+            self.family.relatives.kept_through > 0 && !mutant::is("bases-forgotten-at-a-flip");
         let frees_old = empty_start && self.pins.is_empty() && !keeps_bases;
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let of = &self.family.segments;

@@ -363,8 +363,7 @@ impl Family {
         }
         // A clone may change little for ever.
         let is_small = self.relatives.base.is_some() && self.segments.units() < LARGE_UNITS.into();
-        let large =
-            self.large && !is_small && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
+        let large = self.large && !is_small && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
         let waits = self.log_waits && stream == Stream::Log;
         core.take_ready();
         let warm_first = waits && core.disk.notes_space();

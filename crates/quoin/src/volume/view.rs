@@ -357,10 +357,7 @@ impl VolumeView {
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
             ("snapshots", self.snapshots.sentence()),
-            (
-                "made from",
-                self.made_from.as_ref().map(MadeFromView::sentence).unwrap_or_default(),
-            ),
+            ("made from", self.made_from.as_ref().map(MadeFromView::sentence).unwrap_or_default()),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);

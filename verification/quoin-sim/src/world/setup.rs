@@ -428,9 +428,7 @@ impl World {
             Some(source) => storage.create_clone(source, identity, meta, blocks, &mut self.random),
             None => storage.create(identity, meta, blocks),
         };
-        if !spare
-            && let Err(error) = created()
-        {
+        if !spare && let Err(error) = created() {
             self.violate("Setup", format!("a replica could not be created: {error}"));
         }
         if let Some(ticket) = storage.sync_begin()

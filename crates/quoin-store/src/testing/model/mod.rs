@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    CloneSource, FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
-    SyncTicket,
+    CloneSource, FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    StoreState, SyncTicket,
 };
 use quoin_types::message::{
     Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
