@@ -391,6 +391,7 @@ mod tests {
             used_bytes: 0,
             bad_blocks: 0,
             repaired: 0,
+            is_clone: false,
         };
         let mut told = Told::new();
         let mut report = |now: &[ReplicaState], is_open: bool, is_taken: bool| {

@@ -16,12 +16,12 @@ use quoin_api::control::{self as api, SnapshotRef, VolumeRef, VolumeSpec};
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
 use crate::snapshot::catalog::Snapshots;
+use crate::state::events::Severity;
 use crate::state::records::{
     Cause, MemberRecord, Record, ReplicaPhase, ReplicaRecord, SourceRecord, Spec, Text,
     VolumePhase, VolumeRecord,
 };
 use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
-use crate::state::events::Severity;
 use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::scale::in_sync_ids;

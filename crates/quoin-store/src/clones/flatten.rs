@@ -32,8 +32,15 @@ pub struct Flatten {
 
 /// What a step takes over.
 enum Stretch {
-    Hole { start: u64, end: u64, version: u64 },
-    Leaf { start: u64, found: Vec<BlockAt> },
+    Hole {
+        start: u64,
+        end: u64,
+        version: u64,
+    },
+    Leaf {
+        start: u64,
+        found: Vec<BlockAt>,
+    },
     /// The base has nothing more.
     End,
 }
@@ -216,7 +223,8 @@ impl Replica {
         let shown = self.shown_of_base(core, start, found.len())?;
         let mut lacking = Ok(());
         let mut buffer = vec![0; BLOCK_SIZE];
-        for (block, _) in found.iter().zip(shown).filter(|(block, shown)| *shown && is_there(block)) {
+        for (block, _) in found.iter().zip(shown).filter(|(block, shown)| *shown && is_there(block))
+        {
             lacking = lacking.and(core.read_beside(block.place, &mut buffer));
         }
         lacking

@@ -139,9 +139,7 @@ pub fn update_some(
 ) -> Result<(Root, Option<u64>), StoreError> {
     let Some(last) = edits.last() else { return Ok((root, None)) };
     let (mut level, mut child) = (root.level, root.child);
-    let sets = |e: &Edit| {
-        !matches!(e.change, Change::Move { .. } | Change::Renew { .. })
-    };
+    let sets = |e: &Edit| !matches!(e.change, Change::Move { .. } | Change::Renew { .. });
     let grows = edits.iter().any(sets);
     while grows && last.end() > span(level) {
         if level == LEVEL_MAX {
