@@ -190,6 +190,22 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("volume-pending", &bare);
     hold("volume-retained", &VolumeRecord { phase: VolumePhase::Retained, ..volume() });
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
+    let source = SourceRecord {
+        volume: Text(VolumeId(0xf00)),
+        snapshot: Text(SnapshotId(0x5a)),
+        volume_name: "db".into(),
+        snapshot_name: "before-upgrade".into(),
+        of_volume: false,
+        depth: 2,
+    };
+    let clone = VolumeRecord {
+        replicas: vec![replica(1, ReplicaPhase::Clone, Cause::Asked)],
+        source: Some(source.clone()),
+        ..volume()
+    };
+    hold("volume-clone", &clone);
+    let source = Some(SourceRecord { snapshot_name: String::new(), of_volume: true, ..source });
+    hold("volume-clone-flattening", &VolumeRecord { source, flattening: true, ..volume() });
     let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
     hold("volume-name", &name);
     let pool = PoolRecord {
@@ -284,6 +300,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     ] {
         hold(name, &SnapshotRecord { phase, ..snapshot.clone() });
     }
+    hold("snapshot-of-a-copy", &SnapshotRecord { made_for: "copy".into(), ..snapshot.clone() });
     let name = SnapshotName { snapshot_name: "before-upgrade".into(), snapshot_id: snapshot.id };
     hold("snapshot-name", &name);
     let schedule = ScheduleRecord {
