@@ -1,6 +1,7 @@
 //! Messages between the parts of a cluster: generated gRPC messages and services, one module a
-//! package, and the options of a volume as types ([`volume`]).
+//! package, the options of a volume as types ([`volume`]), and segments of topology ([`topology`]).
 
+pub mod topology;
 pub mod volume;
 
 /// The control plane's own services.

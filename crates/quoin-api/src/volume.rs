@@ -88,9 +88,23 @@ choices!(
 );
 choices!(
     /// Failure domain that no two replicas of a volume may share.
-    Spread, "host | pool":
+    Spread, "host | pool | rack | zone":
     Host = "host",
-    Pool = "pool"
+    Pool = "pool",
+    /// By the segment `quoin.io/rack` of pools.
+    Rack = "rack",
+    /// By the segment `quoin.io/zone` of pools.
+    Zone = "zone"
+);
+choices!(
+    /// Relation of a volume's replicas to the nodes that use it.
+    Local, "any | preferred | required":
+    /// Replicas are anywhere.
+    Any = "any",
+    /// One replica is on the node that the volume is made for, where that has room.
+    Preferred = "preferred",
+    /// The volume is used on nodes that have a replica.
+    Required = "required"
 );
 choices!(
     /// Behaviour of IO while there is no quorum.
@@ -130,6 +144,23 @@ choices!(
     Bytes4096 = "4096",
     Bytes512 = "512"
 );
+
+impl Spread {
+    /// Key of the segment that says which domain a pool is in, where it is one of topology.
+    pub const fn topology_key(self) -> Option<&'static str> {
+        match self {
+            Self::Host | Self::Pool => None,
+            Self::Rack => Some(crate::topology::RACK_KEY),
+            Self::Zone => Some(crate::topology::ZONE_KEY),
+        }
+    }
+}
+
+impl Local {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
 
 impl BlockSize {
     pub const fn bytes(self) -> u32 {
@@ -178,6 +209,8 @@ pub struct VolumeOptions {
     /// `None`: the cluster's.
     #[serde(default, with = "written::word_or_null")]
     pub replace_after: Option<ReplaceAfter>,
+    #[serde(default, with = "written::word", skip_serializing_if = "Local::is_default")]
+    pub local: Local,
 }
 
 /// A requested option that breaks its rule.
@@ -214,6 +247,7 @@ impl VolumeOptions {
             iops_limit: limit(asked.iops_limit),
             bandwidth_limit: limit(asked.bandwidth_limit),
             replace_after: asked.replace_after.parse().ok(),
+            local: asked.local.parse().unwrap_or_default(),
         })
     }
 
@@ -232,6 +266,7 @@ impl VolumeOptions {
         message.bandwidth_limit = self.bandwidth_limit;
         message.replace_after =
             self.replace_after.map(|after| after.to_string()).unwrap_or_default();
+        message.local = self.local.to_string();
     }
 }
 
@@ -409,7 +444,7 @@ const IOS: &str = "IOs";
 const BYTES: &str = "bytes";
 
 /// All options, in the order in which they are shown.
-pub static OPTIONS: [VolumeOption; 11] = [
+pub static OPTIONS: [VolumeOption; 12] = [
     VolumeOption {
         key: "durability",
         aliases: &[],
@@ -556,6 +591,20 @@ pub static OPTIONS: [VolumeOption; 11] = [
             Ok(())
         },
     },
+    VolumeOption {
+        key: "local",
+        aliases: &[],
+        values: Values::Words(Local::CHOICES),
+        help: "Whether the volume has a replica on the node that uses it: anywhere, one there if it \
+               has room, or used only where replicas are [default: any]",
+        absent: "",
+        changes: false,
+        given: |spec| spec.local.clone(),
+        set: |spec, text| {
+            spec.local = checked::<Local>(text)?;
+            Ok(())
+        },
+    },
 ];
 
 impl From<Durability> for control::Durability {
@@ -588,6 +637,8 @@ impl From<Spread> for control::Spread {
         match spread {
             Spread::Host => Self::Host,
             Spread::Pool => Self::Pool,
+            Spread::Rack => Self::Rack,
+            Spread::Zone => Self::Zone,
         }
     }
 }
@@ -600,6 +651,8 @@ impl TryFrom<control::Spread> for Spread {
             control::Spread::Unspecified => Err(Unspecified),
             control::Spread::Host => Ok(Self::Host),
             control::Spread::Pool => Ok(Self::Pool),
+            control::Spread::Rack => Ok(Self::Rack),
+            control::Spread::Zone => Ok(Self::Zone),
         }
     }
 }
@@ -609,7 +662,7 @@ mod tests {
     use super::*;
 
     /// A value of each option that is not its default.
-    const OTHERS: [(&str, &str); 11] = [
+    const OTHERS: [(&str, &str); 12] = [
         ("durability", "media"),
         ("spread", "pool"),
         ("onQuorumLoss", "fail"),
@@ -621,6 +674,7 @@ mod tests {
         ("iopsLimit", "500"),
         ("bandwidthLimit", "4096"),
         ("replaceAfter", "off"),
+        ("local", "required"),
     ];
 
     fn all_other() -> VolumeSpec {

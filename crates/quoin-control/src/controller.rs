@@ -28,6 +28,8 @@ pub struct Settings {
     pub data_security: String,
     /// Time without a report after which a pool or node is offline.
     pub offline_after: Duration,
+    /// Time for which nobody may have heard of a node before its volumes are taken from it.
+    pub node_timeout: Duration,
     /// Time after which a missing replica is replaced, for volumes without their own setting.
     pub replace_after: ReplaceAfter,
     /// Rebuilds into one pool at a time, counting only those that no user requested.

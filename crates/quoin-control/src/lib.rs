@@ -45,4 +45,4 @@ pub use status::metrics::Metrics;
 pub use volume::attach::Publish;
 pub use volume::epochs::{Granted, MembershipSwap};
 pub use volume::scale::{Move, Scale, Which};
-pub use volume::{placement, policy, spec};
+pub use volume::{placement, policy, sharing, spec};

@@ -57,6 +57,8 @@ pub struct Options {
     /// A pool or node that has not reported for so long is offline. Agents report at least
     /// every [`REPORT_EVERY_MS`].
     pub offline_after_ms: u64,
+    /// A volume is taken from its node where nobody has heard of the node for so long.
+    pub node_timeout_ms: u64,
     /// When a replica that is gone is replaced, where a volume does not say.
     pub replace_after: ReplaceAfter,
     /// Most rebuilds without a request into one pool at a time.
@@ -79,6 +81,9 @@ pub struct Options {
 /// Rebuilds into one pool at a time, unless told otherwise.
 pub const HEALS_PER_POOL: u32 = 2;
 
+/// Default of [`Options::node_timeout_ms`].
+pub const NODE_TIMEOUT_MS: u64 = 10_000;
+
 /// How often agents report at least, in milliseconds.
 pub const REPORT_EVERY_MS: u64 = 2000;
 
@@ -94,6 +99,7 @@ impl Options {
             default_replicas: 3,
             default_spread: Spread::Host,
             offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
+            node_timeout_ms: NODE_TIMEOUT_MS,
             replace_after: ReplaceAfter::DEFAULT,
             heals_per_pool: HEALS_PER_POOL,
             dying_pools: DyingPolicy::default(),
@@ -136,6 +142,7 @@ impl Options {
             defaults: Defaults { replicas: self.default_replicas, spread: self.default_spread },
             data_security: self.data_security.clone(),
             offline_after: Duration::from_millis(self.offline_after_ms),
+            node_timeout: Duration::from_millis(self.node_timeout_ms),
             replace_after: self.replace_after,
             heals_per_pool: self.heals_per_pool,
             dying_pools: self.dying_pools,
@@ -383,7 +390,8 @@ async fn tend(controller: Arc<Controller>) {
         controller.work.announce_absent();
         std::future::ready(Ok(()))
     });
-    tokio::join!(certificates, events, records, absence);
+    let failover = every_tick("failover", || controller.work.failover.look());
+    tokio::join!(certificates, events, records, absence, failover);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.

@@ -1,13 +1,13 @@
 //! The control plane as the CSI services see it: a handful of calls on the Cluster service.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use quoin_api::control::cluster_client::ClusterClient;
 use quoin_api::control::{self as api, VolumeRef};
 use quoin_identity::TermChannel;
-use tokio::sync::OnceCell;
-use tonic::{Code, Request, Status};
+use tonic::{Code, Request, Response, Status};
 
 use crate::refusal::from_control;
 
@@ -19,14 +19,14 @@ const DEADLINE: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub struct Backend {
     client: ClusterClient<TermChannel>,
-    cluster_id: Arc<OnceCell<String>>,
+    connected: Arc<AtomicBool>,
 }
 
 impl Backend {
     /// Returns a client over a channel that may connect later.
     #[must_use]
     pub fn new(channel: impl Into<TermChannel>) -> Self {
-        Self { client: ClusterClient::new(channel.into()), cluster_id: Arc::default() }
+        Self { client: ClusterClient::new(channel.into()), connected: Arc::default() }
     }
 
     fn request<T>(message: T) -> Request<T> {
@@ -37,7 +37,14 @@ impl Backend {
 
     /// Returns whether the control plane was reached at least once.
     pub fn has_connected(&self) -> bool {
-        self.cluster_id.initialized()
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the control plane was reached, and returns its answer in the interface's codes.
+    fn answered<T>(&self, answer: Result<Response<T>, Status>) -> Result<T, Status> {
+        let answer = answer.map_err(|status| from_control(&status))?;
+        self.connected.store(true, Ordering::Relaxed);
+        Ok(answer.into_inner())
     }
 
     /// Checks that the control plane answers.
@@ -45,19 +52,7 @@ impl Backend {
         let mut request = Request::new(api::GetClusterInfoRequest {});
         request.set_timeout(Duration::from_secs(5));
         let answer = self.client.clone().get_cluster_info(request).await;
-        let info = answer.map_err(|status| from_control(&status))?.into_inner();
-        let _ = self.cluster_id.set(info.cluster_id);
-        Ok(())
-    }
-
-    /// Returns the cluster's id; it never changes, so it is requested once.
-    pub async fn cluster_id(&self) -> Result<&str, Status> {
-        let ask = || async {
-            let request = Self::request(api::GetClusterInfoRequest {});
-            let answer = self.client.clone().get_cluster_info(request).await;
-            Ok(answer.map_err(|status| from_control(&status))?.into_inner().cluster_id)
-        };
-        self.cluster_id.get_or_try_init(ask).await.map(String::as_str)
+        self.answered(answer).map(drop)
     }
 
     pub async fn create_volume(
@@ -65,7 +60,7 @@ impl Backend {
         wanted: api::CreateVolumeRequest,
     ) -> Result<api::Volume, Status> {
         let answer = self.client.clone().create_volume(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 
     /// Returns the volume, or `None` if it does not exist (or is being deleted). An id of unknown
@@ -76,7 +71,7 @@ impl Backend {
         }
         let wanted = api::GetVolumeRequest { volume: by_id(id) };
         match self.client.clone().get_volume(Self::request(wanted)).await {
-            Ok(answer) => Ok(Some(answer.into_inner())
+            Ok(answer) => Ok(Some(self.answered(Ok(answer))?)
                 .filter(|one| !matches!(one.phase.as_str(), "Deleting" | "Retained"))),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(from_control(&status)),
@@ -147,13 +142,18 @@ impl Backend {
         &self,
         volume_id: &str,
         name: &str,
+        accessible_topology: Vec<api::Topology>,
     ) -> Result<api::Snapshot, Status> {
         if !is_id(volume_id) {
             return Err(crate::refusal::no_volume(volume_id));
         }
-        let wanted = api::CreateSnapshotRequest { volume: by_id(volume_id), name: name.to_owned() };
+        let wanted = api::CreateSnapshotRequest {
+            volume: by_id(volume_id),
+            name: name.to_owned(),
+            accessible_topology,
+        };
         let answer = self.client.clone().create_snapshot(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 
     /// Deletes a snapshot; an unknown one counts as deleted.
@@ -213,7 +213,7 @@ impl Backend {
         wanted: api::PublishVolumeRequest,
     ) -> Result<api::Attachment, Status> {
         let answer = self.client.clone().publish_volume(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 
     /// Unpublishes a volume from a node, or from all. An unknown volume has no attachments: they
@@ -243,7 +243,7 @@ impl Backend {
     ) -> Result<api::Volume, Status> {
         let wanted = api::ResizeVolumeRequest { volume: by_id(id), size_bytes, limit_bytes };
         let answer = self.client.clone().resize_volume(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 
     /// Changes options of a volume, and how many replicas it is to have.
@@ -258,13 +258,13 @@ impl Backend {
         }
         let wanted = api::ModifyVolumeRequest { volume: by_id(id), spec: Some(spec), dry_run };
         let answer = self.client.clone().modify_volume(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 
     /// Returns the addresses of all pools.
     pub async fn pool_addresses(&self) -> Result<Vec<String>, Status> {
         let answer = self.client.clone().list_pools(Self::request(api::ListPoolsRequest {})).await;
-        let pools = answer.map_err(|status| from_control(&status))?.into_inner().pools;
+        let pools = self.answered(answer)?.pools;
         Ok(pools.into_iter().map(|pool| pool.address).collect())
     }
 
@@ -274,7 +274,7 @@ impl Backend {
     ) -> Result<api::GetCapacityResponse, Status> {
         let wanted = api::GetCapacityRequest { spec: Some(spec) };
         let answer = self.client.clone().get_capacity(Self::request(wanted)).await;
-        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+        self.answered(answer)
     }
 }
 

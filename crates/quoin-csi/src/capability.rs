@@ -1,10 +1,10 @@
 //! Requested use of a volume: raw or mounted, access mode, number of targets.
 //!
 //! Two faults of a capability are distinguished. It is *malformed* (no access type, no mode): the
-//! code is always 3. Or it is *unsupported*, and each RPC has a code of its own for that. Quoin
-//! serves the single-node modes; the multi-node modes need a target that several nodes reach, which
-//! this version does not have, so they are refused when the volume is created, not when a pod waits
-//! for it.
+//! code is always 3. Or it is *unsupported*, and each RPC has a code of its own for that. All modes
+//! are served but those by which a file system would be written on one node and mounted on others:
+//! ext4 and xfs bear one node alone, or readers alone. These are refused when the volume is created,
+//! not when a pod waits for it.
 
 use quoin_api::csi::VolumeCapability;
 use quoin_api::csi::volume_capability::AccessType;
@@ -99,14 +99,12 @@ impl Capability {
                 Wanted::Mount { file_system, flags: mount.mount_flags.clone(), group }
             }
         };
-        if matches!(
-            mode,
-            Mode::MultiNodeReaderOnly | Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter
-        ) {
+        let is_block = wanted == Wanted::Block;
+        if matches!(mode, Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter) && !is_block {
             return Err(CapabilityError::Unsupported(format!(
-                "access mode {} is not supported; volumes are used by one node at a time: \
-                 SINGLE_NODE_WRITER, SINGLE_NODE_SINGLE_WRITER, SINGLE_NODE_MULTI_WRITER or \
-                 SINGLE_NODE_READER_ONLY",
+                "access mode {} is not supported for a mounted volume: a file system that one node \
+                 writes and others mount is damaged; take access type block, MULTI_NODE_READER_ONLY, \
+                 or a SINGLE_NODE mode",
                 mode.as_str_name()
             )));
         }
@@ -120,12 +118,23 @@ impl Capability {
 
     /// Returns whether writes are forbidden.
     pub fn is_reader_only(&self) -> bool {
-        self.mode == Mode::SingleNodeReaderOnly
+        matches!(self.mode, Mode::SingleNodeReaderOnly | Mode::MultiNodeReaderOnly)
+    }
+
+    /// Returns how several nodes share the volume, in the control plane's words; empty: one node alone
+    /// has it.
+    pub fn sharing(&self) -> &'static str {
+        match self.mode {
+            Mode::MultiNodeReaderOnly => "read-only",
+            Mode::MultiNodeSingleWriter => "single-writer",
+            Mode::MultiNodeMultiWriter => "multi-writer",
+            _ => "",
+        }
     }
 
     /// Returns whether several target paths on one node are allowed.
     pub fn several_targets(&self) -> bool {
-        self.mode == Mode::SingleNodeMultiWriter
+        self.mode == Mode::SingleNodeMultiWriter || !self.sharing().is_empty()
     }
 
     pub fn is_block(&self) -> bool {
@@ -245,8 +254,8 @@ mod tests {
 
     #[test]
     fn an_unserved_capability_is_unsupported_and_the_error_names_the_served_ones() {
-        for mode in [3, 4, 5] {
-            assert!(unsupported(&given(block(), mode)));
+        for mode in [4, 5] {
+            assert!(unsupported(&given(mount("", &[]), mode)));
         }
         let Err(CapabilityError::Unsupported(why)) =
             Capability::read("c", Some(&given(mount("btrfs", &[]), 1)))
@@ -254,14 +263,17 @@ mod tests {
             panic!("btrfs was accepted");
         };
         assert!(why.contains("ext4") && why.contains("xfs"), "{why}");
-        for mode in [1, 2, 6, 7] {
+        for mode in [1, 2, 3, 6, 7] {
             assert!(Capability::read("c", Some(&given(mount("xfs", &[]), mode))).is_ok());
+        }
+        for mode in 1..=7 {
+            assert!(Capability::read("c", Some(&given(block(), mode))).is_ok());
         }
     }
 
     #[test]
     fn a_malformed_capability_in_a_list_outranks_an_unsupported_one() {
-        let list = [given(block(), 5), given(None, 1)];
+        let list = [given(mount("", &[]), 5), given(None, 1)];
         assert!(matches!(read_all(&list), Err(CapabilityError::Malformed(_))));
         assert!(matches!(read_all(&list[..1]), Err(CapabilityError::Unsupported(_))));
         assert!(matches!(read_all(&[]), Err(CapabilityError::Malformed(_))));

@@ -3,22 +3,20 @@
 //! Orchestrators add keys of their own to the map, so only those that Quoin issued are read: none
 //! of them equals no context (a volume that existed before); some of them, or another value, is
 //! another volume's context.
+//!
+//! Nothing in it names the cluster, so that a volume of the same id on another one takes it as well.
 
 use std::collections::HashMap;
 
-const CLUSTER: &str = "quoin.io/cluster";
 const BLOCK_SIZE: &str = "quoin.io/block-size";
 /// Only in the context of an encrypted volume. It outlives a record that lost its encryption, by
 /// which a node would write clear text.
 const ENCRYPTED: &str = "quoin.io/encrypted";
 
 /// Returns the context of a volume; it never changes.
-pub fn of_volume(volume: &quoin_api::control::Volume, cluster_id: &str) -> HashMap<String, String> {
+pub fn of_volume(volume: &quoin_api::control::Volume) -> HashMap<String, String> {
     let is_encrypted = volume.spec.as_ref().is_some_and(|spec| spec.encryption.is_some());
-    let always = [
-        (CLUSTER.to_owned(), cluster_id.to_owned()),
-        (BLOCK_SIZE.to_owned(), block_size(volume).to_string()),
-    ];
+    let always = [(BLOCK_SIZE.to_owned(), block_size(volume).to_string())];
     let encrypted = is_encrypted.then(|| (ENCRYPTED.to_owned(), "true".to_owned()));
     always.into_iter().chain(encrypted).collect()
 }
@@ -76,19 +74,21 @@ mod tests {
 
     #[test]
     fn only_issued_keys_are_compared_and_all_of_them() {
-        let own = of(&[(CLUSTER, "c1"), (BLOCK_SIZE, "4096")]);
+        let own = of(&[(BLOCK_SIZE, "4096")]);
         compare(&own, &own).unwrap();
         compare(&HashMap::new(), &own).unwrap();
         compare(&of(&[("storage.kubernetes.io/csiProvisionerIdentity", "x")]), &own).unwrap();
         let mut more = own.clone();
         more.insert("csi.storage.k8s.io/pod.name".to_owned(), "web".to_owned());
+        // Early versions issued it; it may be of another cluster.
+        more.insert(quoin_api::topology::CLUSTER_KEY.to_owned(), "c9".to_owned());
         compare(&more, &own).unwrap();
         assert_eq!(issued(&more, &own), own);
-        assert!(compare(&of(&[(CLUSTER, "c1")]), &own).is_err());
-        let encrypted = of(&[(CLUSTER, "c1"), (BLOCK_SIZE, "4096"), (ENCRYPTED, "true")]);
+        let encrypted = of(&[(BLOCK_SIZE, "4096"), (ENCRYPTED, "true")]);
         compare(&encrypted, &encrypted).unwrap();
         assert!(compare(&encrypted, &own).unwrap_err().contains("not encrypted"));
         assert!(compare(&own, &encrypted).is_err());
-        assert!(compare(&of(&[(CLUSTER, "c2"), (BLOCK_SIZE, "4096")]), &own).is_err());
+        assert!(compare(&of(&[(BLOCK_SIZE, "512")]), &own).is_err());
+        assert!(compare(&of(&[(ENCRYPTED, "true")]), &encrypted).is_err());
     }
 }

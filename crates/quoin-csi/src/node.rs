@@ -70,7 +70,7 @@ impl Node for NodeService {
         run_to_completion("NodeStageVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
-            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            let own = context::of_volume(&volume);
             context::compare(&request.volume_context, &own)
                 .map_err(|why| invalid("volume_context", why))?;
             let capability = capability.map_err(CapabilityError::into_precondition_status)?;
@@ -157,7 +157,7 @@ impl Node for NodeService {
             let known = look_up(&backend, &host, &request.volume_id).await?;
             let mut default = FileSystem::default();
             if let Some(volume) = known {
-                let own = context::of_volume(&volume, backend.cluster_id().await?);
+                let own = context::of_volume(&volume);
                 context::compare(&request.volume_context, &own)
                     .map_err(|why| invalid("volume_context", why))?;
                 default = default_file_system(&volume);
@@ -312,12 +312,11 @@ impl Node for NodeService {
         &self,
         _: Request<NodeGetInfoRequest>,
     ) -> Result<Response<NodeGetInfoResponse>, Status> {
-        let (backend, node) = self.served("NodeGetInfo")?;
-        let cluster_id = backend.cluster_id().await?;
+        let (_, node) = self.served("NodeGetInfo")?;
         Ok(Response::new(NodeGetInfoResponse {
             node_id: node.name.clone(),
             max_volumes_per_node: node.volumes_max.into(),
-            accessible_topology: Some(topology::of_node(&node.topology, cluster_id)?),
+            accessible_topology: Some(topology::of_node(&node.name, &node.topology)?),
         }))
     }
 

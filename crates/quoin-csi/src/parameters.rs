@@ -32,7 +32,7 @@ struct Other {
     set: fn(&mut VolumeSpec, &str) -> Option<()>,
 }
 
-const OTHERS: [Other; 6] = [
+const OTHERS: [Other; 5] = [
     Other {
         key: REPLICAS,
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
@@ -60,12 +60,6 @@ const OTHERS: [Other; 6] = [
         aliases: &["thinProvision"],
         values: "true",
         set: |_, value| (value == "true").then_some(()),
-    },
-    Other {
-        key: "local",
-        aliases: &[],
-        values: "any",
-        set: |_, value| (value == "any").then_some(()),
     },
     Other {
         key: "encrypted",

@@ -125,7 +125,7 @@ impl Plugin {
             if node.name.is_empty() || node.name.len() > 256 {
                 return Err(ConfigError::NodeId(node.name.clone()));
             }
-            crate::topology::of_node(&node.topology, "any")
+            crate::topology::of_node(&node.name, &node.topology)
                 .map_err(|status| ConfigError::Topology(status.message().to_owned()))?;
         }
         if options.mode.node && options.node.is_none() {

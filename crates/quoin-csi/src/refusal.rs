@@ -41,11 +41,6 @@ pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
     Status::not_found(format!("volume {volume_id:?} is not at that path: {}", why.message()))
 }
 
-/// Refuses where no pool is in the requested topology: 8.
-pub fn no_topology(why: impl Into<String>) -> Status {
-    Status::resource_exhausted(why)
-}
-
 /// Reports a fault of the plugin itself: 13.
 pub fn internal(rpc: &str) -> Status {
     Status::internal(format!(

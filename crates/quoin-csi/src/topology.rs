@@ -1,110 +1,75 @@
-//! Segments from which volumes are reachable and in which their replicas may be.
+//! Segments from which volumes are reachable and in which their replicas may be: form and messages.
 //!
-//! A Quoin volume is reached over the network by every node of its cluster, so each node and each
-//! volume carries the segment `quoin.io/cluster`. Operators give further segments (`quoin.io/zone`,
-//! …) to pools and nodes; a volume that requests some gets its replicas on pools that carry them.
-//! Keys are compared without regard to case.
+//! Each node has the segment `quoin.io/node`, and those that its operator gives it (`quoin.io/zone`,
+//! …). The control plane chooses the places of replicas; a volume without topologies is reachable
+//! from every node of its cluster. Keys are compared without regard to case.
 
 use std::collections::{BTreeMap, HashMap};
 
 use quoin_api::control;
 use quoin_api::csi::{Topology, TopologyRequirement};
+use quoin_api::topology::{NODE_KEY, PREFIX, is_key, is_label};
 use tonic::Status;
 
-use crate::refusal::{self, invalid};
+use crate::refusal::invalid;
 
-/// Prefix of every key that Quoin issues.
-pub const PREFIX: &str = "quoin.io";
-/// The segment that all nodes and volumes of one cluster share.
-pub const CLUSTER_KEY: &str = "quoin.io/cluster";
+const REQUIREMENTS: &str = "accessibility_requirements";
 
-/// Checks a requirement and returns the segments that pools must match: each entry a possibility,
-/// the preferred ones first; empty if every pool will do.
+/// Topologies of a request, each list in the caller's order.
+#[derive(Debug, Default)]
+pub struct Requirement {
+    pub requisite: Vec<control::Topology>,
+    pub preferred: Vec<control::Topology>,
+}
+
+/// Reads a requirement.
 ///
 /// # Errors
 /// 3 for anything that is not well-formed.
-pub fn of_requirement(
-    given: Option<&TopologyRequirement>,
-    cluster_id: &str,
-) -> Result<Vec<control::Topology>, Status> {
-    let Some(given) = given else { return Ok(Vec::new()) };
-    const FIELD: &str = "accessibility_requirements";
+pub fn of_requirement(given: Option<&TopologyRequirement>) -> Result<Requirement, Status> {
+    let Some(given) = given else { return Ok(Requirement::default()) };
     if given.requisite.is_empty() && given.preferred.is_empty() {
-        return Err(invalid(FIELD, "has neither requisite nor preferred"));
+        return Err(invalid(REQUIREMENTS, "has neither requisite nor preferred"));
     }
     let fold = |list: &[Topology]| -> Result<Vec<_>, Status> {
-        list.iter().map(|one| normalized(FIELD, one)).collect()
+        list.iter().map(|one| normalized(REQUIREMENTS, one)).collect()
     };
     let (requisite, preferred) = (fold(&given.requisite)?, fold(&given.preferred)?);
     if !requisite.is_empty() && !preferred.iter().all(|one| requisite.contains(one)) {
-        return Err(invalid(FIELD, "prefers a topology that is not among the requisite ones"));
+        return Err(invalid(
+            REQUIREMENTS,
+            "prefers a topology that is not among the requisite ones",
+        ));
     }
-    let mut possibilities: Vec<BTreeMap<String, String>> = Vec::new();
-    for one in preferred.into_iter().chain(requisite) {
-        if !possibilities.contains(&one) {
-            possibilities.push(one);
-        }
-    }
-    restrict_to_cluster(possibilities, cluster_id)
+    let messages = |list: Vec<BTreeMap<String, String>>| list.into_iter().map(message).collect();
+    Ok(Requirement { requisite: messages(requisite), preferred: messages(preferred) })
 }
 
-/// Checks a single topology as [`of_requirement`] does; one of another cluster has no storage,
-/// which is `None`.
+/// Reads a single topology.
 ///
 /// # Errors
 /// 3 for anything that is not well-formed.
-pub fn of_one(
-    given: Option<&Topology>,
-    cluster_id: &str,
-) -> Result<Option<Vec<control::Topology>>, Status> {
-    let Some(given) = given else { return Ok(Some(Vec::new())) };
-    let one = normalized("accessible_topology", given)?;
-    Ok(restrict_to_cluster(vec![one], cluster_id).ok())
+pub fn of_one(given: Option<&Topology>) -> Result<Vec<control::Topology>, Status> {
+    let one = given.map(|given| normalized("accessible_topology", given)).transpose()?;
+    Ok(one.into_iter().map(message).collect())
 }
 
-/// Removes the cluster's own segment: it is valid everywhere, and pools do not carry it.
-fn restrict_to_cluster(
-    possibilities: Vec<BTreeMap<String, String>>,
-    cluster_id: &str,
-) -> Result<Vec<control::Topology>, Status> {
-    let mut here = Vec::new();
-    for mut one in possibilities {
-        match one.remove(CLUSTER_KEY) {
-            Some(other) if other != cluster_id => continue,
-            _ => {}
-        }
-        if one.is_empty() {
-            // One of the possibilities is "anywhere", which includes all others.
-            return Ok(Vec::new());
-        }
-        here.push(control::Topology { segments: one.into_iter().collect() });
-    }
-    if here.is_empty() {
-        return Err(refusal::no_topology(format!(
-            "none of the requested topologies is in this cluster ({CLUSTER_KEY}={cluster_id})"
-        )));
-    }
-    Ok(here)
+fn message(segments: BTreeMap<String, String>) -> control::Topology {
+    control::Topology { segments: segments.into_iter().collect() }
 }
 
-/// Returns the topology that a volume reports: its restrictions, each with the cluster's segment.
-pub fn of_volume(restricted_to: &[control::Topology], cluster_id: &str) -> Vec<Topology> {
-    let with_cluster = |mut segments: HashMap<String, String>| {
-        segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
-        Topology { segments }
-    };
-    if restricted_to.is_empty() {
-        return vec![with_cluster(HashMap::new())];
-    }
-    restricted_to.iter().map(|one| with_cluster(one.segments.clone())).collect()
+/// Returns the topologies that a volume or snapshot reports; none: every node reaches it.
+pub fn of_record(topologies: &[control::Topology]) -> Vec<Topology> {
+    topologies.iter().map(|one| Topology { segments: one.segments.clone() }).collect()
 }
 
-/// Returns the topology that a node reports.
+/// Returns the topology that a node reports: its own segment, and those of its operator. A name that
+/// is no value of a segment (one of more than 63 characters) is left out.
 ///
 /// # Errors
 /// If an operator's segment is not well-formed or has another prefix than Quoin's.
-pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topology, Status> {
-    let segments: HashMap<_, _> = own.clone().into_iter().collect();
+pub fn of_node(name: &str, own: &BTreeMap<String, String>) -> Result<Topology, Status> {
+    let mut segments: HashMap<_, _> = own.clone().into_iter().collect();
     for key in own.keys() {
         if key.split_once('/').map(|(prefix, _)| prefix) != Some(PREFIX) {
             return Err(invalid(
@@ -112,11 +77,17 @@ pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topol
                 format!("has the key {key:?}; keys start with {PREFIX}/"),
             ));
         }
+        if key.eq_ignore_ascii_case(NODE_KEY) {
+            return Err(invalid("topology", format!("has {key:?}, which is the node's own name")));
+        }
     }
-    let mut topology = Topology { segments };
-    topology.segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
-    // The whole is checked: an operator without segments violates no rule.
-    normalized("topology", &topology)?;
+    if is_label(name) {
+        segments.insert(NODE_KEY.to_owned(), name.to_owned());
+    }
+    let topology = Topology { segments };
+    if !topology.segments.is_empty() {
+        normalized("topology", &topology)?;
+    }
     Ok(topology)
 }
 
@@ -144,39 +115,6 @@ fn normalized(field: &str, given: &Topology) -> Result<BTreeMap<String, String>,
     Ok(normalized)
 }
 
-/// Returns whether the text is `name` or `prefix/name`.
-fn is_key(key: &str) -> bool {
-    let (prefix, name) = match key.split_once('/') {
-        Some((prefix, name)) => (Some(prefix), name),
-        None => (None, key),
-    };
-    prefix.is_none_or(is_domain) && is_label(name)
-}
-
-/// Returns whether the text has 1 to 63 characters, alphanumeric at both ends, '-', '_' and '.' in
-/// between.
-fn is_label(text: &str) -> bool {
-    let bytes = text.as_bytes();
-    let inside = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
-    (1..=63).contains(&bytes.len())
-        && bytes.iter().all(inside)
-        && bytes[0].is_ascii_alphanumeric()
-        && bytes[bytes.len() - 1].is_ascii_alphanumeric()
-}
-
-/// Returns whether the text is lower-case labels of a domain name, 63 characters in all.
-fn is_domain(text: &str) -> bool {
-    let label = |label: &str| {
-        let bytes = label.as_bytes();
-        let plain = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-        !bytes.is_empty()
-            && bytes.iter().all(|byte| plain(byte) || *byte == b'-')
-            && plain(&bytes[0])
-            && plain(&bytes[bytes.len() - 1])
-    };
-    text.len() <= 63 && text.split('.').all(label)
-}
-
 #[cfg(test)]
 mod tests {
     use tonic::Code;
@@ -192,7 +130,7 @@ mod tests {
         TopologyRequirement { requisite, preferred }
     }
     fn code(given: &TopologyRequirement) -> Code {
-        of_requirement(Some(given), "c1").unwrap_err().code()
+        of_requirement(Some(given)).unwrap_err().code()
     }
 
     /// Proves CSI-TOPOLOGY-16, CSI-TOPOLOGY-17, CSI-TOPOLOGY-18, CSI-TOPOLOGY-22.
@@ -234,7 +172,8 @@ mod tests {
             Code::InvalidArgument
         );
         let mixed = requirement(vec![of(&[("Zone", "a")])], vec![of(&[("zone", "a")])]);
-        assert_eq!(of_requirement(Some(&mixed), "c1").unwrap().len(), 1);
+        let read = of_requirement(Some(&mixed)).unwrap();
+        assert_eq!(read.requisite, read.preferred);
     }
 
     /// Proves CSI-TOPOLOGY-01, CSI-TOPOLOGY-09.
@@ -244,35 +183,32 @@ mod tests {
         let (a, b) = (of(&[("zone", "a")]), of(&[("zone", "b")]));
         assert_eq!(code(&requirement(vec![a.clone()], vec![b.clone()])), Code::InvalidArgument);
         let fine = requirement(vec![a.clone(), b.clone()], vec![b]);
-        let possibilities = of_requirement(Some(&fine), "c1").unwrap();
-        assert_eq!(possibilities[0].segments["zone"], "b", "preferred first");
-        assert_eq!(possibilities.len(), 2);
+        let read = of_requirement(Some(&fine)).unwrap();
+        assert_eq!(read.preferred[0].segments["zone"], "b");
+        assert_eq!((read.requisite.len(), read.preferred.len()), (2, 1));
     }
 
     #[test]
-    fn the_segment_of_this_cluster_restricts_nothing_and_that_of_another_has_no_room() {
-        let here = requirement(vec![of(&[(CLUSTER_KEY, "c1")])], vec![]);
-        assert!(of_requirement(Some(&here), "c1").unwrap().is_empty());
-        assert_eq!(
-            code(&requirement(vec![of(&[(CLUSTER_KEY, "c2")])], vec![])),
-            Code::ResourceExhausted
-        );
-        let zone = requirement(vec![of(&[(CLUSTER_KEY, "c1"), ("quoin.io/zone", "a")])], vec![]);
-        let restricted = of_requirement(Some(&zone), "c1").unwrap();
-        assert_eq!(restricted[0].segments.len(), 1);
-        let reported = of_volume(&restricted, "c1");
-        assert_eq!(reported, vec![of(&[(CLUSTER_KEY, "c1"), ("quoin.io/zone", "a")])]);
-        assert_eq!(of_volume(&[], "c1"), vec![of(&[(CLUSTER_KEY, "c1")])]);
+    fn a_volume_reports_the_topologies_of_its_record_and_none_where_every_node_reaches_it() {
+        let zone = control::Topology { segments: of(&[("quoin.io/zone", "a")]).segments };
+        assert_eq!(of_record(&[zone]), vec![of(&[("quoin.io/zone", "a")])]);
+        assert_eq!(of_record(&[]), vec![]);
     }
 
-    /// Proves CSI-TOPOLOGY-20: for a node's report.
+    /// Proves CSI-TOPOLOGY-19, CSI-TOPOLOGY-20: for a node's report.
     #[test]
-    fn a_nodes_own_keys_share_one_prefix() {
+    fn a_nodes_own_keys_share_one_prefix_and_its_name_is_among_them() {
         let own = |key: &str| BTreeMap::from([(key.to_owned(), "a".to_owned())]);
-        assert_eq!(of_node(&own("quoin.io/zone"), "c1").unwrap().segments.len(), 2);
-        assert_eq!(of_node(&BTreeMap::new(), "c1").unwrap(), of(&[(CLUSTER_KEY, "c1")]));
-        for key in ["zone", "example.com/zone", "quoin.io/"] {
-            assert!(of_node(&own(key), "c1").is_err(), "{key}");
+        let node = ("quoin.io/node", "h1");
+        let with_zone = of(&[node, ("quoin.io/zone", "a")]);
+        assert_eq!(of_node("h1", &own("quoin.io/zone")).unwrap(), with_zone);
+        assert_eq!(of_node("h1", &BTreeMap::new()).unwrap(), of(&[node]));
+        assert_eq!(of_node(&"x".repeat(64), &BTreeMap::new()).unwrap(), of(&[]));
+        // Nodes go on reporting it where volumes of an early version need it.
+        let cluster = of(&[node, ("quoin.io/cluster", "a")]);
+        assert_eq!(of_node("h1", &own("quoin.io/cluster")).unwrap(), cluster);
+        for key in ["zone", "example.com/zone", "quoin.io/", "quoin.io/node"] {
+            assert!(of_node("h1", &own(key)).is_err(), "{key}");
         }
     }
 }

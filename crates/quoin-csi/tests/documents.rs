@@ -16,7 +16,9 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
         assert!(text.contains(&format!("`{key}`")), "{key}");
     }
     for words in [
-        "`quoin.io/cluster`",
+        "`quoin.io/node`",
+        "`quoin.io/rack`",
+        "`quoin.io/zone`",
         "keys under `quoin.io/`",
         "once every ten seconds is plenty",
         "One secret is looked at, `encryptionKey`",

@@ -14,3 +14,4 @@ mod node;
 mod process;
 mod services;
 mod snapshots;
+mod topology;

@@ -239,7 +239,7 @@ async fn a_wrong_stage_request_is_refused_with_its_code_and_changes_nothing() {
         bad.push((request, Code::InvalidArgument));
     }
     for unsupported in [
-        block_capability(AccessMode::MultiNodeMultiWriter),
+        mount_capability("ext4", AccessMode::MultiNodeMultiWriter),
         mount_capability("btrfs", AccessMode::SingleNodeWriter),
     ] {
         let volume_capability = Some(unsupported);
@@ -301,7 +301,7 @@ async fn a_wrong_publish_request_is_refused_with_its_code_and_leaves_nothing() {
         bad.push((request, Code::InvalidArgument));
     }
     for unsupported in [
-        block_capability(AccessMode::MultiNodeMultiWriter),
+        mount_capability("ext4", AccessMode::MultiNodeMultiWriter),
         mount_capability("btrfs", AccessMode::SingleNodeSingleWriter),
     ] {
         let volume_capability = Some(unsupported);
@@ -498,7 +498,7 @@ async fn a_volume_in_use_grows_on_its_node_after_the_controller_grew_it() {
     let request = stats_of(&id, &stage.staging_target_path);
     let stats = world.node.node_get_volume_stats(request).await.unwrap().into_inner();
     assert!(stats.usage[0].total > 700 * MIB);
-    let multi = Some(block_capability(AccessMode::MultiNodeMultiWriter));
+    let multi = Some(mount_capability("ext4", AccessMode::MultiNodeMultiWriter));
     for (request, expected) in [
         (NodeExpandVolumeRequest { volume_id: String::new(), ..good() }, Code::InvalidArgument),
         (NodeExpandVolumeRequest { volume_path: String::new(), ..good() }, Code::InvalidArgument),

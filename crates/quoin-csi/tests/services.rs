@@ -26,6 +26,7 @@ async fn one_socket_reports_identity_and_capabilities() {
     let has = |kind| plugin.iter().any(|one| one.r#type == kind);
     assert!(has(service(service::Type::ControllerService)));
     assert!(has(service(service::Type::VolumeAccessibilityConstraints)));
+    assert!(has(service(service::Type::SnapshotAccessibilityConstraints)));
     let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
     assert!(has(Some(Type::VolumeExpansion(online))));
     let offline = VolumeExpansion { r#type: volume_expansion::Type::Offline.into() };
@@ -63,7 +64,8 @@ async fn one_socket_reports_identity_and_capabilities() {
     assert!(!node.capabilities.is_empty());
     let info = world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.node_id.as_str(), info.max_volumes_per_node), (NODE, 2));
-    assert!(info.accessible_topology.is_some());
+    let segments = info.accessible_topology.unwrap().segments;
+    assert_eq!(segments, map(&[("quoin.io/node", NODE), ("quoin.io/zone", "z1")]));
     let volume_id = world.create("db", 64 * MIB).await.volume_id;
     let request = ControllerPublishVolumeRequest {
         volume_id,

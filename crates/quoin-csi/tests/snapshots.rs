@@ -189,6 +189,7 @@ async fn pages_of_snapshots_are_bounded_and_complete_and_filtered_by_volume_and_
     let request = quoin_api::control::CreateSnapshotRequest {
         volume: Some(quoin_api::control::VolumeRef { id: volume.clone(), name: String::new() }),
         name: "by-command".into(),
+        ..Default::default()
     };
     let made = world.cluster.client().create_snapshot(request).await.unwrap().into_inner();
     all.push(made.id);

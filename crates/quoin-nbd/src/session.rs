@@ -209,6 +209,9 @@ impl Frontend for Session {
     }
 
     fn device_changed(&mut self, info: &DeviceInfo) {
+        // Each client keeps the right to write that it was given, whatever others have.
+        let own = self.device.as_ref().map(|device| device.read_only);
+        let info = &DeviceInfo { read_only: own.unwrap_or(info.read_only), ..info.clone() };
         self.exports.device_changed(info);
         if self.device.is_some() {
             self.device = Some(info.clone());

@@ -369,6 +369,17 @@ fn a_grown_volume_takes_requests_beyond_its_old_end_at_once() {
 }
 
 #[test]
+fn a_client_that_may_only_read_goes_on_so_when_the_volume_grows_for_one_that_writes() {
+    let reads_only = |read_only| DeviceInfo { read_only, ..device() };
+    for (own, others) in [(true, false), (false, true)] {
+        let mut peer = Peer::ready(reads_only(own), false);
+        peer.session.device_changed(&DeviceInfo { size_bytes: 2 * SIZE, ..reads_only(others) });
+        assert_eq!(peer.request(command::TRIM, 0, SIZE, 4096).is_none(), own);
+        assert_eq!(peer.session.device().unwrap().read_only, own);
+    }
+}
+
+#[test]
 fn a_session_at_its_limits_accepts_no_more_until_replies_were_sent() {
     let limits = Limits { requests_in_flight_max: 4, bytes_in_flight_max: 64 << 10 };
     let read = |length| {

@@ -80,6 +80,8 @@ pub struct ReplicaState {
     pub repaired: u64,
     /// It shares blocks with the source that it was made from.
     pub is_clone: bool,
+    /// A target's lease on it lives.
+    pub hears_target: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -208,6 +210,10 @@ impl ReplicaState {
             bad_blocks: self.bad_blocks,
             repaired: self.repaired,
             is_clone: self.is_clone,
+            hearing: match self.hears_target {
+                true => control::replica_report::Hearing::Hears.into(),
+                false => control::replica_report::Hearing::Silent.into(),
+            },
         }
     }
 }

@@ -392,6 +392,7 @@ mod tests {
             bad_blocks: 0,
             repaired: 0,
             is_clone: false,
+            hears_target: false,
         };
         let mut told = Told::new();
         let mut report = |now: &[ReplicaState], is_open: bool, is_taken: bool| {

@@ -3,7 +3,7 @@
 use crate::common;
 use std::time::Duration;
 
-use crate::common::{Cluster, config};
+use crate::common::{Cluster, Host, config};
 use bytes::Bytes;
 use quoin_replication::primary::{
     OnFull, OnQuorumLoss, PrimaryConfig, PrimaryEvent, PrimaryNote, ReplicaStanding,
@@ -333,6 +333,29 @@ fn an_idle_volume_sends_nothing_and_has_no_timer() {
     assert!(c.now.since(before) >= Duration::from_secs(3600));
     assert!(!c.target_has_timer(), "an idle volume set a timer");
     assert_eq!(c.read(0, 4096), vec![1; 4096]);
+}
+
+#[test]
+fn replicas_hear_an_idle_target_as_long_as_its_driver_keeps_the_lease_and_not_for_longer() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.run(Duration::from_secs(10));
+    let heard = |c: &Cluster| {
+        let hears = |host: &&Host| host.replica.as_ref().is_some_and(|r| r.hears_target(c.now));
+        c.hosts.iter().filter(hears).count()
+    };
+    assert_eq!(heard(&c), 0, "an idle volume sends nothing");
+    c.event(PrimaryEvent::KeepLease(true));
+    c.settle();
+    for _ in 0..600 {
+        c.run(Duration::from_millis(100));
+        assert_eq!(heard(&c), 3, "at {:?}", c.now);
+    }
+    assert_eq!(c.read(0, 4096), vec![1; 4096]);
+    c.event(PrimaryEvent::KeepLease(false));
+    c.run(Duration::from_secs(10));
+    assert_eq!(heard(&c), 0);
+    assert!(!c.target_has_timer());
 }
 
 /// Proves SCALE-TEST-01.

@@ -44,6 +44,25 @@ pub struct Assigned {
     pub device: bool,
     /// `None`: it is not encrypted.
     pub encryption: Option<Encryption>,
+    /// Other nodes that use it.
+    pub sharers: Vec<Sharer>,
+    /// `None`: it is served here.
+    pub served_at: Option<ServedAt>,
+}
+
+/// Another node that uses a volume which is served here.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Sharer {
+    pub node: String,
+    pub read_only: bool,
+}
+
+/// Target of another node that serves a volume which is used here.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ServedAt {
+    pub node: String,
+    /// `HOST:PORT`; empty: not known yet.
+    pub address: String,
 }
 
 impl Assigned {
@@ -62,6 +81,7 @@ impl Assigned {
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
             verify: self.verify,
+            sharers: self.sharers.clone(),
             seed: rand::random(),
         }
     }
@@ -200,7 +220,8 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             on_quorum_loss: live.on_quorum_loss,
             on_full: live.on_full,
             reads: live.reads,
-            read_only: target.read_only,
+            // Another node may write where this one may not.
+            read_only: target.read_only && target.sharers.iter().all(|sharer| sharer.read_only),
             lease_ms: LEASE_MS,
             open_grace_ms: OPEN_GRACE_MS,
             drop_after_ms: DROP_AFTER_MS,
@@ -225,7 +246,16 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         verify: target.verify.as_ref().map(verify).transpose()?,
         device: target.device && !target.maintenance,
         encryption,
+        sharers: target.sharers.iter().map(sharer).collect(),
+        served_at: target
+            .served_at
+            .as_ref()
+            .map(|at| ServedAt { node: at.node.clone(), address: at.address.clone() }),
     })
+}
+
+fn sharer(sharer: &control::Sharer) -> Sharer {
+    Sharer { node: sharer.node.clone(), read_only: sharer.read_only }
 }
 
 #[cfg(test)]
@@ -261,6 +291,8 @@ mod tests {
             membership_version: 7,
             used_since_epoch: 5,
             options_version: 9,
+            sharers: Vec::new(),
+            served_at: None,
         }
     }
 

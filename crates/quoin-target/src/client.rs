@@ -9,6 +9,8 @@ use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 
+use crate::assignment::Sharer;
+
 /// Most bytes of replies that a client may leave unread before its requests are not accepted.
 const QUEUED_MAX: usize = 32 << 20;
 /// Most bytes read from one client before others get their turn.
@@ -34,6 +36,8 @@ pub struct Client {
     crowded: bool,
     /// Queued for another attempt when that is over.
     pub waits: bool,
+    /// Another node that shares the volume, as it may use it.
+    pub sharer: Option<Sharer>,
 }
 
 /// Result of a turn at the socket.
@@ -60,6 +64,7 @@ impl Client {
             counted_bytes: 0,
             crowded: false,
             waits: false,
+            sharer: None,
         }
     }
 

@@ -4,7 +4,7 @@
 //! epoch, and requests it until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -29,17 +29,24 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::Status;
 
 use crate::Options;
-use crate::assignment::{self, Assigned, granted_options};
+use crate::assignment::{self, Assigned, ServedAt, granted_options};
 use crate::dial::{Dials, Reach};
-use crate::nbd_listener::{NbdListener, NewClient};
+use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
+use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
+use crate::shares::Shares;
 use crate::verification::verification;
 
 /// Interval of reports of all volumes; each change is reported sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
 /// Interval of the target's own reports.
 const LIVES_EVERY: Duration = Duration::from_secs(2);
+/// Longest wait for the answer to one. It is short: the pools are to hear this target in its stead
+/// before the node counts as silent.
+const LIVES_MAX: Duration = Duration::from_secs(2);
+/// Pause between attempts to open the port for other nodes.
+const SHARE_RETRY: Duration = Duration::from_secs(5);
 /// Time within which changes are combined into one report.
 const GATHER: Duration = Duration::from_millis(100);
 /// Pause between attempts to reach a controller that is away.
@@ -66,6 +73,10 @@ pub(crate) struct Control {
     pub changed: Arc<Notify>,
     /// Listener that serves volumes over TCP.
     pub nbd_listener: Option<NbdListener>,
+    /// Volumes that other nodes serve.
+    pub relays: Arc<Relays>,
+    /// Port for other nodes that share volumes with this one.
+    pub shares: Shares,
 }
 
 /// Assigned volumes, and the actions taken for them.
@@ -96,8 +107,12 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request =
-            WatchNodeRequest { node: self.options.node.clone(), partial: true, encrypts: true };
+        let request = WatchNodeRequest {
+            node: self.options.node.clone(),
+            partial: true,
+            encrypts: true,
+            shares: true,
+        };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -146,6 +161,19 @@ impl Control {
     /// Opens missing volumes, updates changed ones, closes those that are not assigned any more.
     fn reconcile(&self, served: &mut Served) {
         let Served { wanted, open, closing, read_only, keys, .. } = served;
+        let is_here = |id: &VolumeId| wanted.get(id).is_some_and(|a| a.served_at.is_none());
+        for id in self.relays.ids() {
+            match wanted.get(&id) {
+                None => {
+                    let relays = self.relays.clone();
+                    self.devices.release(id, move || relays.release(id));
+                }
+                Some(_) if is_here(&id) => self.relays.release(id),
+                Some(_) => {}
+            }
+        }
+        let has_sharers = |(id, a): (&VolumeId, &Assigned)| is_here(id) && !a.sharers.is_empty();
+        self.shares.want(wanted.iter().any(has_sharers));
         // A key serves one use: after a detachment it must be handed over again.
         keys.retain(|id, _| wanted.get(id).is_some_and(|assigned| !assigned.maintenance));
         for (id, shard) in open.iter() {
@@ -155,6 +183,13 @@ impl Control {
                     self.devices.release(id, move || shard.send(Input::Close(id)));
                 }
                 None => {}
+                // Another node's target serves it from now on, and this one leads there once it has
+                // closed the volume.
+                Some(assigned) if assigned.served_at.is_some() => {
+                    if closing.insert(*id) {
+                        self.shards[*shard].send(Input::Close(*id));
+                    }
+                }
                 // An open volume cannot be made writable: it is closed and opened anew.
                 Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
                     let is_news = closing.insert(*id);
@@ -174,6 +209,7 @@ impl Control {
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
                     verify: assigned.verify,
+                    sharers: assigned.sharers.clone(),
                 }))),
             }
         }
@@ -182,6 +218,10 @@ impl Control {
                 self.devices.want(*id, &assigned.info.name, device);
             }
             if open.contains_key(id) {
+                continue;
+            }
+            if let Some(at) = &assigned.served_at {
+                self.relay(*id, assigned, at);
                 continue;
             }
             // Returns the shard with the fewest volumes.
@@ -197,10 +237,29 @@ impl Control {
         }
     }
 
+    /// Leads from the volume's socket here to the target of another node.
+    fn relay(&self, id: VolumeId, assigned: &Assigned, at: &ServedAt) {
+        if at.address.is_empty() {
+            return self.relays.release(id);
+        }
+        let to = Destination {
+            node: at.node.clone(),
+            address: at.address.clone(),
+            export: assigned.info.name.clone(),
+        };
+        if let Err(error) = self.relays.want(id, &self.path(id), to) {
+            let why = format!("it is served by node {}, and not reached here: {error}", at.node);
+            self.notices.push(Severity::Error, id, "", "CannotServe", why);
+        }
+    }
+
+    fn path(&self, id: VolumeId) -> PathBuf {
+        self.options.run_dir.join("nbd").join(format!("{id}.sock"))
+    }
+
     /// Returns the socket of a volume on this host; `None`: it accepts no clients.
     fn socket(&self, id: VolumeId, assigned: &Assigned, keys: &Keys) -> Option<PathBuf> {
-        let path = || self.options.run_dir.join("nbd").join(format!("{id}.sock"));
-        (!assigned.maintenance && !is_locked(id, assigned, keys)).then(path)
+        (!assigned.maintenance && !is_locked(id, assigned, keys)).then(|| self.path(id))
     }
 
     /// Returns the block device that is to be made of a volume.
@@ -242,6 +301,7 @@ impl Control {
     /// Reports that this target runs, until `shutdown`.
     pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
         let devices = quoin_node::DeviceReports::of(self.devices.socket());
+        let mut unheard = false;
         loop {
             let here = devices.report().await;
             let mut request = tonic::Request::new(TargetReport {
@@ -250,9 +310,19 @@ impl Control {
                 version: env!("CARGO_PKG_VERSION").into(),
                 knows_devices: here.is_some(),
                 devices: here.unwrap_or_default(),
+                share_address: self.share_address(),
             });
-            request.set_timeout(CALL_MAX);
-            match AgentClient::new(self.channel.clone()).report_target(request).await {
+            request.set_timeout(LIVES_MAX);
+            let answer = AgentClient::new(self.channel.clone()).report_target(request).await;
+            // While the controller does not hear this target, the pools do.
+            let is_unheard = answer.as_ref().is_err_and(|s| s.code() != tonic::Code::Unimplemented);
+            if is_unheard != unheard {
+                unheard = is_unheard;
+                for shard in &self.shards {
+                    shard.send(Input::KeepLeases(unheard));
+                }
+            }
+            match answer {
                 Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
                 // A controller of a build that does not know the call refuses it, and uses CSI's
                 // reports alone.
@@ -262,8 +332,51 @@ impl Control {
             }
             tokio::select! {
                 () = tokio::time::sleep(LIVES_EVERY) => {}
+                () = self.shares.opened() => {}
                 _ = shutdown.wait_for(|down| *down) => return,
             }
+        }
+    }
+
+    /// Where other nodes reach the volumes that they share with this one; empty: nowhere.
+    fn share_address(&self) -> String {
+        let listener = self.nbd_listener.as_ref().filter(|listener| listener.is_tls());
+        let ip = *self.source.borrow();
+        match (listener, self.shares.port()) {
+            (Some(listener), _) => listener.address(ip),
+            (None, Some(port)) => ip.map(|ip| SocketAddr::new(ip, port).to_string()),
+            (None, None) => None,
+        }
+        .unwrap_or_default()
+    }
+
+    /// Opens the port for other nodes once a volume is shared with them, and serves them until
+    /// `shutdown`.
+    pub async fn share(self: Arc<Self>, shutdown: watch::Receiver<bool>) {
+        if self.nbd_listener.as_ref().is_some_and(NbdListener::is_tls) {
+            return;
+        }
+        let listener = loop {
+            let mut ends = shutdown.clone();
+            tokio::select! {
+                () = self.shares.wanted() => {}
+                _ = ends.wait_for(|down| *down) => return,
+            }
+            let listen = self.options.share_listen;
+            let options = NbdOptions { listen, advertise: None, plain: false };
+            match NbdListener::open(&options, &self.identity) {
+                Ok(listener) => break listener,
+                Err(error) => {
+                    let why =
+                        format!("other nodes do not reach the volumes that they share: {error}");
+                    self.notices.push(Severity::Error, "", "", "CannotShare", why);
+                    tokio::time::sleep(SHARE_RETRY).await;
+                }
+            }
+        };
+        self.shares.open(listener.port());
+        if let Err(error) = listener.serve(self.clone(), shutdown).await {
+            tracing::error!(%error, "volumes are not shared with other nodes any more");
         }
     }
 
@@ -308,6 +421,21 @@ impl Control {
         }
     }
 
+    /// Returns the volumes that another node shares with this one, as it sees them, each with the first
+    /// epoch of its use.
+    pub fn exports_to(&self, node: &str) -> Vec<(DeviceInfo, u64)> {
+        let served = self.served.lock().expect("never held across a panic");
+        let open = served.wanted.iter().filter(|(id, assigned)| {
+            served.open.contains_key(id) && !is_locked(**id, assigned, &served.keys)
+        });
+        let shared = open.filter_map(|(_, assigned)| {
+            let sharer = assigned.sharers.iter().find(|sharer| sharer.node == node)?;
+            let info = DeviceInfo { read_only: sharer.read_only, ..assigned.info.clone() };
+            Some((info, assigned.since_epoch))
+        });
+        shared.collect()
+    }
+
     /// Returns the volumes that are served here, as clients see them.
     pub fn exports(&self) -> Vec<DeviceInfo> {
         let served = self.served.lock().expect("never held across a panic");
@@ -315,6 +443,7 @@ impl Control {
             .wanted
             .iter()
             .filter(|(id, assigned)| served.open.contains_key(id) && !assigned.maintenance)
+            .filter(|(_, assigned)| assigned.served_at.is_none())
             .filter(|(id, assigned)| !is_locked(**id, assigned, &served.keys));
         open.map(|(_, assigned)| assigned.info.clone()).collect()
     }

@@ -4,8 +4,9 @@
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
 //! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on
 //! helper threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or,
-//! where configured, over TCP ([`nbd_listener`]). The control thread (tokio) requests epochs and
-//! reports; no IO ever waits for it.
+//! where configured, over TCP ([`nbd_listener`]); so do other nodes that share a volume, while the
+//! sockets of volumes that are served elsewhere lead there ([`relay`]). The control thread (tokio)
+//! requests epochs and reports; no IO ever waits for it.
 
 pub mod assignment;
 pub mod client;
@@ -16,11 +17,14 @@ pub mod listen;
 pub mod metrics;
 pub mod nbd_listener;
 mod notes;
+mod relay;
 mod requested_devices;
 pub mod shard;
+mod shares;
 pub mod tokens;
 mod verification;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +38,7 @@ use control::Control;
 use dial::{Dials, Reach};
 use metrics::Metrics;
 use nbd_listener::NbdListener;
+use relay::Relays;
 use requested_devices::RequestedDevices;
 use shard::{Input, Shard};
 
@@ -56,6 +61,9 @@ pub struct Options {
     pub catch_up_bytes: u64,
     /// Serve the volumes over TCP too.
     pub nbd: Option<nbd_listener::NbdOptions>,
+    /// Where other nodes are let in that share a volume with this one: opened with the first such
+    /// volume, unless `nbd` serves with TLS already.
+    pub share_listen: SocketAddr,
     /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
 }
@@ -130,13 +138,15 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         devices: RequestedDevices::new(&options.run_dir, Arc::clone(&changed)),
         contact: Contact::new(&options.controller),
         options,
-        identity,
+        identity: identity.clone(),
         shards: shards.clone(),
         dials,
         notices,
         served: Default::default(),
         changed,
         nbd_listener,
+        relays: Arc::new(Relays::new(identity)),
+        shares: Default::default(),
     });
     let mut tasks = tokio::task::JoinSet::new();
     let answering = tokio::spawn(control.clone().answer(asked));
@@ -163,6 +173,9 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             tracing::error!(%error, "NBD is not served over TCP any more");
         }
     });
+
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.share(s).await });
 
     let mut removed = None;
     let ended = tokio::select! {

@@ -28,30 +28,35 @@ pub struct Socket {
 
 impl Socket {
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        let failed = |operation, path: &Path| {
-            let path = path.to_owned();
-            move |source| ListenError::Io { operation, path, source }
-        };
-        match knock(path) {
-            // A full queue has a listener behind it.
-            Ok(()) | Err(Errno::AGAIN) => return Err(ListenError::InUse(path.to_owned())),
-            Err(Errno::NOENT | Errno::CONNREFUSED) => {}
-            Err(errno) => return Err(failed("look at", path)(errno.into())),
-        }
-        let temporary = path.with_extension("new");
-        match std::fs::remove_file(&temporary) {
-            Err(e) if e.kind() != ErrorKind::NotFound => {
-                return Err(failed("remove", &temporary)(e));
-            }
-            _ => {}
-        }
-        let listener = UnixListener::bind(&temporary).map_err(failed("bind", &temporary))?;
-        listener.set_nonblocking(true).map_err(failed("prepare", &temporary))?;
-        std::fs::set_permissions(&temporary, Permissions::from_mode(0o600))
-            .map_err(failed("protect", &temporary))?;
-        std::fs::rename(&temporary, path).map_err(failed("put in place", path))?;
-        Ok(Socket { listener, path: path.to_owned() })
+        Ok(Socket { listener: bind(path)?, path: path.to_owned() })
     }
+}
+
+/// Listens at a path. A path that a dead process left is replaced.
+pub fn bind(path: &Path) -> Result<UnixListener, ListenError> {
+    let failed = |operation, path: &Path| {
+        let path = path.to_owned();
+        move |source| ListenError::Io { operation, path, source }
+    };
+    match knock(path) {
+        // A full queue has a listener behind it.
+        Ok(()) | Err(Errno::AGAIN) => return Err(ListenError::InUse(path.to_owned())),
+        Err(Errno::NOENT | Errno::CONNREFUSED) => {}
+        Err(errno) => return Err(failed("look at", path)(errno.into())),
+    }
+    let temporary = path.with_extension("new");
+    match std::fs::remove_file(&temporary) {
+        Err(e) if e.kind() != ErrorKind::NotFound => {
+            return Err(failed("remove", &temporary)(e));
+        }
+        _ => {}
+    }
+    let listener = UnixListener::bind(&temporary).map_err(failed("bind", &temporary))?;
+    listener.set_nonblocking(true).map_err(failed("prepare", &temporary))?;
+    std::fs::set_permissions(&temporary, Permissions::from_mode(0o600))
+        .map_err(failed("protect", &temporary))?;
+    std::fs::rename(&temporary, path).map_err(failed("put in place", path))?;
+    Ok(listener)
 }
 
 /// Connects to find a listener, without waiting: the calling shard serves volumes.

@@ -1,7 +1,8 @@
 //! NBD over TCP: one port for every volume that this node serves, exported by its name.
 //!
-//! Only `STARTTLS` is accepted, with a certificate of this cluster: an admin's, or that of the node
-//! itself, to which the volumes behind this port are attached. Any other proven member gets a
+//! Only `STARTTLS` is accepted, with a certificate of this cluster: an admin's, that of the node
+//! itself, to which the volumes behind this port are attached, or that of another node that shares a
+//! volume with it, for that volume and as it may use it. Any other proven member gets a
 //! refusal with the reason; an unproven client learns nothing. A plain port must be requested and
 //! is opened on loopback alone, which is open to the host's own users anyway.
 //!
@@ -11,14 +12,14 @@
 //! is like one of the unix socket. Its connection ends when its certificate does.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::BytesMut;
 use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
-use quoin_nbd::{Exports, Limits, Refused, Session, TlsPolicy};
+use quoin_nbd::{Description, Exports, Limits, Refused, Session, TlsPolicy};
 use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
 use quoin_types::block::{DeviceInfo, Frontend, Request};
 use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots};
@@ -75,6 +76,8 @@ pub struct NewClient {
     pub requests: Vec<Request>,
     /// Remaining validity of the client's certificate.
     pub life: Option<Duration>,
+    /// Node that shares the volume; `None`: it is no sharer.
+    pub sharer: Option<String>,
 }
 
 /// The open port.
@@ -83,6 +86,8 @@ pub(crate) struct NbdListener {
     policy: TlsPolicy,
     scheme: &'static str,
     authority: String,
+    port: u16,
+    advertise: Option<String>,
 }
 
 impl NbdListener {
@@ -106,7 +111,22 @@ impl NbdListener {
         };
         let authority = options.advertise.clone().unwrap_or_else(named);
         tracing::info!(%bound, tls = !options.plain, "NBD is served over TCP");
-        Ok(NbdListener { listener, policy, scheme, authority })
+        let (port, advertise) = (bound.port(), options.advertise.clone());
+        Ok(NbdListener { listener, policy, scheme, authority, port, advertise })
+    }
+
+    pub fn is_tls(&self) -> bool {
+        matches!(self.policy, TlsPolicy::Required(_))
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Returns where other nodes reach it: what is advertised, or this address of the host.
+    pub fn address(&self, ip: Option<IpAddr>) -> Option<String> {
+        let here = || ip.map(|ip| SocketAddr::new(ip, self.port).to_string());
+        self.advertise.clone().or_else(here)
     }
 
     /// Returns the address of a volume, as NBD clients take it.
@@ -200,8 +220,10 @@ fn hear(
             TlsPolicy::Required(_) => Standing::Unknown,
         },
         until: Arc::default(),
+        since_epoch: Mutex::default(),
+        sharer: Arc::default(),
     };
-    let until = pending.until.clone();
+    let (until, sharer) = (pending.until.clone(), pending.sharer.clone());
     let mut session = Session::over(Box::new(pending), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
     let (deadline, mut heard) = (Instant::now() + NEGOTIATION_MAX, false);
@@ -235,7 +257,8 @@ fn hear(
     let name = session.device().map(|device| device.name.clone()).unwrap_or_default();
     let until = *until.lock().expect("never held across a panic");
     let life = until.map(|until| until.duration_since(SystemTime::now()).unwrap_or_default());
-    let client = NewClient { socket, session, input, requests, life };
+    let sharer = sharer.lock().expect("never held across a panic").clone();
+    let client = NewClient { socket, session, input, requests, life, sharer };
     if control.adopt(&name, client) { Ok(()) } else { Err(format!("volume {name} has just left")) }
 }
 
@@ -251,6 +274,8 @@ fn keep_alive(socket: &TcpStream) -> std::io::Result<()> {
 enum Standing {
     Unknown,
     Admitted,
+    /// Another node, which uses what it shares.
+    Sharer(String),
     Forbidden(String),
 }
 
@@ -258,13 +283,20 @@ enum Standing {
 struct PendingClient {
     control: Arc<Control>,
     standing: Standing,
-    until: Arc<std::sync::Mutex<Option<SystemTime>>>,
+    until: Arc<Mutex<Option<SystemTime>>>,
+    /// Of the export that was found last.
+    since_epoch: Mutex<u64>,
+    sharer: Arc<Mutex<Option<String>>>,
 }
 
 impl PendingClient {
-    fn admitted(&self) -> Result<(), Refused> {
+    /// Returns what the client may open, each with the first epoch of its use where it is a sharer.
+    fn exports(&self) -> Result<Vec<(DeviceInfo, u64)>, Refused> {
         match &self.standing {
-            Standing::Admitted => Ok(()),
+            Standing::Admitted => {
+                Ok(self.control.exports().into_iter().map(|device| (device, 0)).collect())
+            }
+            Standing::Sharer(node) => Ok(self.control.exports_to(node)),
             Standing::Unknown => Err(Refused::Unknown),
             Standing::Forbidden(why) => Err(Refused::Forbidden(why.clone())),
         }
@@ -279,39 +311,57 @@ impl Exports for PendingClient {
             Ok(peer) => judge(&peer, &self.control.options.node),
             Err(error) => Standing::Forbidden(error.to_string()),
         };
-        if let Standing::Forbidden(why) = &self.standing {
-            tracing::warn!(why, "an NBD client with a certificate that is not for this");
+        match &self.standing {
+            Standing::Forbidden(why) => {
+                tracing::warn!(why, "an NBD client with a certificate that is not for this");
+            }
+            Standing::Sharer(node) => {
+                *self.sharer.lock().expect("never held across a panic") = Some(node.clone());
+            }
+            Standing::Unknown | Standing::Admitted => {}
         }
     }
 
+    fn description(&self) -> String {
+        let since_epoch = *self.since_epoch.lock().expect("never held across a panic");
+        Description { since_epoch }.to_string()
+    }
+
     fn list(&self) -> Result<Vec<String>, Refused> {
-        self.admitted()?;
-        Ok(self.control.exports().into_iter().map(|device| device.name).collect())
+        Ok(self.exports()?.into_iter().map(|(device, _)| device.name).collect())
     }
 
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {
-        self.admitted()?;
-        let mut all = self.control.exports();
-        let at = all.iter().position(|device| device.name.as_bytes() == name);
-        match at {
-            Some(at) => Ok(all.swap_remove(at)),
-            None if name.is_empty() => Err(Refused::Forbidden(
+        let found = self.exports()?.into_iter().find(|(d, _)| d.name.as_bytes() == name);
+        match (found, &self.standing) {
+            (Some((device, since_epoch)), _) => {
+                *self.since_epoch.lock().expect("never held across a panic") = since_epoch;
+                Ok(device)
+            }
+            (None, Standing::Sharer(node)) => Err(Refused::Forbidden(format!(
+                "node {node} may not use that volume of node {}: it does not share it, or the volume \
+                 is not served there",
+                self.control.options.node
+            ))),
+            (None, _) if name.is_empty() => Err(Refused::Forbidden(
                 "this port serves volumes by name: put the volume's name at the end of the address"
                     .to_owned(),
             )),
-            None => Err(Refused::Unknown),
+            (None, _) => Err(Refused::Unknown),
         }
     }
 }
 
 /// Decides a peer's rights. The volumes that this listener serves are attached to `node`, so they
-/// are its own and an admin's.
+/// are its own and an admin's, and those of other nodes that share them.
 fn judge(peer: &Peer, node: &str) -> Standing {
     match peer.role {
         Role::Admin => Standing::Admitted,
         Role::Node if peer.name == node => Standing::Admitted,
+        Role::Node => Standing::Sharer(peer.name.clone()),
         _ => Standing::Forbidden(format!(
-            "{peer} may not use the volumes of node {node}: only that node and admins may"
+            "{peer} may not use the volumes of node {node}: only that node, nodes that share them and \
+             admins may"
         )),
     }
 }
@@ -335,11 +385,12 @@ mod tests {
     }
 
     #[test]
-    fn only_the_node_itself_and_admins_may_use_its_volumes() {
+    fn only_the_node_itself_admins_and_nodes_that_share_them_may_use_its_volumes() {
         let judged = |role, name| judge(&Peer::new(ClusterId(1), role, name).unwrap(), "n1");
         assert!(matches!(judged(Role::Admin, "ops"), Standing::Admitted));
         assert!(matches!(judged(Role::Node, "n1"), Standing::Admitted));
-        for (role, name) in [(Role::Node, "n2"), (Role::Pool, "n1"), (Role::Controller, "n1")] {
+        assert!(matches!(judged(Role::Node, "n2"), Standing::Sharer(node) if node == "n2"));
+        for (role, name) in [(Role::Pool, "n1"), (Role::Controller, "n1")] {
             let Standing::Forbidden(why) = judged(role, name) else { panic!("{role} {name}") };
             assert!(why.contains(name) && why.contains("node n1"), "{why}");
         }

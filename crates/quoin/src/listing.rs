@@ -7,6 +7,7 @@ use quoin_api::control::{
     RemovePoolRequest, RotateAuthorityRequest, SetNodeRequest,
 };
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 use crate::client::{ClientOptions, refusal};
 use crate::output::{self, Format, Row, fields};
@@ -339,6 +340,7 @@ struct PoolView {
     /// cordoned, draining or drained; empty: it takes new replicas.
     cordon: String,
     scrub: crate::scrub::ScrubView,
+    topology: BTreeMap<String, String>,
 }
 
 impl From<Pool> for PoolView {
@@ -356,6 +358,7 @@ impl From<Pool> for PoolView {
             message: pool.message,
             cordon: pool.cordon,
             scrub: pool.scrub.unwrap_or_default().into(),
+            topology: pool.topology.into_iter().collect(),
         }
     }
 }
@@ -363,7 +366,7 @@ impl From<Pool> for PoolView {
 impl Row for PoolView {
     const HEADER: &'static [&'static str] = &[
         "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "SCRUB",
-        "ADDRESS", "ID",
+        "ADDRESS", "ID", "TOPOLOGY",
     ];
     const NARROW: usize = 8;
 
@@ -384,8 +387,15 @@ impl Row for PoolView {
             self.scrub.sentence(),
             self.address.clone(),
             self.id.clone(),
+            segments(&self.topology),
         ]
     }
+}
+
+/// Segments of topology in one cell.
+fn segments(topology: &BTreeMap<String, String>) -> String {
+    let pairs: Vec<_> = topology.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    pairs.join(",")
 }
 
 #[derive(Serialize)]
@@ -400,7 +410,7 @@ struct NodeView {
     cordon: String,
     manages_volumes: bool,
     address: String,
-    topology: std::collections::BTreeMap<String, String>,
+    topology: BTreeMap<String, String>,
 }
 
 impl From<Node> for NodeView {
@@ -425,8 +435,6 @@ impl Row for NodeView {
     const NARROW: usize = 6;
 
     fn cells(&self) -> Vec<String> {
-        let topology: Vec<_> =
-            self.topology.iter().map(|(key, value)| format!("{key}={value}")).collect();
         vec![
             self.name.clone(),
             self.state.clone(),
@@ -435,7 +443,7 @@ impl Row for NodeView {
             self.cordon.clone(),
             if self.manages_volumes { "manage volumes" } else { "use volumes" }.to_owned(),
             self.address.clone(),
-            topology.join(","),
+            segments(&self.topology),
         ]
     }
 }

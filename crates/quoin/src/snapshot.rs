@@ -231,7 +231,11 @@ async fn create(
     let volume = get_volume(cluster, &options.volume).await?;
     let volume_name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let name = options.name.unwrap_or_else(|| name_by_time(&volume_name));
-    let request = CreateSnapshotRequest { volume: Some(id_ref(&volume.id)), name: name.clone() };
+    let request = CreateSnapshotRequest {
+        volume: Some(id_ref(&volume.id)),
+        name: name.clone(),
+        ..Default::default()
+    };
     let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
     // The controller waits some seconds itself, which is enough unless the volume waits too.
     let mut snapshot = cluster.create_snapshot(request).await.map_err(refusal)?.into_inner();

@@ -48,6 +48,7 @@ mod returned_host;
 mod rolled_back;
 mod scaling;
 mod shards;
+mod sharing;
 mod shutdown;
 mod slow_replica;
 mod snapshots;

@@ -102,9 +102,8 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
-        let WatchNodeRequest { partial, encrypts, .. } = *request.get_ref();
         let assignments = self.controller.assignments.clone();
-        let mut stream = NodeStream::new(assignments, &name, partial, encrypts);
+        let mut stream = NodeStream::new(assignments, request.get_ref());
         let caller = self.caller(&request)?;
         self.follow(caller, Concern::Node(name), move |news| stream.next(news))
     }

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
-    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
-    TargetAssignment, VolumeSpec,
+    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment, ServedAt,
+    Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
 };
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
@@ -60,6 +60,12 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
     let gone =
         gone.map(|d| assignment(d.id.0.to_string(), d.guid.0.to_string(), ReplicaPhase::Delete));
     held.chain(gone).collect()
+}
+
+/// Nodes that share a volume with the one that serves it.
+fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
+    let others = volume.attachments.iter().filter(|a| a.node != owner);
+    others.map(|a| Sharer { node: a.node.clone(), read_only: a.read_only }).collect()
 }
 
 /// Makes assignments.
@@ -132,25 +138,40 @@ impl Assignments {
         }
     }
 
-    /// What a node's target is told of a volume; `None`: it is not to serve it.
+    /// What a node's target is told of a volume; `None`: it has nothing to do with it.
     fn target(&self, volume: &VolumeRecord, node: &str) -> Option<TargetAssignment> {
-        let is_served = volume.phase.is_kept() && volume.owner.as_deref() == Some(node);
-        is_served.then(|| TargetAssignment {
+        let owner = volume.owner.as_deref().filter(|_| volume.phase.is_kept())?;
+        let attachment = volume.attachments.iter().find(|a| a.node == node);
+        let is_owner = owner == node;
+        if !is_owner && attachment.is_none() {
+            return None;
+        }
+        Some(TargetAssignment {
             volume_id: volume.id.0.to_string(),
             name: volume.spec.name.clone(),
             size_bytes: volume.size_bytes,
-            read_only: volume.attachments.iter().any(|a| a.node == node && a.read_only),
+            read_only: attachment.is_some_and(|a| a.read_only),
             spec: Some(spec(volume)),
-            replicas: self.addresses(volume, node),
+            replicas: if is_owner { self.addresses(volume, node) } else { Vec::new() },
+            sharers: if is_owner { sharers(volume, node) } else { Vec::new() },
+            served_at: (!is_owner).then(|| self.served_at(owner)),
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),
             maintenance: volume.attachments.is_empty(),
             verify: self.verifier.order(volume.id.0),
             membership_version: volume.membership.version,
-            device: volume.attachments.iter().any(|a| a.node == node && a.device),
+            device: attachment.is_some_and(|a| a.device),
             used_since_epoch: volume.used.since_of(node),
             options_version: volume.generation,
         })
+    }
+
+    /// Where the target of a node is reached by others.
+    fn served_at(&self, node: &str) -> ServedAt {
+        let observed = self.state.observed();
+        let seen = observed.nodes.get(node);
+        let address = seen.map(|seen| seen.share_address.clone()).unwrap_or_default();
+        ServedAt { node: node.to_owned(), address }
     }
 
     /// Addresses of the replicas. The address is empty where a pool must not be used: an older
@@ -296,15 +317,30 @@ pub struct NodeStream {
     in_part: bool,
     /// Its target encrypts. One of a former version would serve ciphertext, and write clear text.
     encrypts: bool,
+    /// Its target reaches volumes at other nodes. One of a former version would try to open them.
+    shares: bool,
     told: BTreeMap<VolumeId, TargetAssignment>,
     head: Option<NodeAssignment>,
     ruled: bool,
 }
 
 impl NodeStream {
-    pub fn new(assignments: Assignments, node: &str, in_part: bool, encrypts: bool) -> Self {
-        let (node, told) = (node.to_owned(), BTreeMap::new());
-        Self { assignments, node, in_part, encrypts, told, head: None, ruled: false }
+    pub fn new(assignments: Assignments, request: &WatchNodeRequest) -> Self {
+        Self {
+            assignments,
+            node: request.node.clone(),
+            in_part: request.partial,
+            encrypts: request.encrypts,
+            shares: request.shares,
+            told: BTreeMap::new(),
+            head: None,
+            ruled: false,
+        }
+    }
+
+    fn target(&self, volume: &VolumeRecord) -> Option<TargetAssignment> {
+        let target = self.assignments.target(volume, &self.node);
+        target.filter(|target| self.shares || target.served_at.is_none())
     }
 
     /// As [`PoolStream::next`].
@@ -324,7 +360,7 @@ impl NodeStream {
         for id in self.concerned(&state, if begins { News::All } else { news }) {
             let volume = state.volumes.get(&id.to_string());
             let volume = volume.filter(|v| self.encrypts || v.spec.encryption.is_none());
-            match volume.and_then(|volume| self.assignments.target(&volume, &self.node)) {
+            match volume.and_then(|volume| self.target(&volume)) {
                 Some(target) if self.told.get(&id) == Some(&target) => {}
                 Some(target) => {
                     self.told.insert(id, target.clone());

@@ -23,6 +23,7 @@ use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::time::timestamp;
 use crate::volume::attach::Publish;
 use crate::volume::scale::{Move, Scale, Which};
+use crate::volume::sharing::Sharing;
 use crate::volume::spec::{self, REPLICAS_HARD_MAX};
 use crate::volume::verification::Verifying;
 use crate::volume::volumes::is_there;
@@ -368,7 +369,7 @@ impl Cluster for Services {
         let publish = Publish {
             node: asked.node,
             read_only: asked.read_only,
-            multi_node: asked.multi_node,
+            sharing: Sharing::read(&asked.sharing)?,
             usage: asked.usage,
             device: asked.device,
         };
@@ -408,9 +409,10 @@ impl Cluster for Services {
         request: Request<CreateSnapshotRequest>,
     ) -> Result<Response<Snapshot>, Status> {
         self.manage(&request)?;
-        let CreateSnapshotRequest { volume, name } = request.into_inner();
+        let CreateSnapshotRequest { volume, name, accessible_topology } = request.into_inner();
         let snapshots = &self.controller.snapshots.catalog;
-        let snapshot = snapshots.create(volume.as_ref(), &name).await?;
+        let snapshot =
+            snapshots.create_within(volume.as_ref(), &name, &accessible_topology).await?;
         let snapshot = snapshots.cut(snapshot, CUT_TIME).await?;
         Ok(Response::new(view::snapshot(&self.controller.state, &snapshot)))
     }

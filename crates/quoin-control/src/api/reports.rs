@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
-use quoin_api::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
+use quoin_api::control::{
+    self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport, replica_report,
+};
 use quoin_identity::convert;
 use quoin_replication::recognition::PoolCounts;
 use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
@@ -23,6 +25,7 @@ use crate::status::health::Conditions;
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
+use crate::volume::hearing::Hearing;
 use crate::volume::verification::Verifier;
 use crate::{Error, reconcile, volume};
 
@@ -199,7 +202,13 @@ impl Reports {
                 HashSet::new()
             }
             before => {
-                seen.replicas = listed;
+                let was = |guid: &ReplicaGuid| {
+                    before.as_ref().and_then(|before| before.replicas.get(guid))
+                };
+                let after = |(guid, replica): (ReplicaGuid, ReplicaSeen)| {
+                    (guid, replica.after(was(&guid), seen.last))
+                };
+                seen.replicas = listed.into_iter().map(after).collect();
                 before.map(|before| seen.differing(&before)).unwrap_or_default()
             }
         };
@@ -338,8 +347,32 @@ impl Reports {
             Ok(())
         };
         self.state.nodes.update(&report.node, change).await?;
+        self.share_address(report)?;
         let devices = report.knows_devices.then_some(&report.devices[..]);
         self.node_lives(about, false, devices)
+    }
+
+    /// Takes in where other nodes reach the volumes that they share with this one.
+    fn share_address(&self, report: &api::TargetReport) -> Result<(), Error> {
+        let address = &report.share_address;
+        short("share_address", address)?;
+        if !address.is_empty() && !is_host_port(address) {
+            return Err(Error::invalid("share_address", "HOST:PORT of printed ASCII"));
+        }
+        let is_news = {
+            let mut observed = self.state.observed();
+            observed.node_lives(&report.node);
+            let seen = observed.nodes.get_mut(&report.node);
+            seen.is_some_and(|seen| {
+                let is_news = seen.share_address != *address;
+                seen.share_address.clone_from(address);
+                is_news
+            })
+        };
+        if is_news {
+            self.state.announce(&Concerned::all_nodes());
+        }
+        Ok(())
     }
 
     /// The node of a report, which is recorded with its first one.
@@ -652,6 +685,16 @@ fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
+/// Whether the text is a host and a port.
+fn is_host_port(text: &str) -> bool {
+    let parts = text.rsplit_once(':');
+    parts.is_some_and(|(host, port)| {
+        !host.is_empty()
+            && host.bytes().all(|byte| byte.is_ascii_graphic())
+            && port.parse::<u16>().is_ok_and(|port| port != 0)
+    })
+}
+
 fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, ReplicaSeen), Error> {
     let state = match report.state.as_str() {
         "created" | "open" | "closed" => ReplicaState::Present,
@@ -668,6 +711,11 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         bad_blocks: report.bad_blocks,
         repaired: report.repaired,
         is_clone: report.is_clone,
+        hearing: match report.hearing() {
+            replica_report::Hearing::Unknown => Hearing::Unknown,
+            replica_report::Hearing::Hears => Hearing::Hears,
+            replica_report::Hearing::Silent => Hearing::Silent(None),
+        },
     };
     Ok((id("guid", &report.guid)?, seen))
 }

@@ -21,6 +21,7 @@ pub(crate) mod absence;
 pub(crate) mod balance;
 pub(crate) mod cordon;
 pub mod dying;
+pub(crate) mod failover;
 pub(crate) mod heal;
 pub(crate) mod lifecycle;
 pub(crate) mod queue;
@@ -115,6 +116,7 @@ pub struct Parts {
     pub cordons: cordon::Cordons,
     pub(crate) conditions: Arc<Conditions>,
     pub(crate) absence: Arc<absence::Absence>,
+    pub failover: failover::Failover,
     pub(crate) dying: Arc<dying::DyingPools>,
 }
 
@@ -132,6 +134,7 @@ impl Parts {
             tender: Arc::new(tending::Tender::new(state.clone(), verifier.clone())),
             cordons: cordon::Cordons::new(state.clone(), healer.clone(), dying.clone()),
             absence: Arc::new(absence::Absence::new(state.clone())),
+            failover: failover::Failover::new(state.clone()),
             balancer,
             healer,
             dying,

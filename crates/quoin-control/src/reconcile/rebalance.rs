@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_api::volume::Local;
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
@@ -254,7 +255,10 @@ impl Balancer {
             Some(pool.replicas.get(&replica.guid.0)?.used_bytes)
         };
         let mut movables = Vec::new();
-        for Standing { volume, status } in ready.iter().filter(|standing| self.is_still(standing)) {
+        // The users of such a volume are bound to the nodes that have replicas.
+        let is_bound = |standing: &&Standing| standing.volume.spec.options.local == Local::Required;
+        let still = ready.iter().filter(|standing| self.is_still(standing) && !is_bound(standing));
+        for Standing { volume, status } in still {
             let Some(all) = volume.replicas.iter().map(used).collect::<Option<Vec<_>>>() else {
                 continue;
             };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{SnapshotRef, VolumeRef};
+use quoin_api::control::{self as api, SnapshotRef, VolumeRef};
 use quoin_replication::primary::USER_SNAPSHOTS_MAX;
 use quoin_types::VolumeId;
 use quoin_types::ids::SnapshotId;
@@ -15,6 +15,7 @@ use crate::state::snapshot_records::{SnapshotName, SnapshotPhase, SnapshotRecord
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 use crate::volume::spec;
+use crate::volume::topology::Requirement;
 
 /// Creation, deletion and lists of snapshots.
 pub struct Snapshots {
@@ -46,6 +47,16 @@ impl Snapshots {
         self.create_by(reference, name, "").await
     }
 
+    /// As [`Self::create`]; the volume must be usable in one of these topologies, where any are given.
+    pub(crate) async fn create_within(
+        &self,
+        reference: Option<&VolumeRef>,
+        name: &str,
+        requisite: &[api::Topology],
+    ) -> Result<Arc<SnapshotRecord>, Error> {
+        self.make(reference, name, "", requisite).await
+    }
+
     /// As [`Self::create`], for a schedule; an empty one stands for a user.
     pub(crate) async fn create_by(
         &self,
@@ -53,12 +64,30 @@ impl Snapshots {
         name: &str,
         schedule: &str,
     ) -> Result<Arc<SnapshotRecord>, Error> {
+        self.make(reference, name, schedule, &[]).await
+    }
+
+    async fn make(
+        &self,
+        reference: Option<&VolumeRef>,
+        name: &str,
+        schedule: &str,
+        requisite: &[api::Topology],
+    ) -> Result<Arc<SnapshotRecord>, Error> {
         self.state.check_ruling()?;
         self.state.check_term()?;
         check_name(name)?;
         let _changing = self.state.snapshots.changing.lock().await;
         if let Some(found) = self.state.snapshots.named(name) {
-            return self.same(found, reference);
+            let found = self.same(found, reference)?;
+            let volume = self.state.volume(reference)?;
+            if !Requirement::allows(requisite, &volume.spec)? {
+                let difference = "topology: its volume is not where it is asked for; choose another \
+                                  name, or ask for the volume's own topology";
+                let (what, name) = ("snapshot", found.name.clone());
+                return Err(Error::Exists { what, name, difference: difference.to_owned() });
+            }
+            return Ok(found);
         }
         let volume = self.state.volume(reference)?;
         match volume.phase {
@@ -70,6 +99,13 @@ impl Snapshots {
             VolumePhase::Deleting | VolumePhase::Retained => {
                 return Err(crate::state::missing(reference));
             }
+        }
+        if !Requirement::allows(requisite, &volume.spec)? {
+            return Err(Error::Exhausted(format!(
+                "snapshot {name:?}: a snapshot lies where its volume does, and volume {:?} is in none \
+                 of the asked topologies; ask for its own",
+                volume.spec.name
+            )));
         }
         let count = self.state.snapshots.of_volume(volume.id.0).len();
         if count >= USER_SNAPSHOTS_MAX {

@@ -34,6 +34,11 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
         epoch: cut.map_or(0, |cut| cut.epoch),
         chain: cut.map_or(0, |cut| cut.chain),
         schedule: snapshot.schedule.clone(),
+        // The record of a volume stays until its last snapshot is gone.
+        accessible_topology: volume
+            .as_deref()
+            .map(|volume| crate::volume::topology::write(&volume.spec.accessible_topology))
+            .unwrap_or_default(),
         volume_deleted: volume.as_deref().is_none_or(is_deleted),
     }
 }

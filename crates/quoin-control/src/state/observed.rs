@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::reconcile::reach::Reach;
 use crate::volume::devices::DeviceSeen;
+use crate::volume::hearing::Hearing;
 
 /// A pool's report of a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,6 +32,8 @@ pub struct ReplicaSeen {
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
     pub repaired: u64,
+    /// Whether a target's lease on it lives.
+    pub hearing: Hearing,
     /// It shares blocks with the source that it was made from.
     pub is_clone: bool,
 }
@@ -39,6 +42,12 @@ impl ReplicaSeen {
     /// What asks for a reaction where it changes.
     fn standing(&self) -> (ReplicaState, bool, bool) {
         (self.state, self.quorum, self.is_clone)
+    }
+
+    /// This report after the one before.
+    pub fn after(self, before: Option<&Self>, now: Instant) -> Self {
+        let hearing = before.map(|before| before.hearing).unwrap_or_default();
+        Self { hearing: self.hearing.after(hearing, now), ..self }
     }
 }
 
@@ -67,6 +76,7 @@ impl PoolSeen {
     ) -> HashSet<VolumeId> {
         let mut volumes = HashSet::new();
         for (guid, replica) in listed {
+            let replica = replica.after(self.replicas.get(&guid), self.last);
             let (volume, now) = (replica.volume, replica.standing());
             let before = self.replicas.insert(guid, replica);
             if before.is_none_or(|before| before.standing() != now) {
@@ -99,6 +109,8 @@ pub struct NodeSeen {
     pub leaving: bool,
     /// Devices of volumes there, as it said last; `None`: it did not say.
     pub devices: Option<DevicesSeen>,
+    /// Where other nodes reach the volumes that its target serves; empty: nowhere.
+    pub share_address: String,
 }
 
 /// All devices of a node at one moment.
@@ -248,6 +260,7 @@ impl Observed {
             last: now,
             leaving: false,
             devices: None,
+            share_address: String::new(),
         });
     }
 

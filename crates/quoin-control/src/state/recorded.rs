@@ -16,8 +16,8 @@ use crate::state::snapshot_records::{
 use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 use quoin_api::volume::{
-    BlockSize, Durability, FileSystem, Frontend, OnFull, OnQuorumLoss, Reads, ReplaceAfter, Spread,
-    VolumeOptions,
+    BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
+    Spread, VolumeOptions,
 };
 
 const RAISE: &str = "FORMAT in quoin-control/src/state/records.rs, unless every build that reads the \
@@ -49,6 +49,7 @@ fn spec() -> Spec {
             iops_limit: 2000,
             bandwidth_limit: 100 << 20,
             replace_after: Some(ReplaceAfter::After(Duration::from_secs(900))),
+            local: Local::Any,
         },
         allow_loss_on_single_failure: true,
         parameters: words(&[("purpose", "test")]),
@@ -102,6 +103,7 @@ pub(crate) fn volume() -> VolumeRecord {
             read_only: false,
             usage: "mount".into(),
             device: false,
+            sharing: Default::default(),
         }],
         owner: Some("node-1".into()),
         epoch: 7,

@@ -262,8 +262,14 @@ pub(crate) fn contract(state: &State, volume: &VolumeRecord) -> String {
     if lost == 0 {
         return "acknowledged writes are lost with the pool that holds them".to_owned();
     }
-    if hosts.len() == usize::from(rf) || volume.spec.options.spread == Spread::Host {
-        return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
+    let domain = match volume.spec.options.spread {
+        Spread::Zone => Some("zone"),
+        Spread::Rack => Some("rack"),
+        Spread::Host => Some("host"),
+        Spread::Pool => (hosts.len() == usize::from(rf)).then_some("host"),
+    };
+    if let Some(domain) = domain {
+        return format!("acknowledged writes survive the loss of {}", plural(lost, domain));
     }
     format!(
         "acknowledged writes survive the loss of {}, not of one host: its {rf} replicas are \
@@ -380,8 +386,26 @@ impl Status {
             None if online => ("Attaching", "the node's target opens it".to_owned()),
             None => ("Attaching", format!("node {} is offline", attachment.node)),
         };
+        let owner = volume.owner.as_deref().unwrap_or_default();
+        let is_away = owner != attachment.node && !owner.is_empty();
+        let has_address =
+            || observed.nodes.get(owner).is_some_and(|seen| !seen.share_address.is_empty());
+        let (phase, message) = match is_away && !has_address() {
+            true => {
+                let why =
+                    format!("node {owner}, whose target serves it, to open its port for others");
+                ("Attaching", why)
+            }
+            false => (phase, message),
+        };
         let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
-        let device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
+        let mut device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
+        // A target reports of the volumes that it serves; a node that shares one reports its devices.
+        if attachment.device && volume.owner.as_deref() != Some(&attachment.node) {
+            let seen = observed.nodes.get(&attachment.node).map_or(&[][..], |seen| seen.devices());
+            let of_it = seen.iter().find(|device| device.volume == volume.id.0);
+            device.path = of_it.map(|device| device.device.clone()).unwrap_or_default();
+        }
         let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
         api::Attachment {
             volume_id: volume.id.0.to_string(),
@@ -398,6 +422,8 @@ impl Status {
             device: device.path,
             device_message: device.message,
             device_refused: device.refused,
+            sharing: attachment.sharing.as_str().to_owned(),
+            served_by: owner.to_owned(),
         }
     }
 
@@ -505,7 +531,7 @@ impl Status {
                 state: state.to_owned(),
                 message: message.to_owned(),
                 dying: dying.clone(),
-                topology: pool.topology.clone().into_iter().collect(),
+                topology: crate::volume::topology::of_pool(&self.state, pool).into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
                 cordon: crate::reconcile::cordon::of_pool(&self.state, pool).to_owned(),
             }
@@ -529,7 +555,7 @@ impl Status {
                 false => "Offline".to_owned(),
             },
             attached: attached.get(&node.name).copied().unwrap_or(0),
-            topology: node.topology.clone().into_iter().collect(),
+            topology: topology_of_node(node).into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
             cordon: crate::reconcile::cordon::of_node(&self.state, &node.name).to_owned(),
@@ -537,6 +563,13 @@ impl Status {
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()
     }
+}
+
+/// Segments of a node, its own name among them.
+fn topology_of_node(node: &NodeRecord) -> std::collections::BTreeMap<String, String> {
+    let mut segments = node.topology.clone();
+    segments.insert(quoin_api::topology::NODE_KEY.to_owned(), node.name.clone());
+    segments
 }
 
 /// Whether a target has just begun to open the volume for its users, and has not come to its replicas

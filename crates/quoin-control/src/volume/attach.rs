@@ -3,9 +3,14 @@
 //! An attachment is one idempotent change of the volume's record. Detaching never waits for the old
 //! node: the pools are instructed to refuse the grants that the node may keep
 //! ([`VolumeRecord::fence`]). An open session then has a bounded time in which it can be closed
-//! cleanly. A volume is served on one node at a time.
+//! cleanly. One node's target serves a volume at a time; other nodes may share it over the network
+//! ([`crate::volume::sharing`]).
+//!
+//! A volume that one node has is not given to another one, unless nobody has heard of the first one
+//! for its time-out ([`crate::volume::hearing`]). Then it is taken over at a higher epoch.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use quoin_api::control::VolumeRef;
 use quoin_types::Term;
@@ -15,6 +20,8 @@ use crate::Error;
 use crate::state::events::Severity;
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::{State, about};
+use crate::volume::hearing::check_silent;
+use crate::volume::sharing::{self, Sharing};
 
 /// Attachment in a volume's record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -26,6 +33,8 @@ pub struct AttachmentRecord {
     /// Whether the node is to make a block device of the volume.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub device: bool,
+    #[serde(default, skip_serializing_if = "Sharing::is_exclusive")]
+    pub sharing: Sharing,
 }
 
 /// Request of a publisher.
@@ -33,8 +42,8 @@ pub struct AttachmentRecord {
 pub struct Publish {
     pub node: String,
     pub read_only: bool,
-    /// Whether the publisher would share the volume with other nodes.
-    pub multi_node: bool,
+    /// How the publisher shares the volume with other nodes.
+    pub sharing: Sharing,
     pub usage: String,
     /// Whether the node is to make a block device of the volume.
     pub device: bool,
@@ -70,21 +79,62 @@ impl Attachments {
             )));
         }
         let term = self.state.term();
-        let change = |volume: &mut VolumeRecord| attach(volume, publish, term);
-        let (volume, new) = match self.state.update_volume(volume.id.0, change).await {
+        let (lost, heard) = match self.lost_holder(&volume, publish) {
+            Some(Ok(lost)) => (Some(lost), String::new()),
+            Some(Err(heard)) => (None, heard),
+            None => (None, String::new()),
+        };
+        let change = |volume: &mut VolumeRecord| {
+            let taken_from = lost.as_ref().filter(|lost| take_over(volume, &lost.node));
+            if taken_from.is_some() {
+                volume.fence(true, term)?;
+            }
+            Ok((attach(volume, publish, term)?, taken_from.is_some()))
+        };
+        let (volume, (new, is_taken)) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::Busy(_)) => {
                 let waiting = crate::status::waiting_for(&self.state, &volume);
                 let name = &volume.spec.name;
                 return Err(Error::Busy(format!("volume {name:?} is not ready: {waiting}")));
             }
+            Err(Error::Precondition(why)) => return Err(Error::Precondition(why + &heard)),
             other => other?,
         };
+        if let Some(Lost { node: from, silence }) = lost.filter(|_| is_taken) {
+            let message = format!(
+                "from node {from}, of which nobody has heard for {} s, to node {node}; what uses it \
+                 on {from} is dead",
+                silence.as_secs()
+            );
+            self.state.events.record(Severity::Warning, about(&volume), "VolumeTakenOver", message);
+        }
         if new {
             crate::status::opening_begins(&self.state, volume.id.0);
             let message = format!("to node {node}");
             self.state.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
         }
         Ok(volume)
+    }
+
+    /// Looks for signs of life of the node that has the volume for itself, where another one wants
+    /// it. The inner error says who heard of it.
+    fn lost_holder(
+        &self,
+        volume: &VolumeRecord,
+        publish: &Publish,
+    ) -> Option<Result<Lost, String>> {
+        let [holder] = volume.attachments.as_slice() else { return None };
+        if holder.node == publish.node || !holder.sharing.is_exclusive() {
+            return None;
+        }
+        let node = holder.node.clone();
+        let timeout = self.state.settings.node_timeout.as_secs();
+        Some(match check_silent(&self.state, volume, &node) {
+            Ok(silence) => Ok(Lost { node, silence }),
+            Err(why) => Err(format!(
+                " (it is taken over once nobody has heard of node {node} for {timeout} s: {why})"
+            )),
+        })
     }
 
     /// Detaches from one node, or from all where `node` is empty.
@@ -124,7 +174,9 @@ impl Attachments {
             if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
             }
-            if at_once && volume.owner.is_none() {
+            // The target of another node that shares it may hold requests of one that has lost it.
+            let is_shared = before.iter().any(|a| !a.sharing.is_exclusive());
+            if at_once && (volume.owner.is_none() || is_shared) {
                 volume.fence(true, term)?;
             }
             let gone = before.into_iter().filter(|a| !volume.attachments.contains(a));
@@ -160,6 +212,22 @@ impl Attachments {
     }
 }
 
+/// Node that had a volume, and the time for which nobody has heard of it.
+struct Lost {
+    node: String,
+    silence: Duration,
+}
+
+/// Takes a volume from the node that has it alone; false where it has it no more.
+fn take_over(volume: &mut VolumeRecord, node: &str) -> bool {
+    let is_held = matches!(volume.attachments.as_slice(), [one] if one.node == node);
+    if is_held {
+        volume.attachments.clear();
+        volume.owner = None;
+    }
+    is_held
+}
+
 /// Returns true where the attachment is new.
 fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bool, Error> {
     match volume.phase {
@@ -171,9 +239,10 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
     }
     let wanted = AttachmentRecord {
         node: publish.node.clone(),
-        read_only: publish.read_only,
+        read_only: publish.read_only || publish.sharing == Sharing::ReadOnly,
         usage: publish.usage.clone(),
         device: publish.device,
+        sharing: publish.sharing,
     };
     if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
         // A later request may add a device. A request without one does not remove it.
@@ -184,25 +253,25 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
         }
         let name = format!("{} on node {}", volume.spec.name, publish.node);
         let difference = match has.read_only == wanted.read_only {
+            true if has.sharing != wanted.sharing => "sharing; detach it first",
             true => "usage; detach it first",
             false => "read-only setting; detach it first",
         };
         return Err(Error::Exists { what: "attachment", name, difference: difference.to_owned() });
     }
-    if let Some(other) = volume.attachments.first() {
-        let advice = if publish.multi_node {
-            "a volume is served on one node at a time"
-        } else {
-            "a second node would be a second writer"
-        };
-        return Err(Error::Precondition(format!(
-            "volume {:?} is attached to node {}, {advice}; detach it there first",
-            volume.spec.name, other.node
-        )));
-    }
+    sharing::check_beside(volume, &wanted)?;
+    let is_first = volume.attachments.is_empty();
     volume.attachments.push(wanted);
+    if !is_first {
+        return Ok(true);
+    }
     volume.owner = Some(publish.node.clone());
-    if volume.used.by != publish.node {
+    let is_shared = !publish.sharing.is_exclusive();
+    let goes_on = match is_shared {
+        true => volume.used.is_shared(),
+        false => volume.used.by == publish.node,
+    };
+    if !goes_on {
         // A target that was lent to the volume keeps its epoch, and the use begins with that epoch.
         // A target of any other node must lose the epoch.
         let is_lent = volume.is_granted() && volume.grants.holder == publish.node;
@@ -210,7 +279,10 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
             volume.fence(false, term)?;
         }
         let since_epoch = volume.epoch + u64::from(!is_lent);
-        volume.used.begin(&publish.node, since_epoch);
+        match is_shared {
+            true => volume.used.begin_shared(since_epoch),
+            false => volume.used.begin(&publish.node, since_epoch),
+        }
     }
     Ok(true)
 }

@@ -25,6 +25,7 @@ use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
 use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::scale::in_sync_ids;
+use crate::volume::topology::{self, Placed, Requirement};
 use crate::{Error, text};
 
 /// Volumes that may be made one from the other. A pool looks a block up in all of them.
@@ -201,6 +202,7 @@ fn filled_from(asked: &VolumeSpec, own: VolumeSpec) -> VolumeSpec {
         on_quorum_loss: text(&asked.on_quorum_loss, own.on_quorum_loss),
         on_full: text(&asked.on_full, own.on_full),
         reads: text(&asked.reads, own.reads),
+        local: text(&asked.local, own.local),
         block_size: number(asked.block_size, own.block_size),
         fs_type: text(&asked.fs_type, own.fs_type),
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure
@@ -297,7 +299,8 @@ impl Prepared {
         spec: &Spec,
         size_bytes: u64,
         candidates: &[Candidate],
-    ) -> Result<(Vec<String>, Vec<String>), Error> {
+        wanted: &Requirement,
+    ) -> Result<(Placed, Vec<String>), Error> {
         let in_sync = in_sync_ids(state, &self.volume);
         let holds = |replica: &&ReplicaRecord| {
             self.volume.is_known(replica) && in_sync.contains(&replica.id.0) && !replica.leaving
@@ -311,15 +314,26 @@ impl Prepared {
             }
         }
         // As if nothing were to be shared: the volume can be had at all.
-        placement::place(spec, size_bytes, candidates)?;
+        let anywhere = topology::place(spec, size_bytes, candidates, wanted, &[])?;
         for count in (1..=spec.replicas).rev() {
             let fewer = Spec { replicas: count, ..spec.clone() };
-            let Ok(pools) = placement::place(&fewer, size_bytes, &with_source) else { continue };
-            let named: Vec<&str> = pools.iter().map(String::as_str).collect();
+            let placed = topology::place(&fewer, size_bytes, &with_source, wanted, &[]);
+            let Ok(mut placed) = placed else { continue };
+            if count == spec.replicas {
+                return Ok((placed, Vec::new()));
+            }
+            for one in &anywhere.topology {
+                if !placed.topology.contains(one) {
+                    placed.topology.push(one.clone());
+                }
+            }
+            let named: Vec<&str> = placed.pools.iter().map(String::as_str).collect();
             let taken = placement::Taken { pools: &named, hosts_of: &named };
+            let spec = Spec { accessible_topology: placed.topology.clone(), ..spec.clone() };
             let rest = usize::from(spec.replicas - count);
-            let others = placement::place_beside(spec, size_bytes, candidates, &taken, rest, &[])?;
-            return Ok((pools, others));
+            let others = placement::place_beside(&spec, size_bytes, candidates, &taken, rest, &[])?;
+            topology::bind(&spec, &mut placed, &others, candidates)?;
+            return Ok((placed, others));
         }
         Err(Error::Busy(format!(
             "{}: no pool that has room holds it in sync now; `quoin volume get {}` shows its \

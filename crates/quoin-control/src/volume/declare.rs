@@ -18,6 +18,7 @@ use crate::state::{State, about};
 use crate::volume::placement::Candidate;
 use crate::volume::scale::{self, Scale};
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
+use crate::volume::topology::{self, Requirement};
 use crate::volume::volumes::Catalog;
 use crate::volume::{modify, spec, volumes};
 use crate::{Error, text};
@@ -127,12 +128,9 @@ impl Declarations {
             let spec = spec::complete(&declared, self.state.settings.defaults)?;
             let size_bytes = spec::size(declared.size_bytes, 0)?;
             spec::check_file_system(&spec, size_bytes)?;
-            volumes::choose(
-                &spec,
-                size_bytes,
-                &crate::volume::volumes::candidates(&self.state),
-                &pools,
-            )?;
+            let wanted = Requirement::of(&declared, spec.options.local)?;
+            let candidates = volumes::candidates(&self.state);
+            topology::place(&spec, size_bytes, &candidates, &wanted, &pools)?;
             return Ok((None, vec![said]));
         }
         let volume = self.catalog.create_in(&declared, declared.size_bytes, 0, &pools).await?;

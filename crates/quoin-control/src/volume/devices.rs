@@ -38,6 +38,9 @@ pub struct Use {
     pub since_epoch: u64,
 }
 
+/// Stands for the nodes of a use that several share; no node has this name.
+const SHARED: &str = "*";
+
 pub(crate) fn is_zero(number: &u64) -> bool {
     *number == 0
 }
@@ -51,15 +54,34 @@ impl Use {
         }
     }
 
+    /// Begins a use by several nodes. It lasts as long as nodes that share the volume follow each
+    /// other: what one of them has cached is its own affair.
+    pub(crate) fn begin_shared(&mut self, since_epoch: u64) {
+        self.begin(SHARED, since_epoch);
+    }
+
+    pub(crate) fn is_shared(&self) -> bool {
+        self.by == SHARED
+    }
+
+    /// Node that has it, in words.
+    fn user(&self) -> &str {
+        if self.is_shared() { "other nodes" } else { &self.by }
+    }
+
     /// First epoch of this node's use; 0 where the use is another node's.
     pub(crate) fn since_of(&self, node: &str) -> u64 {
-        if self.by == node { self.since_epoch } else { 0 }
+        if self.by == node || self.is_shared() { self.since_epoch } else { 0 }
     }
 
     /// Whether a device on a node was made for an earlier use, and this use has begun with an
-    /// opening.
-    fn is_over(&self, node: &str, made_for: u64, epoch: u64) -> bool {
-        let is_earlier = self.by != node || (made_for != 0 && made_for < self.since_epoch);
+    /// opening. `is_attached`: the node has the volume.
+    fn is_over(&self, node: &str, made_for: u64, epoch: u64, is_attached: bool) -> bool {
+        let is_another = match self.is_shared() {
+            true => !is_attached,
+            false => self.by != node,
+        };
+        let is_earlier = is_another || (made_for != 0 && made_for < self.since_epoch);
         !self.by.is_empty() && is_earlier && epoch >= self.since_epoch
     }
 }
@@ -94,6 +116,12 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
         })
     };
     devices.iter().map(seen).collect()
+}
+
+/// Whether a device on a node was made for a use of the volume that is over.
+fn is_over(volume: &VolumeRecord, node: &str, made_for: u64) -> bool {
+    let is_attached = volume.attachments.iter().any(|a| a.node == node);
+    volume.used.is_over(node, made_for, volume.epoch, is_attached)
 }
 
 /// Devices of volumes, as nodes report them.
@@ -156,12 +184,11 @@ impl Devices {
         let devices = observed.nodes.get(node).map_or(&[][..], |seen| seen.devices());
         let over = |device: &DeviceSeen| {
             let volume = self.state.volumes.get(&device.volume.to_string())?;
-            let Use { by, since_epoch } = &volume.used;
-            volume.used.is_over(node, device.since_epoch, volume.epoch).then(|| ServedElsewhere {
+            is_over(&volume, node, device.since_epoch).then(|| ServedElsewhere {
                 volume_id: volume.id.0.to_string(),
                 name: volume.spec.name.clone(),
-                node: by.clone(),
-                since_epoch: *since_epoch,
+                node: volume.used.user().to_owned(),
+                since_epoch: volume.used.since_epoch,
             })
         };
         devices.iter().filter_map(over).collect()
@@ -173,8 +200,8 @@ impl Devices {
         let of_it = |(node, seen): (&String, &NodeSeen)| {
             let devices = seen.devices().iter().filter(|d| d.volume == volume.id.0);
             let message = |device: &DeviceSeen| {
-                let Use { by, since_epoch } = &volume.used;
-                let is_dead = volume.used.is_over(node, device.since_epoch, volume.epoch);
+                let (by, since_epoch) = (volume.used.user(), volume.used.since_epoch);
+                let is_dead = is_over(volume, node, device.since_epoch);
                 api::VolumeDevice {
                     node: node.clone(),
                     device: device.device.clone(),
@@ -218,7 +245,7 @@ impl Devices {
         let name = &volume.spec.name;
         let used =
             seen.into_iter().filter(|_| is_there).flat_map(NodeSeen::devices).find(|device| {
-                let is_over = volume.used.is_over(on, device.since_epoch, volume.epoch);
+                let is_over = is_over(volume, on, device.since_epoch);
                 device.volume == volume.id.0 && device.in_use && !is_over
             });
         if let Some(DeviceSeen { device, mounts, .. }) = used {
@@ -270,21 +297,35 @@ mod tests {
     #[test]
     fn a_use_lasts_over_attachments_of_one_node_and_ends_with_another_ones_opening() {
         let mut used = Use::default();
-        assert!(!used.is_over("h1", 0, 9), "records of former versions say nothing");
+        assert!(!used.is_over("h1", 0, 9, true), "records of former versions say nothing");
         used.begin("h1", 5);
         used.begin("h1", 9);
         assert_eq!((used.since_of("h1"), used.since_of("h2")), (5, 0));
-        assert!(!used.is_over("h1", 5, 7));
+        assert!(!used.is_over("h1", 5, 7, true));
 
         used.begin("h2", 8);
-        assert!(!used.is_over("h1", 5, 7), "nobody has opened it there yet");
-        assert!(used.is_over("h1", 5, 8));
-        assert!(used.is_over("h1", 0, 8), "also where its use was not told");
-        assert!(!used.is_over("h2", 8, 8));
+        assert!(!used.is_over("h1", 5, 7, false), "nobody has opened it there yet");
+        assert!(used.is_over("h1", 5, 8, false));
+        assert!(used.is_over("h1", 0, 8, false), "also where its use was not told");
+        assert!(!used.is_over("h2", 8, 8, true));
 
         // Back on the first node: a device of its former use does not belong to its new use.
         used.begin("h1", 8);
-        assert!(used.is_over("h1", 5, 9));
-        assert!(!used.is_over("h1", 9, 9));
+        assert!(used.is_over("h1", 5, 9, true));
+        assert!(!used.is_over("h1", 9, 9, true));
+    }
+
+    #[test]
+    fn a_shared_use_lasts_over_the_nodes_that_have_it_and_ends_for_each_one_that_leaves() {
+        let mut used = Use::default();
+        used.begin("h1", 5);
+        used.begin_shared(8);
+        used.begin_shared(11);
+        assert_eq!((used.since_of("h1"), used.since_of("h2")), (8, 8));
+        assert!(used.is_over("h1", 5, 8, true), "of the use that it had alone");
+        assert!(!used.is_over("h1", 8, 12, true) && !used.is_over("h2", 0, 12, true));
+        assert!(used.is_over("h2", 8, 12, false), "it is not attached there any more");
+        used.begin("h1", 14);
+        assert!(used.is_over("h1", 8, 14, true) && used.is_over("h2", 8, 14, false));
     }
 }

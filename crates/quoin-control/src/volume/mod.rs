@@ -7,12 +7,15 @@ pub(crate) mod declare;
 pub(crate) mod devices;
 pub(crate) mod epochs;
 pub(crate) mod fencing;
+pub(crate) mod hearing;
 pub(crate) mod key_slots;
 pub(crate) mod modify;
 pub mod placement;
 pub mod policy;
 pub(crate) mod scale;
+pub mod sharing;
 pub mod spec;
+pub mod topology;
 pub(crate) mod verification;
 pub(crate) mod volumes;
 

@@ -1,7 +1,9 @@
 //! Where a new volume's replicas go.
 //!
-//! Never two in one pool; with `spread: host` never two on one host. Pools that are offline,
-//! failed, outside the asked topology or too full are out, and a refusal says why for each.
+//! Never two in one pool; with `spread: host` never two on one host; with `spread: rack` or `zone`
+//! never two on one host or in one rack or zone, which a segment of the pool's topology names. Pools
+//! that are offline, failed, outside the asked topology or too full are out, and a refusal says why
+//! for each.
 //!
 //! How space is counted: volumes are thin, so what a pool has given away ("promised", the sum
 //! of the sizes of the replicas on it) may exceed what it has. A pool takes a new replica of
@@ -13,9 +15,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::state::records::Spec;
-use crate::volume::spec::accessible;
+use crate::volume::topology;
 use crate::{Error, text};
-use quoin_api::volume::Spread;
+use quoin_api::volume::{Local, Spread};
 
 /// Way out where no pool has the space.
 const SMALLER: &str = "make the volume smaller, or add a pool with more room";
@@ -30,6 +32,7 @@ pub struct Candidate {
     pub name: String,
     /// The failure domain.
     pub host: String,
+    /// Segments of it and of its node.
     pub topology: BTreeMap<String, String>,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
@@ -58,6 +61,10 @@ impl Candidate {
         (u128::from(self.capacity_bytes) * 8 / 10) as u64 & !4095
     }
 
+    pub(crate) fn segment(&self, key: &str) -> Option<&str> {
+        topology::segment(&self.topology, key)
+    }
+
     fn left_bytes(&self) -> i128 {
         i128::from(self.capacity_bytes) - i128::from(self.promised_bytes.max(self.used_bytes))
     }
@@ -66,8 +73,13 @@ impl Candidate {
         if !self.unusable.is_empty() {
             return Some(self.unusable.clone());
         }
-        if !accessible(&spec.accessible_topology, &self.topology) {
+        if !topology::may_hold(&spec.accessible_topology, &self.topology) {
             return Some("outside the asked topology".to_owned());
+        }
+        if let Some(key) = spec.options.spread.topology_key()
+            && self.segment(key).is_none()
+        {
+            return Some(format!("it has no segment {key}; start it with --topology {key}=NAME"));
         }
         if !self.full.is_empty() {
             return Some(format!("full: {}", self.full));
@@ -78,27 +90,109 @@ impl Candidate {
     }
 }
 
+/// Failure domains in which replicas are, by a volume's spread: no two replicas share one.
+#[derive(Clone, Debug)]
+pub(crate) struct Domains<'a> {
+    spread: Spread,
+    taken: BTreeSet<(&'static str, &'a str)>,
+}
+
+impl<'a> Domains<'a> {
+    pub(crate) fn new(spread: Spread) -> Self {
+        Self { spread, taken: BTreeSet::new() }
+    }
+
+    fn of(&self, pool: &'a Candidate) -> impl Iterator<Item = (&'static str, &'a str)> {
+        let host = (self.spread != Spread::Pool).then_some(("host", pool.host.as_str()));
+        let key = self.spread.topology_key();
+        let domain = key.and_then(|key| pool.segment(key).map(|value| (key, value)));
+        [("pool", pool.name.as_str())].into_iter().chain(host).chain(domain)
+    }
+
+    /// Takes the domains of a pool; false where one of them is taken already.
+    pub(crate) fn take(&mut self, pool: &'a Candidate) -> bool {
+        let is_free = self.taken_by(pool).is_none();
+        if is_free {
+            self.hold(pool);
+        }
+        is_free
+    }
+
+    /// Notes the domains of a pool that has a replica.
+    fn hold(&mut self, pool: &'a Candidate) {
+        let own: Vec<_> = self.of(pool).collect();
+        self.taken.extend(own);
+    }
+
+    /// Kind and name of the domain of a pool that is taken.
+    pub(crate) fn taken_by(&self, pool: &'a Candidate) -> Option<(&'static str, &'a str)> {
+        self.of(pool).find(|domain| self.taken.contains(domain))
+    }
+}
+
+/// What a volume's replicas are spread over, in words.
+fn domains_in_words(spread: Spread) -> &'static str {
+    match spread {
+        Spread::Host => "hosts",
+        Spread::Pool => "pools",
+        Spread::Rack => "racks",
+        Spread::Zone => "zones",
+    }
+}
+
+/// Pools that take a replica, the best first.
+pub(crate) fn usable<'a>(
+    spec: &Spec,
+    size_bytes: u64,
+    pools: &'a [Candidate],
+) -> Vec<&'a Candidate> {
+    let takes = |pool: &&Candidate| pool.objection(spec, size_bytes).is_none();
+    let mut usable: Vec<_> = pools.iter().filter(takes).collect();
+    sort(spec, &mut usable);
+    usable
+}
+
+/// Puts the best pools first. A volume that is used where its replicas are keeps to nodes.
+fn sort(spec: &Spec, pools: &mut [&Candidate]) {
+    let is_far = |pool: &Candidate| {
+        spec.options.local == Local::Required
+            && (pool.segment(quoin_api::topology::NODE_KEY).is_none()
+                || !topology::accessible(&spec.accessible_topology, &pool.topology))
+    };
+    pools.sort_by_key(|pool| (pool.silent, is_far(pool), -pool.left_bytes(), pool.name.clone()));
+}
+
+/// Picks the pools that share no failure domain with those before them; with `spread: pool` the
+/// others follow.
+fn apart<'a>(
+    spread: Spread,
+    sorted: Vec<&'a Candidate>,
+    hosts_of: &[&'a Candidate],
+) -> Vec<&'a Candidate> {
+    // Other hosts first even where it is not demanded.
+    let strict = if spread == Spread::Pool { Spread::Host } else { spread };
+    let mut domains = Domains::new(strict);
+    hosts_of.iter().for_each(|pool| domains.hold(*pool));
+    let (fresh, others): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|p| domains.take(*p));
+    match spread {
+        Spread::Pool => [fresh, others].concat(),
+        _ => fresh,
+    }
+}
+
 /// Chooses a pool for each replica, the best first; the error says what is short and why.
 pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<String>, Error> {
-    let mut objections = Vec::new();
-    let mut usable: Vec<&Candidate> = Vec::new();
-    for pool in pools {
-        match pool.objection(spec, size_bytes) {
-            Some(objection) => objections.push(format!("{} ({objection})", pool.name)),
-            None => usable.push(pool),
-        }
-    }
-    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
+    let objections: Vec<String> = pools
+        .iter()
+        .filter_map(|pool| {
+            pool.objection(spec, size_bytes).map(|why| format!("{} ({why})", pool.name))
+        })
+        .collect();
+    let usable = usable(spec, size_bytes, pools);
+    let is_none_usable = usable.is_empty();
     let wanted = usize::from(spec.replicas);
-    let mut hosts = BTreeSet::new();
-    let (first_of_host, others): (Vec<_>, Vec<_>) =
-        usable.into_iter().partition(|pool| hosts.insert(pool.host.clone()));
-    let first_count = first_of_host.len();
-    let chosen = match spec.options.spread {
-        Spread::Host => first_of_host,
-        // Other hosts first even where it is not demanded.
-        Spread::Pool => [first_of_host, others].concat(),
-    };
+    let spread = spec.options.spread;
+    let chosen = apart(spread, usable, &[]);
     if chosen.len() >= wanted {
         return Ok(chosen.into_iter().take(wanted).map(|pool| pool.name.clone()).collect());
     }
@@ -108,17 +202,19 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     };
     let too_small = pools.iter().any(is_room);
     let full = pools.iter().any(|pool| pool.unusable.is_empty() && !pool.full.is_empty());
-    let (what, advice) = match spec.options.spread {
-        Spread::Host if full => ("hosts", FREE),
-        Spread::Pool if full => ("pools", FREE),
-        Spread::Host if too_small && first_count == 0 => ("hosts", SMALLER),
-        Spread::Pool if too_small && first_count == 0 => ("pools", SMALLER),
-        Spread::Host => (
-            "hosts",
-            "add a pool on another host, ask for fewer replicas, or accept several replicas on \
-             one host with spread: pool",
-        ),
-        Spread::Pool => ("pools", "add a pool or ask for fewer replicas"),
+    let what = domains_in_words(spread);
+    let advice = match spread {
+        _ if full => FREE,
+        _ if too_small && is_none_usable => SMALLER,
+        Spread::Host => {
+            "add a pool on another host, ask for fewer replicas, or accept several replicas on one \
+             host with spread: pool"
+        }
+        Spread::Pool => "add a pool or ask for fewer replicas",
+        Spread::Rack | Spread::Zone => {
+            "add a pool in another one, ask for fewer replicas, or accept hosts of one with \
+             spread: host"
+        }
     };
     let listed = if objections.is_empty() {
         format!("pools known: {}", pools.len())
@@ -141,7 +237,7 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
 pub struct Taken<'a> {
     /// No new one goes into these.
     pub pools: &'a [&'a str],
-    /// Nor, with `spread: host`, onto the hosts of these.
+    /// Nor, by the volume's spread, onto the hosts or into the racks or zones of these.
     pub hosts_of: &'a [&'a str],
 }
 
@@ -160,14 +256,18 @@ pub fn place_beside(
     if count == 0 {
         return Ok(Vec::new());
     }
-    let host_of = |name: &str| pools.iter().find(|p| p.name == name).map(|p| p.host.as_str());
-    let hosts: BTreeSet<&str> = taken.hosts_of.iter().filter_map(|name| host_of(name)).collect();
+    let spread = spec.options.spread;
+    let beside: Vec<&Candidate> =
+        pools.iter().filter(|pool| taken.hosts_of.contains(&pool.name.as_str())).collect();
+    let mut held = Domains::new(spread);
+    beside.iter().for_each(|pool| held.hold(*pool));
     let objection = |pool: &Candidate| {
         if taken.pools.contains(&pool.name.as_str()) {
             return Some("it holds a replica of the volume".to_owned());
         }
-        if spec.options.spread == Spread::Host && hosts.contains(pool.host.as_str()) {
-            return Some(format!("host {} holds a replica of the volume", pool.host));
+        if let Some((kind, name)) = held.taken_by(pool) {
+            let kind = kind.rsplit('/').next().unwrap_or(kind);
+            return Some(format!("{kind} {name} holds a replica of the volume"));
         }
         pool.objection(spec, size_bytes)
     };
@@ -185,14 +285,8 @@ pub fn place_beside(
     let wanted = |pool: &&Candidate| named.is_empty() || named.contains(&pool.name);
     let mut usable: Vec<&Candidate> =
         pools.iter().filter(wanted).filter(|pool| objection(pool).is_none()).collect();
-    usable.sort_by_key(|pool| (pool.silent, -pool.left_bytes(), pool.name.clone()));
-    let mut seen = hosts.clone();
-    let (fresh, others): (Vec<_>, Vec<_>) =
-        usable.into_iter().partition(|pool| seen.insert(pool.host.as_str()));
-    let chosen = match spec.options.spread {
-        Spread::Host => fresh,
-        Spread::Pool => [fresh, others].concat(),
-    };
+    sort(spec, &mut usable);
+    let chosen = apart(spread, usable, &beside);
     if chosen.len() >= count {
         return Ok(chosen.into_iter().take(count).map(|pool| pool.name.clone()).collect());
     }
@@ -204,7 +298,7 @@ pub fn place_beside(
         [] => String::new(),
         some => format!("; not usable: {}", some.join(", ")),
     };
-    let what = if spec.options.spread == Spread::Host { "other hosts" } else { "other pools" };
+    let what = format!("other {}", domains_in_words(spread));
     let size = text::bytes(size_bytes);
     let needed = match count {
         1 => format!("1 more replica of {size} needs 1 of the {what} with room"),
@@ -221,7 +315,7 @@ pub fn place_beside(
 /// 0 where they are too few. A larger one can never be had, a smaller one may have to wait.
 pub fn largest_possible(spec: &Spec, pools: &[Candidate]) -> u64 {
     smallest_needed(spec, pools, |pool| {
-        accessible(&spec.accessible_topology, &pool.topology).then(|| pool.usable_bytes())
+        topology::may_hold(&spec.accessible_topology, &pool.topology).then(|| pool.usable_bytes())
     })
 }
 
@@ -253,15 +347,15 @@ fn smallest_needed(
     pools: &[Candidate],
     measure: impl Fn(&Candidate) -> Option<u64>,
 ) -> u64 {
-    let mut room: Vec<(&str, u64)> = pools
+    let mut domains = Domains::new(spec.options.spread);
+    let key = spec.options.spread.topology_key();
+    let mut room: Vec<(&Candidate, u64)> = pools
         .iter()
-        .filter_map(|pool| measure(pool).map(|bytes| (pool.host.as_str(), bytes)))
+        .filter(|pool| key.is_none_or(|key| pool.segment(key).is_some()))
+        .filter_map(|pool| measure(pool).map(|bytes| (pool, bytes)))
         .collect();
     room.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    if spec.options.spread == Spread::Host {
-        let mut hosts = BTreeSet::new();
-        room.retain(|(host, _)| hosts.insert(*host));
-    }
+    room.retain(|(pool, _)| domains.take(*pool));
     room.get(usize::from(spec.replicas).saturating_sub(1)).map_or(0, |(_, bytes)| *bytes)
 }
 
@@ -270,12 +364,14 @@ fn smallest_needed(
 pub fn unpromised(spec: &Spec, pools: &[Candidate]) -> u64 {
     let mut domains: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in pools.iter().filter(|pool| pool.objection(spec, 0).is_none()) {
-        let domain = match spec.options.spread {
-            Spread::Host => &pool.host,
-            Spread::Pool => &pool.name,
+        let spread = spec.options.spread;
+        let domain = match (spread, spread.topology_key().and_then(|key| pool.segment(key))) {
+            (Spread::Pool, _) => &pool.name,
+            (_, Some(domain)) => domain,
+            (_, None) => &pool.host,
         };
         let taken = pool.promised_bytes.max(pool.used_bytes);
-        let left = domains.entry(domain.as_str()).or_default();
+        let left = domains.entry(domain).or_default();
         *left = left.saturating_add(pool.usable_bytes().saturating_sub(taken));
     }
     let replicas = u128::from(spec.replicas.max(1));
@@ -369,6 +465,42 @@ mod tests {
         }
         assert_eq!(place(&spec(1, Spread::Pool), 1 << 20, &pools).unwrap(), ["c"]);
         assert_eq!(pools[0].room_bytes(), 0);
+    }
+
+    /// A pool on a host of its own, in a rack and a zone.
+    fn stands(name: &str, rack: &str, zone: &str) -> Candidate {
+        let segments =
+            [(quoin_api::topology::RACK_KEY, rack), (quoin_api::topology::ZONE_KEY, zone)];
+        let given = segments.into_iter().filter(|(_, value)| !value.is_empty());
+        let topology = given.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+        Candidate { topology, ..pool(name, &format!("host-{name}"), 0) }
+    }
+
+    #[test]
+    fn replicas_that_are_spread_over_racks_or_zones_share_none_and_pools_without_one_say_so() {
+        let pools = [
+            stands("a", "r1", "west"),
+            stands("b", "r1", "west"),
+            stands("c", "r2", "west"),
+            stands("d", "r3", "east"),
+            stands("e", "", "north"),
+        ];
+        let racks = spec(3, Spread::Rack);
+        assert_eq!(place(&racks, GIB, &pools).unwrap(), ["a", "c", "d"]);
+        assert_eq!(place(&spec(3, Spread::Zone), GIB, &pools).unwrap(), ["a", "d", "e"]);
+        let refused = place(&spec(4, Spread::Rack), GIB, &pools).unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        let text = refused.to_string();
+        assert!(text.contains("need 4 racks") && text.contains("3 found"), "{text}");
+        assert!(text.contains("e (it has no segment quoin.io/rack"), "{text}");
+        let taken = Taken { pools: &["a", "c", "d"], hosts_of: &["c", "d"] };
+        assert_eq!(place_beside(&racks, GIB, &pools, &taken, 1, &[]).unwrap(), ["b"]);
+        let named = ["b".to_owned()];
+        let taken = Taken { pools: &["a", "c"], hosts_of: &["a", "c"] };
+        let refused = place_beside(&racks, GIB, &pools, &taken, 1, &named).unwrap_err().to_string();
+        assert!(refused.contains("rack r1 holds a replica"), "{refused}");
+        assert_eq!(unpromised(&spec(3, Spread::Zone), &pools), 8 * GIB);
+        assert_eq!(largest_possible(&spec(4, Spread::Zone), &pools), 0);
     }
 
     #[test]

@@ -1,8 +1,6 @@
 //! Specification of a volume: every field checked, every default filled in, each refusal naming the
 //! field and the rule.
 
-use std::collections::BTreeMap;
-
 use quoin_api::control::{self as api, VolumeSpec};
 use quoin_api::volume::{BlockSize, FileSystem, Spread, VolumeOptions};
 use quoin_encryption::Encryption;
@@ -12,6 +10,7 @@ use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 use crate::Error;
 use crate::state::records::Spec;
 use crate::text;
+use crate::volume::topology;
 
 /// Smallest volume: file systems do not fit in less.
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
@@ -25,7 +24,6 @@ pub const REPLICAS_HARD_MAX: u32 = quoin_types::membership::REPLICAS_MAX as u32 
 /// Longest name of a volume, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 const MAP_BYTES_MAX: usize = 4096;
-const TOPOLOGIES_MAX: usize = 256;
 
 /// The cluster's values for fields that a volume leaves open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +88,7 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         );
         return Err(Error::invalid("consistencyFactor", rule));
     }
-    let accessible_topology = topologies(&asked.accessible_topology)?;
+    let accessible_topology = topology::read("accessibleTopology", &asked.accessible_topology)?;
     let maps =
         [("parameters", &asked.parameters), ("mutableParameters", &asked.mutable_parameters)];
     for (field, map) in maps {
@@ -125,16 +123,6 @@ fn encryption(asked: &VolumeSpec) -> Result<Option<Encryption>, Error> {
         return Err(Error::invalid("blockSize", rule));
     }
     Ok(Some(given))
-}
-
-fn topologies(asked: &[api::Topology]) -> Result<Vec<BTreeMap<String, String>>, Error> {
-    let bytes =
-        |t: &api::Topology| t.segments.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>();
-    if asked.len() > TOPOLOGIES_MAX || asked.iter().any(|t| bytes(t) > MAP_BYTES_MAX) {
-        let rule = format!("at most {TOPOLOGIES_MAX}, each at most {MAP_BYTES_MAX} bytes");
-        return Err(Error::invalid("accessibleTopology", rule));
-    }
-    Ok(asked.iter().map(|t| t.segments.clone().into_iter().collect()).collect())
 }
 
 /// The size to provision: `asked_bytes` rounded up to whole blocks, within `limit_bytes` (0: none).
@@ -174,13 +162,6 @@ pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Erro
     Ok(())
 }
 
-/// Whether a pool with these segments satisfies any of the topologies; keys fold case.
-pub fn accessible(wanted: &[BTreeMap<String, String>], has: &BTreeMap<String, String>) -> bool {
-    let found = |key: &str| has.iter().find(|(k, _)| k.eq_ignore_ascii_case(key)).map(|(_, v)| v);
-    wanted.is_empty()
-        || wanted.iter().any(|segments| segments.iter().all(|(k, v)| found(k) == Some(v)))
-}
-
 impl From<&Spec> for VolumeSpec {
     fn from(spec: &Spec) -> Self {
         let mut message = VolumeSpec {
@@ -191,11 +172,7 @@ impl From<&Spec> for VolumeSpec {
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
             parameters: spec.parameters.clone().into_iter().collect(),
             mutable_parameters: spec.mutable_parameters.clone().into_iter().collect(),
-            accessible_topology: spec
-                .accessible_topology
-                .iter()
-                .map(|segments| api::Topology { segments: segments.clone().into_iter().collect() })
-                .collect(),
+            accessible_topology: topology::write(&spec.accessible_topology),
             encryption: spec.encryption.as_ref().map(api::Encryption::from),
             ..VolumeSpec::default()
         };
@@ -318,17 +295,6 @@ mod tests {
         assert_eq!(code(u64::MAX, 0), tonic::Code::OutOfRange);
         assert_eq!(code(2 << 20, 1 << 20), tonic::Code::InvalidArgument);
         assert_eq!(code(100, 200), tonic::Code::OutOfRange);
-    }
-
-    #[test]
-    fn any_one_topology_suffices_and_keys_fold_case() {
-        let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
-            pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
-        };
-        let has = map(&[("Zone", "a"), ("rack", "1")]);
-        assert!(accessible(&[], &has));
-        assert!(accessible(&[map(&[("zone", "b")]), map(&[("zone", "a")])], &has));
-        assert!(!accessible(&[map(&[("zone", "a"), ("rack", "2")])], &has));
     }
 
     proptest! {

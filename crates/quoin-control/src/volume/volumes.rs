@@ -15,6 +15,7 @@ use crate::state::{State, about, random_id};
 use crate::volume::clones::{self, Prepared};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
+use crate::volume::topology::{self, Requirement};
 use crate::{Error, text};
 
 /// Creation, growth, deletion and lists of volumes.
@@ -76,7 +77,8 @@ impl Catalog {
     ) -> Result<Arc<VolumeRecord>, Error> {
         let asked = clones::as_made(asked, volume);
         let spec = spec::complete(&asked, self.state.settings.defaults)?;
-        self.check_same(volume, &spec, required_bytes, limit_bytes)?;
+        let wanted = Requirement::of(&asked, spec.options.local)?;
+        self.check_same(volume, &spec, &wanted, required_bytes, limit_bytes)?;
         Ok(volume.clone())
     }
 
@@ -116,6 +118,7 @@ impl Catalog {
     ) -> Result<Arc<VolumeRecord>, Error> {
         self.state.check_ruling()?;
         let mut spec = spec::complete(asked, self.state.settings.defaults)?;
+        let wanted = Requirement::of(asked, spec.options.local)?;
         spec::check_replicas("replicas", spec.replicas.into(), self.state.settings.replicas_max)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.state.creating.lock().await;
@@ -128,7 +131,7 @@ impl Catalog {
             {
                 return Err(differs_in_source(&volume));
             }
-            self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
+            self.check_same(&volume, &spec, &wanted, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
         if let Some(source) = source {
@@ -142,10 +145,11 @@ impl Catalog {
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = candidates(&self.state);
         let placed = match source {
-            None => choose(&spec, size_bytes, &candidates, named).map(|pools| (pools, Vec::new())),
-            Some(source) => source.choose(&self.state, &spec, size_bytes, &candidates),
+            None => topology::place(&spec, size_bytes, &candidates, &wanted, named)
+                .map(|placed| (placed, Vec::new())),
+            Some(source) => source.choose(&self.state, &spec, size_bytes, &candidates, &wanted),
         };
-        let (pools, others) = match placed {
+        let (placed, others) = match placed {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
@@ -157,6 +161,7 @@ impl Catalog {
             }
             Ok(placed) => placed,
         };
+        spec.accessible_topology = placed.topology;
         // No snapshot is deleted between the look at it and the record that keeps it.
         let _changing = match source {
             Some(_) => Some(self.state.snapshots.changing.lock().await),
@@ -183,13 +188,15 @@ impl Catalog {
             }
         }
         let mut volume = match source {
-            None => new_volume(id, spec, size_bytes, pools),
+            None => new_volume(id, spec, size_bytes, placed.pools),
             Some(source) => {
                 let volume = VolumeRecord::new(id, spec, size_bytes);
-                clones::new_clone(volume, source.record(), pools, others)
+                clones::new_clone(volume, source.record(), placed.pools, others)
             }
         };
-        volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
+        volume.replicas.iter_mut().for_each(|replica| {
+            replica.placed = named.contains(&replica.pool) || placed.kept.contains(&replica.pool);
+        });
         match self.state.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
@@ -226,6 +233,7 @@ impl Catalog {
         &self,
         volume: &VolumeRecord,
         asked: &Spec,
+        wanted: &Requirement,
         size_bytes: u64,
         limit_bytes: u64,
     ) -> Result<(), Error> {
@@ -250,20 +258,13 @@ impl Catalog {
         if volume.spec.mutable_parameters != asked.mutable_parameters {
             differences.push("mutable parameters: it was made with others".to_owned());
         }
-        if !self.within(volume, asked) {
-            differences.push("topology: not all of its replicas are where it is asked for".into());
+        if !wanted.is_met_by(&self.state, volume) {
+            differences.push("topology: it is not where it is asked for".into());
         }
         if differences.is_empty() {
             return Ok(());
         }
         Err(Error::Differs { name: asked.name.clone(), difference: differences.join(", ") })
-    }
-
-    fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
-        volume.replicas.iter().all(|replica| {
-            let pool = self.state.pools.get(&replica.pool);
-            pool.is_none_or(|pool| spec::accessible(&asked.accessible_topology, &pool.topology))
-        })
     }
 
     /// Deletes a volume; its name is free at once, its record stays until every pool has
@@ -426,9 +427,9 @@ impl Catalog {
             asked.name = "capacity".to_owned();
         }
         let spec = spec::complete(&asked, self.state.settings.defaults)?;
-        let candidates = candidates(&self.state);
-        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
-        Ok((placement::unpromised(&spec, &candidates), largest))
+        let wanted = Requirement::of(&asked, spec.options.local)?;
+        let (left, largest) = topology::capacity(&spec, &candidates(&self.state), &wanted);
+        Ok((left, largest.min(spec::SIZE_BYTES_MAX)))
     }
 }
 
@@ -474,7 +475,7 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
             full: full.unwrap_or_default(),
             name: pool.name.clone(),
             host: pool.node.clone(),
-            topology: pool.topology.clone(),
+            topology: topology::of_pool(state, pool),
             capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
             used_bytes: seen.map_or(0, |seen| seen.used_bytes),
             promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),

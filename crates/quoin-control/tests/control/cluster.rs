@@ -497,6 +497,7 @@ pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Contro
         defaults: quoin_control::spec::Defaults { replicas: 3, spread: Spread::Host },
         data_security: "authenticate".into(),
         offline_after,
+        node_timeout: offline_after,
         replace_after: quoin_control::policy::ReplaceAfter::DEFAULT,
         heals_per_pool: 2,
         dying_pools: quoin_control::dying::DyingPolicy::Drain,

@@ -27,6 +27,7 @@ mod replacement;
 mod salvage;
 mod scale;
 mod server;
+mod sharing;
 mod snapshots;
 mod taking_back;
 mod targets;

@@ -277,7 +277,8 @@ async fn a_target_that_does_not_encrypt_is_given_no_encrypted_volume() {
     make_with(&server, "secret", Some((&encryption).into())).await;
     make(&server, "plain").await;
     for (encrypts, expected) in [(true, &["plain", "secret"][..]), (false, &["plain"])] {
-        let asked = WatchNodeRequest { node: "n1".into(), partial: true, encrypts };
+        let asked =
+            WatchNodeRequest { node: "n1".into(), partial: true, encrypts, ..Default::default() };
         let mut stream = server.local_agent().watch_node(asked).await.unwrap().into_inner();
         let targets = next(&mut stream).await.unwrap().targets;
         let mut names: Vec<_> = targets.into_iter().map(|target| target.name).collect();

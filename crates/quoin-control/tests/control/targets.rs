@@ -36,7 +36,8 @@ async fn a_target_alone_makes_its_host_a_node_and_takes_nothing_from_what_csi_te
     cluster.controller.reports.node(&csi).await.unwrap();
     cluster.controller.reports.target(&report("n9")).await.unwrap();
     let node = shown("n9");
-    assert_eq!((node.volumes_max, node.topology), (7, topology.into()));
+    let own = ("quoin.io/node".to_owned(), "n9".to_owned());
+    assert_eq!((node.volumes_max, node.topology), (7, topology.into_iter().chain([own]).collect()));
     assert_eq!(node.address, "10.0.0.9", "CSI knows no address");
     let wrong = TargetReport { node: "no name".into(), ..report("n9") };
     assert_eq!(

@@ -73,13 +73,12 @@ impl Controller for ControllerService {
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
+        let wanted = topology::of_requirement(request.accessibility_requirements.as_ref())?;
+        (spec.accessible_topology, spec.preferred_topology) = (wanted.requisite, wanted.preferred);
         let key = encryption::of_new_volume(&spec, &request.secrets)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
-            let cluster_id = backend.cluster_id().await?.to_owned();
-            spec.accessible_topology =
-                topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
             spec.name = request.name;
             spec.size_bytes = size_bytes;
             if let Some(key) = &key {
@@ -97,7 +96,7 @@ impl Controller for ControllerService {
                 // It may have been made before, with another key.
                 encryption::check(&volume, key).await?;
             }
-            let volume = Some(response::volume(&volume, &cluster_id));
+            let volume = Some(response::volume(&volume));
             Ok(Response::new(CreateVolumeResponse { volume }))
         })
         .await
@@ -139,7 +138,7 @@ impl Controller for ControllerService {
         run_to_completion("ControllerPublishVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
-            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            let own = context::of_volume(&volume);
             context::compare(&request.volume_context, &own)
                 .map_err(|why| invalid("volume_context", why))?;
             let attachment = backend
@@ -147,10 +146,10 @@ impl Controller for ControllerService {
                     volume: crate::backend::by_id(&request.volume_id),
                     node: request.node_id,
                     read_only: request.readonly || capability.is_reader_only(),
-                    multi_node: false,
                     usage: capability.usage(request.readonly),
+                    sharing: capability.sharing().to_owned(),
                     // The node's CSI service makes the device.
-                    device: false,
+                    ..Default::default()
                 })
                 .await?;
             let publish_context = attachment.publish_context;
@@ -195,7 +194,7 @@ impl Controller for ControllerService {
         };
         run_to_completion("ValidateVolumeCapabilities", async move {
             let volume = backend.volume(&request.volume_id).await?;
-            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            let own = context::of_volume(&volume);
             let verdict = supported
                 .and_then(|()| {
                     context::compare(&request.volume_context, &own)
@@ -238,11 +237,10 @@ impl Controller for ControllerService {
             .map_err(|_| invalid("max_entries", "is negative"))?;
         limits::optional("starting_token", &request.starting_token)?;
         run_to_completion("ListVolumes", async move {
-            let cluster_id = backend.cluster_id().await?.to_owned();
             let (mut entries, mut token) = (Vec::new(), request.starting_token);
             loop {
                 let (page, next) = backend.list_volumes(max_entries, &token).await?;
-                entries.extend(page.iter().map(|volume| response::entry(volume, &cluster_id)));
+                entries.extend(page.iter().map(response::entry));
                 token = next;
                 // All volumes are requested without a bound, whatever the control plane's page
                 // size.
@@ -263,6 +261,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         limits::map("parameters", &request.parameters)?;
         let mut spec = parameters::read(&request.parameters)?;
+        spec.accessible_topology = topology::of_one(request.accessible_topology.as_ref())?;
         let supported = match request.volume_capabilities.as_slice() {
             [] => true,
             given => match capability::read_all(given) {
@@ -272,12 +271,9 @@ impl Controller for ControllerService {
             },
         };
         run_to_completion("GetCapacity", async move {
-            let cluster_id = backend.cluster_id().await?;
-            let places = topology::of_one(request.accessible_topology.as_ref(), cluster_id)?;
-            let (true, Some(places)) = (supported, places) else {
+            if !supported {
                 return Ok(Response::new(GetCapacityResponse::default()));
-            };
-            spec.accessible_topology = places;
+            }
             let capacity = backend.capacity(spec).await?;
             let size = |bytes: u64| (bytes != 0).then(|| signed(bytes));
             Ok(Response::new(GetCapacityResponse {
@@ -356,13 +352,12 @@ impl Controller for ControllerService {
         limits::required("volume_id", &request.volume_id)?;
         run_to_completion("ControllerGetVolume", async move {
             let volume = backend.volume(&request.volume_id).await?;
-            let cluster_id = backend.cluster_id().await?;
             Ok(Response::new(ControllerGetVolumeResponse {
                 status: Some(controller_get_volume_response::VolumeStatus {
                     published_node_ids: response::nodes(&volume),
                     volume_condition: Some(response::condition(&volume)),
                 }),
-                volume: Some(response::volume(&volume, cluster_id)),
+                volume: Some(response::volume(&volume)),
             }))
         })
         .await

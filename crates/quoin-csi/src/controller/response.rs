@@ -13,14 +13,14 @@ use crate::capacity::signed;
 use crate::{context, parameters, topology};
 
 /// Returns the volume message, the same in every answer.
-pub fn volume(volume: &api::Volume, cluster_id: &str) -> Volume {
-    let restricted = volume.spec.as_ref().map_or(&[][..], |spec| &spec.accessible_topology);
+pub fn volume(volume: &api::Volume) -> Volume {
+    let topologies = volume.spec.as_ref().map_or(&[][..], |spec| &spec.accessible_topology);
     Volume {
         capacity_bytes: signed(volume.size_bytes),
         volume_id: volume.id.clone(),
-        volume_context: context::of_volume(volume, cluster_id),
+        volume_context: context::of_volume(volume),
         content_source: volume.made_from.as_ref().map(content_source),
-        accessible_topology: topology::of_volume(restricted, cluster_id),
+        accessible_topology: topology::of_record(topologies),
     }
 }
 
@@ -42,7 +42,7 @@ pub fn snapshot(snapshot: &api::Snapshot) -> Snapshot {
         creation_time: snapshot.cut_at,
         ready_to_use: snapshot.phase == "Ready",
         group_snapshot_id: String::new(),
-        accessible_topology: Vec::new(),
+        accessible_topology: topology::of_record(&snapshot.accessible_topology),
     }
 }
 
@@ -52,9 +52,9 @@ pub fn snapshot_entry(one: &api::Snapshot) -> list_snapshots_response::Entry {
 }
 
 /// Returns one line of a list.
-pub fn entry(one: &api::Volume, cluster_id: &str) -> list_volumes_response::Entry {
+pub fn entry(one: &api::Volume) -> list_volumes_response::Entry {
     list_volumes_response::Entry {
-        volume: Some(volume(one, cluster_id)),
+        volume: Some(volume(one)),
         status: Some(list_volumes_response::VolumeStatus {
             published_node_ids: nodes(one),
             volume_condition: Some(condition(one)),

@@ -24,13 +24,14 @@ impl ControllerService {
         limits::secrets(&request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
+        // A snapshot lies where its volume does, so what is preferred is no choice.
+        let given = request.accessibility_requirements.as_ref();
+        let requisite = topology::of_requirement(given)?.requisite;
         let held = self.0.controller_calls().begin("snapshot name", &request.name)?;
         run_to_completion("CreateSnapshot", async move {
             let _held = held;
-            let cluster_id = backend.cluster_id().await?.to_owned();
-            topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
-            let snapshot =
-                backend.create_snapshot(&request.source_volume_id, &request.name).await?;
+            let source = &request.source_volume_id;
+            let snapshot = backend.create_snapshot(source, &request.name, requisite).await?;
             match snapshot.phase.as_str() {
                 "Ready" => {
                     let snapshot = Some(response::snapshot(&snapshot));

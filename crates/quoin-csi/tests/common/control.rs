@@ -223,7 +223,11 @@ async fn pool(admin: Channel, index: u32) {
         capacity_bytes: POOL_BYTES,
         free_bytes: POOL_BYTES,
         start_counter: 1,
-        topology: [("quoin.io/zone".to_owned(), "z1".to_owned())].into(),
+        topology: [
+            ("quoin.io/zone".to_owned(), "z1".to_owned()),
+            ("quoin.io/rack".to_owned(), format!("r{index}")),
+        ]
+        .into(),
         ..Default::default()
     };
     let mut held = BTreeSet::new();
@@ -295,7 +299,11 @@ async fn listen(
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
     let watched = agent
-        .watch_node(WatchNodeRequest { node: report.node.clone(), partial: false, encrypts: true })
+        .watch_node(WatchNodeRequest {
+            node: report.node.clone(),
+            encrypts: true,
+            ..Default::default()
+        })
         .await?;
     let mut assignments = watched.into_inner();
     loop {

@@ -303,6 +303,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 bad_blocks: held.repairs.bad_blocks(),
                 repaired: held.repairs.mended(),
                 is_clone,
+                hears_target: held.replica.hears_target(now),
             });
         }
         let space = self.pool.space();
@@ -330,6 +331,7 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         stable: 0,
         used_bytes: 0,
         bad_blocks: 0,
+        hears_target: false,
         repaired: 0,
         is_clone: false,
     }

@@ -104,6 +104,9 @@ pub enum PrimaryEvent {
     Changes(ChangesRequest),
     /// The membership that the control plane desires.
     Desired(Desired),
+    /// Keeps the lease while the volume is idle too, so that its replicas hear this target. A driver
+    /// asks for it while the controller does not hear the target.
+    KeepLease(bool),
     /// Requests a comparison of all members; `None` ends it.
     Verify(Option<VerifyOrder>),
     /// Limit of bytes of entries that may be kept for replicas that are away or behind, where the

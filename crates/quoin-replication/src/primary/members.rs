@@ -24,6 +24,8 @@ pub(super) struct Members {
     pub membership: Membership,
     /// The membership that the controller desires.
     pub desired: Desired,
+    /// The lease is kept while the volume is idle too.
+    pub keeps_lease: bool,
     pub peers: Vec<Peer>,
     next_nonce: u64,
     /// Replicas that broke the protocol, each with the time of its next attempt.
@@ -64,6 +66,7 @@ impl Members {
         Self {
             membership: Membership::default(),
             desired: Desired::default(),
+            keeps_lease: false,
             peers: Vec::new(),
             next_nonce: 1,
             banned: Vec::new(),

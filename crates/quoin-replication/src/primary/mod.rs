@@ -276,6 +276,7 @@ impl Primary {
             PrimaryEvent::Changes(request) => self.ask_changes(now, request),
             PrimaryEvent::Revert { snapshot, attempt } => self.wish_revert(snapshot, attempt),
             PrimaryEvent::Desired(desired) => self.members.desired = desired,
+            PrimaryEvent::KeepLease(keeps) => self.members.keeps_lease = keeps,
             PrimaryEvent::Verify(order) => self.order_verify(now, order),
             PrimaryEvent::Retain { bytes_max } => self.rebuilds.retain_bytes_max = bytes_max,
             PrimaryEvent::Swapped { version, membership } => {

@@ -366,12 +366,19 @@ impl Primary {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
-    /// Sends pings. The lease is renewed only while something waits for it; an idle volume sends
-    /// nothing. Some time after stable has reached the last entry, one frame notifies each replica.
+    /// Whether the lease is renewed when it is half over.
+    pub(super) fn wants_lease(&self) -> bool {
+        let is_kept = self.members.keeps_lease && !mutant::is("idle-lease-not-kept");
+        is_kept || self.replies_wait()
+    }
+
+    /// Sends pings. The lease is renewed only while something waits for it, or the driver asks for it;
+    /// an idle volume sends nothing. Some time after stable has reached the last entry, one frame
+    /// notifies each replica.
     fn send_pings(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
-            self.replies_wait() && self.lease_until().is_none_or(|until| now + half >= until);
+            self.wants_lease() && self.lease_until().is_none_or(|until| now + half >= until);
         let settled = self.commit.tell_at(&self.members.peers).is_some_and(|at| now >= at);
         let interval = self.ping_interval();
         let stable = self.commit.stable;

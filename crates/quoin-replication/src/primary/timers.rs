@@ -59,7 +59,7 @@ impl Primary {
         if !self.is_running() || self.phase == Phase::Recovering {
             return None;
         }
-        let renewal = self.replies_wait().then(|| {
+        let renewal = self.wants_lease().then(|| {
             let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
             let renew = self.lease_until().map_or(now, |until| until - half);
             renew.max(now + self.ping_interval())

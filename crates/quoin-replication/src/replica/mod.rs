@@ -198,6 +198,11 @@ impl Replica {
         self.session.is_some()
     }
 
+    /// Whether a target's lease lives, that of an unknown target after a restart included.
+    pub fn hears_target(&self, now: Time) -> bool {
+        self.lease.is_some_and(|lease| now < lease.until)
+    }
+
     /// The session that is open, and its own connection.
     pub fn session(&self) -> Option<(ConnectionId, SessionKey)> {
         self.session.as_ref().map(|s| (s.connection, s.key))

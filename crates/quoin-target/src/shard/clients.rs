@@ -12,6 +12,7 @@ use quoin_types::{Time, VolumeId};
 
 use super::sources::{Slot, Sources};
 use super::{Shard, Volume};
+use crate::assignment::Sharer;
 use crate::client::{Client, Turn};
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
@@ -57,6 +58,8 @@ pub(super) struct Export {
     throttle: Option<(Throttle, u64)>,
     /// Keys of the clients.
     clients: Vec<u64>,
+    /// Other nodes that are let in.
+    pub(super) sharers: Vec<Sharer>,
     tokens: Tokens,
 }
 
@@ -67,8 +70,8 @@ impl Export {
         listener: Option<(Socket, u64)>,
         throttle: Option<(Throttle, u64)>,
     ) -> Self {
-        let (clients, tokens) = (Vec::new(), Tokens::default());
-        Self { info, since_epoch, listener, throttle, clients, tokens }
+        let (clients, sharers, tokens) = (Vec::new(), Vec::new(), Tokens::default());
+        Self { info, since_epoch, listener, throttle, clients, sharers, tokens }
     }
 
     pub(super) fn has_clients(&self) -> bool {
@@ -255,17 +258,53 @@ impl Shard {
         if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
-        let NewClient { socket, mut session, input, mut requests, life } = new;
+        let NewClient { socket, mut session, input, mut requests, life, sharer } = new;
+        let read_only = session.device().is_some_and(|device| device.read_only);
+        let sharer = sharer.map(|node| Sharer { node, read_only });
+        if let Some(sharer) = &sharer {
+            // It may have lost the volume since it was let in.
+            if !volume.export.sharers.contains(sharer) {
+                return;
+            }
+            // What lies unread in an older connection of the node may have been sent again by this
+            // one: it must not be carried out later.
+            self.end_sharers(id, |older| older.node == sharer.node);
+        }
+        let Some(volume) = self.volumes.get(&id) else { return };
         // The volume may have grown between the negotiation and now.
         session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
+        client.sharer = sharer;
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
         }
         self.submit(now, id, key, &mut requests);
         self.take_client(now, key);
+    }
+
+    /// Lets these other nodes use a volume, and no others.
+    pub(super) fn let_in(&mut self, id: VolumeId, sharers: Vec<Sharer>) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if volume.export.sharers == sharers {
+            return;
+        }
+        volume.export.sharers.clone_from(&sharers);
+        self.end_sharers(id, |sharer| !sharers.contains(sharer));
+    }
+
+    /// Ends the connections of sharers.
+    fn end_sharers(&mut self, id: VolumeId, ends: impl Fn(&Sharer) -> bool) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let is_over = |key: &&u64| {
+            let Some(Slot::Client(client)) = self.sources.slots.get(*key) else { return false };
+            client.sharer.as_ref().is_some_and(&ends)
+        };
+        let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
+        for key in over {
+            self.client_lost(key);
+        }
     }
 
     fn settle(&mut self, client: Client) -> Option<u64> {

@@ -37,6 +37,7 @@ use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
+use crate::assignment::Sharer;
 use crate::commands::Answer;
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
@@ -78,6 +79,8 @@ pub enum Input {
         wish: SnapshotWish,
     },
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
+    /// Keep the leases of idle volumes too, or no more.
+    KeepLeases(bool),
     /// Close all volumes, then end.
     Shutdown,
 }
@@ -112,6 +115,8 @@ pub struct VolumeSetup {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    /// Other nodes that use it.
+    pub sharers: Vec<Sharer>,
     /// Seed of incarnations: random, never repeated.
     pub seed: u64,
 }
@@ -139,6 +144,7 @@ pub struct VolumeUpdate {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    pub sharers: Vec<Sharer>,
 }
 
 /// Requests of a shard to the control thread.
@@ -321,6 +327,8 @@ pub struct Shard {
     actions: Vec<PrimaryAction>,
     requests: Vec<Request>,
     stopping: bool,
+    /// Leases of idle volumes are kept too.
+    keeps_leases: bool,
     /// Latencies are counted from the begin of a round to that of another, which costs no clock.
     round: Round,
 }
@@ -352,6 +360,7 @@ impl Shard {
             actions: Vec::new(),
             requests: Vec::new(),
             stopping: false,
+            keeps_leases: false,
             round: Round::begin(now()),
         };
         Ok((shard, handle))
@@ -467,6 +476,12 @@ impl Shard {
                 // The caller may have stopped waiting.
                 let _ = answer.send(all);
             }
+            Input::KeepLeases(keeps) => {
+                self.keeps_leases = keeps;
+                for volume in self.volumes.keys().copied().collect::<Vec<_>>() {
+                    self.event(now, volume, PrimaryEvent::KeepLease(keeps));
+                }
+            }
             Input::Shutdown => {
                 self.stopping = true;
                 for volume in self.volumes.keys().copied().collect::<Vec<_>>() {
@@ -479,7 +494,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
-        let VolumeSetup { is_encrypted, key, .. } = setup;
+        let VolumeSetup { is_encrypted, key, sharers, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -499,9 +514,12 @@ impl Shard {
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
         target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
+        target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
+        let mut export = Export::new(info, since_epoch, listener, throttle);
+        export.sharers = sharers;
         let volume = Volume {
             target,
-            export: Export::new(info, since_epoch, listener, throttle),
+            export,
             links: Links::new(replicas),
             grant: Granted::default(),
             orders: Orders::new(options),
@@ -530,6 +548,7 @@ impl Shard {
                 volume.sealing.update(update.key.as_ref());
             }
         }
+        self.let_in(id, update.sharers);
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);

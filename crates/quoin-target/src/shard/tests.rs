@@ -53,6 +53,7 @@ pub(super) fn setup() -> VolumeSetup {
         replicas: Vec::new(),
         desired: Default::default(),
         verify: None,
+        sharers: Vec::new(),
         seed: 1,
     }
 }
@@ -101,7 +102,7 @@ fn next_client() -> (NewClient, TcpStream) {
     let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
     let read = Request { token: 1, operation: Operation::Read { offset: 0, length: 512 } };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
-    (NewClient { socket, session, input, requests, life }, there)
+    (NewClient { socket, session, input, requests, life, sharer: None }, there)
 }
 
 fn requests(shard: &Shard, kind: &str) -> u64 {

@@ -253,6 +253,7 @@ impl RunningTarget {
             replicas: places,
             desired: Default::default(),
             verify: None,
+            sharers: Vec::new(),
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         })));

@@ -183,6 +183,8 @@ impl BackupScheduleOptions {
 enum SpreadDefault {
     Host,
     Pool,
+    Rack,
+    Zone,
 }
 
 /// A cluster that was made, as `-o json` has it.
@@ -267,6 +269,8 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             control.default_spread = match options.default_spread {
                 SpreadDefault::Host => Spread::Host,
                 SpreadDefault::Pool => Spread::Pool,
+                SpreadDefault::Rack => Spread::Rack,
+                SpreadDefault::Zone => Spread::Zone,
             };
             control.replicas_max = options.max_replicas;
             control.lifetimes = options.lifetime.into();

@@ -1,6 +1,8 @@
 //! Work that a cluster does without a request, as flags: of the controller, and of `quoin dev`,
 //! which passes them on.
 
+use std::time::Duration;
+
 use clap::Args;
 use quoin_control::dying::{DyingLimits, DyingPolicy};
 use quoin_control::policy::{RebalanceAt, ReplaceAfter, Within};
@@ -15,6 +17,11 @@ pub struct HealingOptions {
     /// ask for changes anything. A volume may say otherwise.
     #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
     replace_after: ReplaceAfter,
+    /// Take the volumes of a node away where neither the controller nor a pool has heard of it for so
+    /// long (as in 10s, 1m): their targets move to other nodes that have them, and a volume that one
+    /// node alone has is given to the node that asks for it.
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = node_timeout)]
+    node_timeout: Duration,
     /// Replicas rebuilt into one pool at a time, of those that self-healing and drains begin.
     #[arg(
         long,
@@ -55,6 +62,13 @@ pub struct HealingOptions {
     dying_stalls: u64,
 }
 
+/// Reads a time within which a node that restarts its processes is not taken for lost.
+fn node_timeout(text: &str) -> Result<Duration, String> {
+    let sound = Duration::from_secs(5)..=Duration::from_secs(3600);
+    let time = quoin_api::volume::parse_time(text).filter(|time| sound.contains(time));
+    time.ok_or_else(|| "write a time of 5s to 60m, as in 10s or 1m".to_owned())
+}
+
 fn number() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'static {
     let rule = "1 to 1000000000; to do nothing about such pools: --dying-pools off";
     number_within(1..=1_000_000_000, rule)
@@ -64,6 +78,7 @@ impl HealingOptions {
     /// Writes the flags to a controller's options.
     pub fn apply_to(&self, control: &mut quoin_control::Options) {
         control.replace_after = self.replace_after;
+        control.node_timeout_ms = self.node_timeout.as_millis() as u64;
         control.heals_per_pool = self.heals_per_pool;
         control.rebalance_at = self.rebalance_at;
         control.dying_pools = self.dying_pools;
@@ -80,6 +95,7 @@ impl HealingOptions {
     pub fn flags(&self) -> Vec<(&'static str, String)> {
         vec![
             ("--replace-after", self.replace_after.to_string()),
+            ("--node-timeout", format!("{}ms", self.node_timeout.as_millis())),
             ("--heals-per-pool", self.heals_per_pool.to_string()),
             ("--rebalance-at", self.rebalance_at.to_string()),
             ("--dying-pools", self.dying_pools.to_string()),
@@ -121,6 +137,8 @@ mod tests {
         let told = parse(&[
             "--replace-after",
             "off",
+            "--node-timeout",
+            "30s",
             "--heals-per-pool",
             "7",
             "--rebalance-at",
@@ -140,6 +158,7 @@ mod tests {
         ])
         .unwrap();
         assert_eq!(told.replace_after, ReplaceAfter::Never);
+        assert_eq!(told.node_timeout_ms, 30_000);
         assert_eq!((told.heals_per_pool, told.rebalance_at), (7, RebalanceAt::Apart(33)));
         assert_eq!(told.dying_pools, DyingPolicy::Cordon);
         let limits = told.dying_limits;

@@ -12,6 +12,7 @@ mod node;
 mod pool;
 mod shutdown;
 mod target;
+mod topology;
 
 pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
 pub use controller::{ControllerCommand, LifetimeOptions, run as controller};
@@ -162,15 +163,6 @@ pub fn check_run_directory(run: &Path) -> Result<()> {
         ),
         _ => Ok(()),
     }
-}
-
-/// Reads `key=value`.
-pub fn parse_pair(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or("write it as key=value")?;
-    if key.is_empty() || value.is_empty() {
-        return Err("neither key nor value may be empty".into());
-    }
-    Ok((key.into(), value.into()))
 }
 
 /// The host's name, cut to what a certificate may carry.

@@ -29,9 +29,8 @@ pub struct NodeOptions {
     /// Volumes that may be attached here; 0: no limit of its own.
     #[arg(long, default_value_t = 0)]
     volumes_max: u32,
-    /// Where this host stands, as in quoin.io/zone=west; may be repeated.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = super::parse_pair)]
-    topology: Vec<(String, String)>,
+    #[command(flatten)]
+    topology: super::topology::TopologyOptions,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -51,7 +50,7 @@ pub fn run(options: NodeOptions) -> Result<()> {
         node.mode = options.mode;
         node.driver_name = options.driver_name;
         node.volumes_max = options.volumes_max;
-        node.topology = options.topology.into_iter().collect();
+        node.topology = options.topology.segments()?;
         Ok(quoin_csi::run(node, shutdown).await?)
     })
 }

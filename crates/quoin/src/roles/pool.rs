@@ -57,9 +57,8 @@ pub struct PoolOptions {
     /// next begins, as in 7d or 12h; `never`: only when asked for.
     #[arg(long, value_name = "TIME", value_parser = parse_period, default_value = "7d")]
     scrub_every: ScrubPeriod,
-    /// Where the pool stands, as in quoin.io/zone=west; may be repeated.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = super::parse_pair)]
-    topology: Vec<(String, String)>,
+    #[command(flatten)]
+    topology: super::topology::TopologyOptions,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -122,7 +121,7 @@ pub fn run(options: PoolOptions) -> Result<()> {
             listen: options.listen,
             advertise: options.advertise,
             network_only: options.network_only,
-            topology: options.topology.into_iter().collect(),
+            topology: options.topology.segments()?,
             cache_bytes: options.cache,
             scrub_period: options.scrub_every.0,
             metrics,

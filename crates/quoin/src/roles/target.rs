@@ -42,6 +42,10 @@ pub struct TargetOptions {
     /// may then read and write every volume.
     #[arg(long, requires = "nbd_listen")]
     nbd_plain: bool,
+    /// Where other nodes are let in that share a volume with this one, each with its certificate. The
+    /// port is opened with the first such volume; with --nbd-listen and TLS that port is used.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:10809")]
+    share_listen: SocketAddr,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -70,6 +74,7 @@ pub fn run(options: TargetOptions) -> Result<()> {
                 advertise: options.nbd_advertise,
                 plain: options.nbd_plain,
             }),
+            share_listen: options.share_listen,
             metrics,
         };
         Ok(quoin_target::run(target, shutdown).await?)

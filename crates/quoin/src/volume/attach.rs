@@ -37,6 +37,10 @@ pub struct AttachOptions {
     /// The file with the key of an encrypted volume; - is the standard input.
     #[arg(long, value_name = "FILE")]
     key_file: Option<KeyFile>,
+    /// Share it with other nodes, which ask for that too. A file system such as ext4 bears one writer;
+    /// several need one that is made for them, or a program that agrees with itself.
+    #[arg(long, value_name = "MODE", conflicts_with_all = ["at_boot", "not_at_boot"])]
+    share: Option<Share>,
     #[command(flatten)]
     boot: AtBootOptions,
     #[command(flatten)]
@@ -79,6 +83,27 @@ pub struct AttachedView {
 
 /// Usage name that distinguishes a command's attachments from others.
 pub const USAGE: &str = "command";
+
+/// How nodes share a volume.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Share {
+    /// All may write.
+    MultiWriter,
+    /// At most one writes; the others attach it read-only.
+    SingleWriter,
+    /// None writes.
+    ReadOnly,
+}
+
+impl Share {
+    fn word(self) -> &'static str {
+        match self {
+            Self::MultiWriter => "multi-writer",
+            Self::SingleWriter => "single-writer",
+            Self::ReadOnly => "read-only",
+        }
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Nbd {
@@ -125,7 +150,9 @@ pub async fn attach(
     }
     let key = keys::key_of(&volume, options.key_file.as_ref())?;
     if is_elsewhere && options.nbd.is_none() {
-        let request = super::remote::Request { volume, node, read_only: options.read_only };
+        let sharing = options.share.map(Share::word).unwrap_or_default();
+        let read_only = options.read_only;
+        let request = super::remote::Request { volume, node, read_only, sharing };
         return super::remote::attach(cluster, request, client, format).await;
     }
     if options.nbd.is_none() {
@@ -137,9 +164,9 @@ pub async fn attach(
         volume: Some(id_ref(&volume.id)),
         node: node.clone(),
         read_only: options.read_only,
-        multi_node: false,
         usage: USAGE.into(),
-        device: false,
+        sharing: options.share.map(Share::word).unwrap_or_default().to_owned(),
+        ..PublishVolumeRequest::default()
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
     if let Some(key) = &key {
@@ -172,7 +199,7 @@ pub async fn attach(
         nbd_socket: socket,
         size: volume.size_bytes,
         block_size: volume.spec.as_ref().map_or(0, |spec| spec.block_size),
-        read_only: options.read_only,
+        read_only: options.read_only || options.share == Some(Share::ReadOnly),
         file_only: false,
         key,
     };

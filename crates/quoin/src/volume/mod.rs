@@ -17,8 +17,9 @@ use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_api::control::{
     CreateVolumeRequest, DeleteVolumeRequest, GetVolumeRequest, ListVolumesRequest,
-    ResizeVolumeRequest, SnapshotRef, Volume, VolumeSource, VolumeSpec,
+    ResizeVolumeRequest, SnapshotRef, Topology, Volume, VolumeSource, VolumeSpec,
 };
+use quoin_api::topology::{is_key, is_label};
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
@@ -38,6 +39,8 @@ pub enum VolumeCommand {
     /// or of another volume: that takes moments whatever the size, and no space until either is
     /// written.
     #[command(after_help = "Examples:\n  quoin volume create db --size 10GiB --replicas 3\n  \
+                            quoin volume create db --size 10GiB --spread rack\n  \
+                            quoin volume create db --size 10GiB --topology quoin.io/zone=west\n  \
                             quoin volume create test --from-snapshot before-upgrade\n  \
                             quoin volume create copy --from-volume db --size 20GiB\n\
                             A copy has the options of its source unless others are given, and is as \
@@ -153,6 +156,11 @@ pub struct CreateOptions {
     consistency_factor: Option<u32>,
     #[command(flatten)]
     options: OptionFlags,
+    /// Where the volume is to be, as in quoin.io/zone=west (several segments with commas between
+    /// them); may be repeated, the best first. Its replicas go into as few of these as hold them;
+    /// with `--spread zone` (or rack, or `--local required`) each takes one replica.
+    #[arg(long, value_name = "KEY=VALUE[,KEY=VALUE]", value_parser = parse_topology)]
+    topology: Vec<Topology>,
     #[command(flatten)]
     encryption: keys::EncryptOptions,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
@@ -181,6 +189,21 @@ pub fn parse_name(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
+/// Reads one topology: its segments with commas between them.
+fn parse_topology(text: &str) -> Result<Topology, String> {
+    let mut topology = Topology::default();
+    for segment in text.split(',') {
+        let (key, value) = segment
+            .split_once('=')
+            .filter(|(key, value)| is_key(key) && is_label(value))
+            .ok_or("write it as KEY=VALUE, as in quoin.io/zone=west or quoin.io/node=h1")?;
+        if topology.segments.insert(key.to_ascii_lowercase(), value.to_owned()).is_some() {
+            return Err(format!("it gives {key} twice; repeat the flag for another topology"));
+        }
+    }
+    Ok(topology)
+}
+
 impl CreateOptions {
     /// The source of a copy; `None`: the volume begins empty.
     async fn source(&self, cluster: &mut Cluster) -> Result<Option<VolumeSource>> {
@@ -207,6 +230,9 @@ impl CreateOptions {
             replicas: self.replicas.unwrap_or(0),
             consistency_factor: self.consistency_factor.unwrap_or(0),
             allow_loss_on_single_failure: self.allow_loss_on_single_failure,
+            // The order of the flags is the order of preference.
+            accessible_topology: self.topology.clone(),
+            preferred_topology: self.topology.clone(),
             ..self.options.spec.clone()
         }
     }
@@ -440,7 +466,7 @@ async fn resize(
 
 /// The controller names fields, as orchestrators do; a user has typed flags.
 fn in_flags(status: tonic::Status) -> anyhow::Error {
-    const FLAGS: [(&str, &str); 9] = [
+    const FLAGS: [(&str, &str); 12] = [
         ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),
         ("consistencyFactor", "--consistency-factor"),
         ("onQuorumLoss", "--on-quorum-loss"),
@@ -450,6 +476,9 @@ fn in_flags(status: tonic::Status) -> anyhow::Error {
         ("blockSize", "--block-size"),
         ("fsType", "--fs-type"),
         ("spread: pool", "--spread pool"),
+        ("spread: host", "--spread host"),
+        ("local: required", "--local required"),
+        ("local: preferred", "--local preferred"),
     ];
     let message = refusal(status).to_string();
     let words = FLAGS.iter().fold(message, |text, (field, flag)| text.replace(field, flag));

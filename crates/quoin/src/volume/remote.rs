@@ -19,6 +19,8 @@ pub struct Request {
     pub volume: Volume,
     pub node: String,
     pub read_only: bool,
+    /// How nodes share the volume; empty: this one alone has it.
+    pub sharing: &'static str,
 }
 
 pub async fn attach(
@@ -27,16 +29,17 @@ pub async fn attach(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    let Request { volume, node, read_only } = asked;
+    let Request { volume, node, read_only, sharing } = asked;
     let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let was_there = volume.attachments.iter().any(|attachment| attachment.node == node);
     let request = PublishVolumeRequest {
         volume: Some(id_ref(&volume.id)),
         node: node.clone(),
         read_only,
-        multi_node: false,
         usage: USAGE.into(),
         device: true,
+        sharing: sharing.to_owned(),
+        ..Default::default()
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
     let device = match follow(cluster, &volume.id, &name, &node, client).await? {

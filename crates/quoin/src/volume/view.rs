@@ -1,6 +1,8 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{Attachment, MadeFrom, Replica, Volume, VolumeDevice, VolumeSpec};
+use quoin_api::control::{
+    Attachment, MadeFrom, Replica, Topology, Volume, VolumeDevice, VolumeSpec,
+};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
@@ -130,6 +132,19 @@ pub struct AccessView {
     pub nbd: Vec<String>,
     /// Block devices that nodes made when another host asked for them.
     pub devices_made: Vec<String>,
+    /// Where it can be used; none: everywhere.
+    pub topology: Vec<BTreeMap<String, String>>,
+}
+
+impl AccessView {
+    /// Where it can be used, in words.
+    fn places(&self) -> String {
+        let of = |one: &BTreeMap<String, String>| {
+            let pairs: Vec<_> = one.iter().map(|(key, value)| format!("{key}={value}")).collect();
+            pairs.join(",")
+        };
+        self.topology.iter().map(of).collect::<Vec<_>>().join(" or ")
+    }
 }
 
 /// How many replicas a volume has, and by which rule they count.
@@ -224,10 +239,18 @@ impl LocalDeviceView {
 }
 
 impl AccessView {
-    fn new(attachments: &[Attachment], devices: Vec<VolumeDevice>) -> Self {
+    fn new(
+        attachments: &[Attachment],
+        devices: Vec<VolumeDevice>,
+        topologies: &[Topology],
+    ) -> Self {
         let served = attachments.iter().filter(|attachment| !attachment.nbd_uri.is_empty());
         let made = attachments.iter().filter(|attachment| !attachment.device.is_empty());
         Self {
+            topology: topologies
+                .iter()
+                .map(|one| one.segments.clone().into_iter().collect())
+                .collect(),
             nodes: attachments.iter().map(|attachment| attachment.node.clone()).collect(),
             devices: devices.into_iter().map(DeviceView::from).collect(),
             nbd: served.map(|attachment| attachment.nbd_uri.clone()).collect(),
@@ -261,7 +284,7 @@ impl From<Volume> for VolumeView {
                 waiting_for: volume.waiting_for,
                 contract: volume.contract,
             },
-            access: AccessView::new(&volume.attachments, volume.devices),
+            access: AccessView::new(&volume.attachments, volume.devices, &spec.accessible_topology),
             membership: MembershipView {
                 epoch: volume.epoch,
                 replication_factor: membership.rf,
@@ -342,6 +365,7 @@ impl VolumeView {
             ("contract", self.state.contract.clone()),
             ("durability", self.option("durability")),
             ("spread", self.option("spread")),
+            ("topology", self.access.places()),
             (
                 "encrypted",
                 self.encryption.as_ref().map(EncryptionView::sentence).unwrap_or_default(),

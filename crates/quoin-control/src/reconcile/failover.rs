@@ -1,0 +1,82 @@
+//! Targets of volumes that several nodes have move away from a node that is lost.
+//!
+//! The node that is lost keeps its attachment: its orchestrator has not given it up. The target goes
+//! to another node that has the volume, at a higher epoch. A volume that one node alone has waits for
+//! its orchestrator, who publishes it elsewhere.
+
+use std::sync::Arc;
+
+use crate::Error;
+use crate::state::events::Severity;
+use crate::state::records::VolumeRecord;
+use crate::state::{State, about};
+use crate::volume::hearing::check_silent;
+
+/// Moves targets away from nodes that are lost.
+pub struct Failover {
+    state: Arc<State>,
+}
+
+impl Failover {
+    pub(crate) fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
+    /// Moves each target that is due.
+    pub async fn look(&self) -> Result<(), Error> {
+        if self.state.check_ruling().is_err() {
+            return Ok(());
+        }
+        for node in self.silent_nodes() {
+            for volume in self.state.volumes_of_node(&node) {
+                if volume.owner.as_deref() == Some(&node) && volume.attachments.len() > 1 {
+                    self.move_from(&volume, &node).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Nodes that have not reported for their time-out.
+    fn silent_nodes(&self) -> Vec<String> {
+        let timeout = self.state.settings.node_timeout;
+        let observed = self.state.observed();
+        let last = |node: &str| observed.nodes.get(node).map_or(observed.started, |seen| seen.last);
+        let nodes = self.state.nodes.list();
+        let names = nodes.iter().map(|node| node.name.clone());
+        names.filter(|node| last(node).elapsed() >= timeout).collect()
+    }
+
+    async fn move_from(&self, volume: &VolumeRecord, node: &str) -> Result<(), Error> {
+        let Ok(silence) = check_silent(&self.state, volume, node) else { return Ok(()) };
+        let next = {
+            let (observed, after) = (self.state.observed(), self.state.settings.offline_after);
+            let others = volume.attachments.iter().map(|a| a.node.clone());
+            others.filter(|other| other != node).find(|other| observed.node_online(other, after))
+        };
+        let Some(next) = next else { return Ok(()) };
+        let term = self.state.term();
+        let change = |volume: &mut VolumeRecord| {
+            let is_there = volume.attachments.iter().any(|a| a.node == next);
+            if volume.owner.as_deref() != Some(node) || !is_there || !volume.phase.is_kept() {
+                return Ok(false);
+            }
+            volume.owner = Some(next.clone());
+            volume.fence(true, term)?;
+            Ok(true)
+        };
+        let (volume, moved) = match self.state.update_volume(volume.id.0, change).await {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            other => other?,
+        };
+        if moved {
+            crate::status::opening_begins(&self.state, volume.id.0);
+            let message = format!(
+                "from node {node}, of which nobody has heard for {} s, to node {next}",
+                silence.as_secs()
+            );
+            self.state.events.record(Severity::Warning, about(&volume), "TargetMoved", message);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,372 @@
+//! Volumes that the target of another node serves: their unix sockets here lead there, over TLS.
+//!
+//! The attach process of a host connects to the socket of a volume and need not know where the
+//! volume's target is. While that is another node's, a relay listens on the socket. It opens the
+//! volume at that node with this node's certificate, and then passes bytes on. The address moves
+//! with the target: the relay's connections end, and their clients connect again.
+//!
+//! The target there ends the older connection of this node when it takes a newer one, so that a
+//! request that lies unread in the older one is never carried out after it was sent again.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use quoin_identity::{Expected, Identity, Role};
+use quoin_nbd::protocol::{
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, be32, be64,
+    option, reply,
+};
+use quoin_types::VolumeId;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio_rustls::TlsConnector;
+
+use crate::listen::{self, ListenError};
+
+/// Most clients of one volume.
+const CLIENTS_MAX: usize = 16;
+/// Time to reach the target, with the negotiation up to TLS.
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+/// Time for a client to answer the greeting.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// Time for the target to close a connection that the client has ended.
+const CLOSE_MAX: Duration = Duration::from_secs(10);
+/// Pause after a client that was not accepted.
+const REST: Duration = Duration::from_millis(100);
+/// Longest data of an option; no client has a longer one.
+const OPTION_BYTES_MAX: usize = 16 << 10;
+/// Buffer of each direction.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Target of another node, and the name of the volume there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Destination {
+    pub node: String,
+    /// `HOST:PORT`.
+    pub address: String,
+    pub export: String,
+}
+
+struct Relay {
+    path: PathBuf,
+    destination: watch::Sender<Destination>,
+    task: JoinHandle<()>,
+}
+
+impl Relay {
+    /// Ends the relay. The path is free when this returns.
+    fn end(self) {
+        let _ = std::fs::remove_file(&self.path);
+        self.task.abort();
+    }
+}
+
+/// The relays of one host.
+pub(crate) struct Relays {
+    identity: Identity,
+    running: Mutex<BTreeMap<VolumeId, Relay>>,
+}
+
+impl Relays {
+    pub fn new(identity: Identity) -> Self {
+        Self { identity, running: Mutex::default() }
+    }
+
+    /// Relays a volume from now on, or to another place than before.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub fn want(&self, id: VolumeId, path: &Path, to: Destination) -> Result<(), ListenError> {
+        let mut running = self.running.lock().expect("never held across a panic");
+        if let Some(relay) = running.get(&id) {
+            let is_news = |known: &mut Destination| {
+                let differs = *known != to;
+                *known = to;
+                differs
+            };
+            relay.destination.send_if_modified(is_news);
+            return Ok(());
+        }
+        let listener = listen::bind(path)?;
+        let listener = UnixListener::from_std(listener).map_err(|source| ListenError::Io {
+            operation: "watch",
+            path: path.to_owned(),
+            source,
+        })?;
+        tracing::info!(volume = %id, node = to.node, address = to.address, "is reached at another node");
+        let (destination, moves) = watch::channel(to);
+        let task = tokio::spawn(serve(listener, moves, self.identity.clone()));
+        running.insert(id, Relay { path: path.to_owned(), destination, task });
+        Ok(())
+    }
+
+    /// Ends the relay of a volume, if there is one.
+    pub fn release(&self, id: VolumeId) {
+        let relay = self.running.lock().expect("never held across a panic").remove(&id);
+        if let Some(relay) = relay {
+            relay.end();
+        }
+    }
+
+    /// Volumes that are relayed now.
+    pub fn ids(&self) -> Vec<VolumeId> {
+        self.running.lock().expect("never held across a panic").keys().copied().collect()
+    }
+}
+
+impl Drop for Relays {
+    fn drop(&mut self) {
+        self.ids().into_iter().for_each(|id| self.release(id));
+    }
+}
+
+/// Accepts clients, and ends them when the target moves.
+async fn serve(
+    listener: UnixListener,
+    mut moves: watch::Receiver<Destination>,
+    identity: Identity,
+) {
+    let mut clients = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept(), if clients.len() < CLIENTS_MAX => match accepted {
+                Ok((client, _)) => {
+                    let (to, identity) = (moves.borrow().clone(), identity.clone());
+                    clients.spawn(async move {
+                        if let Err(error) = relay(client, &to, &identity).await {
+                            tracing::info!(node = to.node, address = to.address, %error,
+                                "a client of a volume at another node is not served");
+                        }
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a client");
+                    tokio::time::sleep(REST).await;
+                }
+            },
+            Some(_) = clients.join_next() => {}
+            moved = moves.changed() => match moved {
+                Ok(()) => clients.abort_all(),
+                Err(_) => return,
+            },
+        }
+    }
+}
+
+/// Connects one client with the target, until either ends.
+async fn relay(mut client: UnixStream, to: &Destination, identity: &Identity) -> io::Result<()> {
+    let greeted = tokio::time::timeout(SILENCE_MAX, greet(&mut client));
+    let flags = greeted.await.map_err(|_| late("the client"))??;
+    let reached = tokio::time::timeout(CONNECT_MAX, reach(to, identity, flags));
+    let target = reached.await.map_err(|_| late("the target"))??;
+    let (mut from_client, mut to_client) = client.into_split();
+    let (mut from_target, mut to_target) = tokio::io::split(target);
+    let up = async {
+        name_export(&mut from_client, &mut to_target, &to.export).await?;
+        copy(&mut from_client, &mut to_target).await?;
+        to_target.shutdown().await
+    };
+    let down = copy(&mut from_target, &mut to_client);
+    tokio::pin!(up, down);
+    tokio::select! {
+        ended = &mut down => return ended,
+        ended = &mut up => ended?,
+    }
+    // The client waits until the target has read everything, which its end tells.
+    tokio::time::timeout(CLOSE_MAX, down).await.map_err(|_| late("the target"))?
+}
+
+fn late(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, format!("{what} did not answer in time"))
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+/// Greets a client as a server does; returns its flags.
+async fn greet(client: &mut UnixStream) -> io::Result<[u8; 4]> {
+    let mut greeting = MAGIC.to_be_bytes().to_vec();
+    greeting.extend(OPTION_MAGIC.to_be_bytes());
+    greeting.extend((FLAG_FIXED_NEWSTYLE | FLAG_NO_ZEROES).to_be_bytes());
+    client.write_all(&greeting).await?;
+    let mut flags = [0; 4];
+    client.read_exact(&mut flags).await?;
+    Ok(flags)
+}
+
+/// Connects to the target of another node, up to TLS; the negotiation of the export follows.
+async fn reach(
+    to: &Destination,
+    identity: &Identity,
+    flags: [u8; 4],
+) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+    let mut target = TcpStream::connect(&to.address).await?;
+    target.set_nodelay(true)?;
+    let mut greeting = [0; 18];
+    target.read_exact(&mut greeting).await?;
+    if be64(&greeting, 0) != MAGIC || be64(&greeting, 8) != OPTION_MAGIC {
+        return Err(invalid("this is no NBD server"));
+    }
+    let mut begin = flags.to_vec();
+    begin.extend(OPTION_MAGIC.to_be_bytes());
+    begin.extend(option::STARTTLS.to_be_bytes());
+    begin.extend(0_u32.to_be_bytes());
+    target.write_all(&begin).await?;
+    let mut answer = [0; 20];
+    target.read_exact(&mut answer).await?;
+    let is_ack = be64(&answer, 0) == OPTION_REPLY_MAGIC && be32(&answer, 12) == reply::ACK;
+    if !is_ack || be32(&answer, 16) != 0 {
+        return Err(invalid("the target does not begin TLS"));
+    }
+    let expected = Expected::Named(Role::Node, to.node.clone());
+    let config = identity.client_config(expected).map_err(io::Error::other)?;
+    let name = ServerName::try_from("quoin").expect("a valid name");
+    TlsConnector::from(config).connect(name, target).await
+}
+
+/// Passes options on until the client's first request, with the volume's name where they name the
+/// default export. The bytes of the request that were read are passed on too.
+async fn name_export(
+    client: &mut (impl AsyncRead + Unpin),
+    target: &mut (impl AsyncWrite + Unpin),
+    export: &str,
+) -> io::Result<()> {
+    let magic = OPTION_MAGIC.to_be_bytes();
+    loop {
+        let mut first = [0; 4];
+        if client.read_exact(&mut first).await.is_err() {
+            // The client ended within the negotiation.
+            return Ok(());
+        }
+        if first != magic[..4] {
+            target.write_all(&first).await?;
+            return target.flush().await;
+        }
+        let mut rest = [0; 12];
+        client.read_exact(&mut rest).await?;
+        if rest[..4] != magic[4..] {
+            return Err(invalid("the client sent no option"));
+        }
+        let (code, length) = (be32(&rest, 4), be32(&rest, 8) as usize);
+        if length > OPTION_BYTES_MAX {
+            return Err(invalid("the client sent an option that is too long"));
+        }
+        let mut data = vec![0; length];
+        client.read_exact(&mut data).await?;
+        let data = with_name(code, data, export);
+        let mut bytes = magic.to_vec();
+        bytes.extend(code.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        target.write_all(&bytes).await?;
+        target.flush().await?;
+    }
+}
+
+/// Puts the name of the export into an option that names the default one.
+fn with_name(code: u32, data: Vec<u8>, export: &str) -> Vec<u8> {
+    match code {
+        option::EXPORT_NAME if data.is_empty() => export.as_bytes().to_vec(),
+        option::GO | option::INFO | option::SET_META_CONTEXT | option::LIST_META_CONTEXT
+            if data.len() >= 4 && be32(&data, 0) == 0 =>
+        {
+            let mut named = (export.len() as u32).to_be_bytes().to_vec();
+            named.extend(export.as_bytes());
+            named.extend(&data[4..]);
+            named
+        }
+        _ => data,
+    }
+}
+
+/// Passes bytes on until the end, each piece at once.
+async fn copy(
+    from: &mut (impl AsyncRead + Unpin),
+    to: &mut (impl AsyncWrite + Unpin),
+) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(());
+        }
+        to.write_all(&buffer[..read]).await?;
+        to.flush().await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn option(code: u32, data: &[u8]) -> Vec<u8> {
+        let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(code.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        bytes
+    }
+
+    fn named(name: &[u8], rest: &[u8]) -> Vec<u8> {
+        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        data.extend(name);
+        data.extend(rest);
+        data
+    }
+
+    async fn passed(input: &[u8]) -> io::Result<Vec<u8>> {
+        let (mut from, mut to) = (input, Vec::new());
+        name_export(&mut from, &mut to, "db").await?;
+        copy(&mut from, &mut to).await?;
+        Ok(to)
+    }
+
+    #[tokio::test]
+    async fn the_default_export_gets_the_volumes_name_and_all_else_passes_as_it_is() {
+        let requests = b"\x25\x60\x95\x13 and whatever follows: IHAVEOPT";
+        let sent = [
+            option(option::STRUCTURED_REPLY, b""),
+            option(option::SET_META_CONTEXT, &named(b"", b"context")),
+            option(option::GO, &named(b"", b"\0\x01\0\x03")),
+            requests.to_vec(),
+        ];
+        let expected = [
+            option(option::STRUCTURED_REPLY, b""),
+            option(option::SET_META_CONTEXT, &named(b"db", b"context")),
+            option(option::GO, &named(b"db", b"\0\x01\0\x03")),
+            requests.to_vec(),
+        ];
+        assert_eq!(passed(&sent.concat()).await.unwrap(), expected.concat());
+        let other = option(option::GO, &named(b"other", b"\0\0"));
+        assert_eq!(passed(&other).await.unwrap(), other);
+        let old = option(option::EXPORT_NAME, b"");
+        assert_eq!(passed(&old).await.unwrap(), option(option::EXPORT_NAME, b"db"));
+    }
+
+    #[tokio::test]
+    async fn an_option_that_is_too_long_or_none_ends_the_client() {
+        let mut long = option(option::GO, b"");
+        long[12..].copy_from_slice(&(1_u32 << 30).to_be_bytes());
+        assert!(passed(&long).await.is_err());
+        assert!(passed(b"IHAVEBAD\0\0\0\0\0\0\0\0").await.is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_of_a_client_make_the_relay_panic(input: Vec<u8>) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let begun = [OPTION_MAGIC.to_be_bytes().to_vec(), input.clone()].concat();
+            let _ = runtime.block_on(passed(&input));
+            let _ = runtime.block_on(passed(&begun));
+        }
+    }
+}
