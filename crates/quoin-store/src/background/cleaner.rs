@@ -1,30 +1,45 @@
 //! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
 //!
-//! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
-//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
-//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
-//! by writing them anew. Everything is done in steps of about a megabyte.
+//! Which blocks are needed is asked of the views that are kept (the live map, snapshots, pins,
+//! a shadow), never of a counter: counters only choose the victim. Blocks keep the names that
+//! leaves have for them, so no view changes: where they lie now is noted in the table of moved
+//! blocks ([`crate::space::moved`]). Where a unit has next to no block left under its names, these
+//! get new ones in all views, which go on sharing nodes. Nodes are moved by writing them anew.
+//! Everything is done in steps of about a megabyte.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
+use crate::background::kept_views::{Breaks, KeptViews};
+use crate::background::node_moves::{NodeMove, NodeMoves};
 use crate::background::relocation::MovedBlock;
-use crate::core::{BadBlock, Core};
+use crate::core::{BadBlock, Core, NodeIo};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
-use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
+use crate::format::logical::{self, LogicalPlace, MovedGroup};
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
+use crate::format::superblock::Superblock;
 use crate::map::tree::{self, Change, Edit, Memo};
-use crate::replica::{Replica, Source};
+use crate::replica::{Replica, Source, may_lack};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
+/// Look-ups of blocks in views in one step, where each block has to be looked for in many; a group
+/// is looked for as a whole.
+const LOOK_UPS_A_STEP: usize = 4096;
 /// Blocks read at once of a segment that is in no cache.
 const PIECE_BLOCKS: u64 = 64;
+/// Groups that wait to be noted in the table of moved blocks.
+const GROUPS_PENDING_MAX: usize = 64;
+/// Divisor: of a unit of whose names no more than this part is left, and no more than one block,
+/// the blocks get new names. So the table is a small part of what it is about, whatever clients do.
+const RENAMED_PART: u32 = 64;
 
 #[derive(Clone, Copy)]
 struct Candidate {
@@ -32,24 +47,46 @@ struct Candidate {
     version: u64,
     place: u64,
     crc: u32,
+    /// The name that leaves have for it, and its group.
+    logical: u64,
+    key: u64,
+    number: u32,
+    /// It was written here first.
+    is_at_home: bool,
 }
+
+impl Candidate {
+    /// The unit in which it was written first, by generation.
+    fn home(&self, superblock: &Superblock) -> Option<(u16, u32)> {
+        let name = LogicalPlace::decode(self.logical)?;
+        Some((name.generation, superblock.unit_of(name.block)?))
+    }
+}
+
+/// Where groups lie once their copies count.
+type Groups = BTreeMap<u64, Option<MovedGroup>>;
 
 /// A segment that is being emptied.
 pub struct CleanJob {
     unit: u32,
     blocks: Vec<Candidate>,
-    nodes: Vec<Edit>,
+    nodes: NodeMoves,
     done: usize,
-    /// Some of it was moved.
-    moved: bool,
+    /// Units of whose names so little is left that it gets new ones.
+    renamed: BTreeSet<(u16, u32)>,
+    /// Groups that were written here first. While the segment is there their names mean it, so they
+    /// are noted all at once, in the step that gives the segment up.
+    from_home: Groups,
+    /// Groups that were moved here before.
+    moved_again: Groups,
     data: SegmentData,
 }
 
-/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
-/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
+/// Contents of a segment that is being emptied. Where no cache has them, they are read by the piece
+/// and not one by one.
 struct SegmentData {
     /// The segment's blocks, where it is read by the piece.
-    range: Option<std::ops::Range<u64>>,
+    range: Option<Range<u64>>,
     pieces: BTreeMap<u64, Bytes>,
     /// Blocks that were read ahead of the next step.
     ahead: BTreeMap<u64, Bytes>,
@@ -81,6 +118,8 @@ impl SegmentData {
             return Ok(block);
         }
         if let Some((first, length)) = self.piece_of(place) {
+            // Blocks are requested in the order of their places.
+            self.pieces = self.pieces.split_off(&first);
             if let Entry::Vacant(entry) = self.pieces.entry(first) {
                 let mut bytes = BytesMut::zeroed(length);
                 // Where a piece cannot be read, the block that is wanted may be.
@@ -100,6 +139,24 @@ impl SegmentData {
 }
 
 impl CleanJob {
+    /// Whether it made copies that the table of moved blocks does not have yet.
+    pub fn has_copies(&self) -> bool {
+        self.from_home.values().chain(self.moved_again.values()).any(Option::is_some)
+    }
+
+    /// The blocks of the next step. A group moves as a whole.
+    fn next_part(&self, views: &KeptViews) -> Range<usize> {
+        let most = (LOOK_UPS_A_STEP / views.asked_max()).clamp(1, BLOCKS_A_STEP);
+        let mut end = (self.done + most).min(self.blocks.len());
+        while let Some(next) = self.blocks.get(end)
+            && end > self.done
+            && next.key == self.blocks[end - 1].key
+        {
+            end += 1;
+        }
+        self.done..end
+    }
+
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
         self.data.pieces.clear();
@@ -139,7 +196,13 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        let start = core.superblock.unit_start(segment.unit);
+        let alone = self.shadow.as_ref().is_some_and(|s| s.owns_alone(segment.sequence));
+        if alone && segment.stream != Stream::Nodes {
+            // Its flip forgets the table of moved blocks.
+            return Ok(false);
+        }
+        let superblock = core.superblock;
+        let start = superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
         let data = SegmentData {
@@ -147,26 +210,46 @@ impl Replica {
             pieces: BTreeMap::new(),
             ahead: BTreeMap::new(),
         };
-        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
-        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
+        let (mut blocks, mut nodes) = (Vec::<Candidate>::new(), Vec::new());
+        let groups = logical::Groups::of(&superblock);
+        let generation = segment.generation;
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
-                    let change = Change::Renew { node: entry.epoch };
-                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
+                    let (place, newest) = (entry.epoch, entry.lsn);
+                    let (base, level) = (entry.lba, entry.kind);
+                    nodes.push(NodeMove { place, base, level, newest });
                     continue;
                 }
                 for (i, crc) in entry.crcs().enumerate() {
                     let (lba, version) = (entry.lba + i as u64, entry.lsn);
-                    job.blocks.push(Candidate { lba, version, place, crc });
+                    let kept = (segment.stream == Stream::Moved && entry.epoch != 0)
+                        .then(|| LogicalPlace::decode(entry.epoch))
+                        .flatten();
+                    let name = kept.unwrap_or(LogicalPlace { generation, block: place });
+                    if let Some((key, number)) = groups.key(name) {
+                        blocks.push(Candidate {
+                            lba,
+                            version,
+                            place,
+                            crc,
+                            logical: name.encode(),
+                            key,
+                            number,
+                            is_at_home: kept.is_none(),
+                        });
+                    }
                     place += 1;
                 }
             }
         })?;
         if complete {
-            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
-            job.nodes.sort_unstable_by_key(|e| e.lba);
+            let nodes = NodeMoves::new(nodes);
+            let renamed = scarce(&superblock, &segment, &blocks);
+            let (from_home, moved_again) = Default::default();
+            let (unit, done) = (segment.unit, 0);
+            let job = CleanJob { unit, blocks, nodes, done, renamed, from_home, moved_again, data };
             self.maintenance.clean = Some(job);
         }
         Ok(complete)
@@ -176,95 +259,151 @@ impl Replica {
     pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
         self.merge_shadow(core)?;
-        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
-            let live = self.live_of(core, &job.blocks[job.done..end])?;
-            let any = !live.is_empty();
-            if !self.move_blocks(core, live, &mut job.data)? {
+            let views = self.kept_views(core);
+            let part = job.next_part(&views);
+            job.done = part.end;
+            let part = job.blocks[part].to_vec();
+            if !self.move_blocks(core, &views, &part, &mut job)? {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.family.segments.set_aside(job.unit);
-                if job.moved {
-                    // Moved blocks were counted in their new segment, and in this one as well.
-                    self.count.begin_anew();
-                    self.maintenance.dirty = true;
-                }
+                self.maintenance.clean = Some(job);
+                self.abandon_clean(core);
                 return Ok(true);
             }
             job.data.ahead.clear();
-            job.moved |= any;
-        } else if !job.nodes.is_empty() {
-            self.renew(core, &job.nodes[job.done..end])?;
+            if job.moved_again.len() >= GROUPS_PENDING_MAX {
+                self.note_moved_again(core, &mut job)?;
+            }
         }
-        job.done = end;
-        if job.done < job.blocks.len().max(job.nodes.len()) {
+        if job.done < job.blocks.len() || !self.step_nodes(core, &mut job.nodes)? {
             self.maintenance.clean = Some(job);
             return Ok(false);
         }
+        self.note_moved_again(core, &mut job)?;
+        self.note_moved(core, std::mem::take(&mut job.from_home).into_iter())?;
+        #[cfg(debug_assertions)]
+        self.check_no_node_is_left(core, job.unit)?;
         if let Some(segment) = self.family.segments.remove(job.unit) {
             self.maintenance.pending_free.push((job.unit, segment.units));
+            if mutant::is("former-places-freed-before-the-table") {
+                core.freed.add(0, job.unit, segment.units);
+                self.maintenance.pending_free.pop();
+                core.release(0);
+            }
         }
         self.maintenance.dirty = true;
         Ok(true)
     }
 
+    /// Compares what was found of the nodes with a look at all views, where these are small.
+    #[cfg(debug_assertions)]
+    fn check_no_node_is_left<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        unit: u32,
+    ) -> Result<(), StoreError> {
+        const FEW_BLOCKS: u64 = 1 << 17;
+        let views = 2 + self.folded.snapshots.len() as u64;
+        let segment = self.family.segments.next_from(unit).filter(|s| s.unit == unit);
+        let Some(segment) = segment.filter(|s| s.stream == Stream::Nodes) else { return Ok(()) };
+        if self.head.volume_blocks * views <= FEW_BLOCKS {
+            let blocks = u64::from(segment.units) * u64::from(core.superblock.unit_blocks);
+            let start = core.superblock.unit_start(unit);
+            let bytes = start * BLOCK_SIZE as u64..(start + blocks) * BLOCK_SIZE as u64;
+            assert!(self.has_no_node_in(core, &bytes)?, "a view has a node of a segment that goes");
+        }
+        Ok(())
+    }
+
     /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
     pub fn look_ahead_of_moves<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(()) };
-        let looked = self.look_ahead_of_job(core, &mut job);
+        let looked = match job.blocks.is_empty() {
+            true => self.look_ahead_of_nodes(core, &mut job.nodes),
+            false => self.look_ahead_of_blocks(core, &mut job),
+        };
         self.maintenance.clean = Some(job);
         looked
     }
 
-    fn look_ahead_of_job<D: Disk>(
+    fn look_ahead_of_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         job: &mut CleanJob,
     ) -> Result<(), StoreError> {
-        let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
-        let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
-        let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
-        let (views, mut lacking) = (self.views(core), Ok(()));
-        for (root, newest) in &views {
-            let of_view = candidates.iter().filter(|candidate| candidate.version <= *newest);
-            let stretches = of_view.map(|candidate| (candidate.lba, candidate.lba + 1));
-            let stretches = stretches.chain(nodes.iter().map(Edit::stretch));
+        let (views, mut lacking) = (self.kept_views(core), Ok(()));
+        for candidate in &job.blocks[job.next_part(&views)] {
             let io = &mut self.io(core);
-            lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
-        }
-        lacking?;
-        for candidate in candidates {
-            for (root, newest) in &views {
-                let mut found = [BlockAt::default()];
-                if candidate.version <= *newest {
-                    tree::blocks(&mut self.io(core), *root, candidate.lba, &mut found)?;
+            let found = io.is_current(candidate).and_then(|is_current| match is_current {
+                true => io.shows(&views, candidate, &mut Vec::new()),
+                false => Ok(false),
+            });
+            match found {
+                Ok(true) => {
+                    let looked = job.data.look_ahead(core, candidate.place);
+                    lacking = lacking.and(may_lack(looked)?);
                 }
-                if found[0].place == candidate.place {
-                    lacking = lacking.and(job.data.look_ahead(core, candidate.place));
-                    break;
-                }
+                Ok(false) => {}
+                Err(error @ StoreError::Pending(_)) => lacking = Err(error),
+                Err(error) => return Err(error),
             }
         }
         lacking
     }
 
-    /// Every view that must survive, with the newest version it can hold.
-    fn views<D: Disk>(&self, core: &Core<D>) -> Vec<(Root, u64)> {
-        if mutant::is("views-forgotten-by-clean-up") {
-            return vec![(self.folded.root, u64::MAX)];
+    /// Notes groups whose blocks had been moved into the segment before: the table tells which copy
+    /// counts, so the segment may keep others.
+    fn note_moved_again<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CleanJob,
+    ) -> Result<(), StoreError> {
+        let groups = std::mem::take(&mut job.moved_again);
+        let blocks = groups.values().flatten().map(|group| u64::from(group.blocks.count_ones()));
+        let bytes = blocks.sum::<u64>() * BLOCK_SIZE as u64;
+        self.note_moved(core, groups.into_iter())?;
+        self.family.segments.sub_live(job.unit, bytes);
+        self.maintenance.dirty = true;
+        Ok(())
+    }
+
+    /// Gives up emptying a segment. Copies that were made of it and not noted count for nothing.
+    pub fn abandon_clean<D: Disk>(&mut self, core: &Core<D>) {
+        let Some(job) = self.maintenance.clean.take() else { return };
+        for group in job.from_home.values().chain(job.moved_again.values()).flatten() {
+            let bytes = u64::from(group.blocks.count_ones()) * BLOCK_SIZE as u64;
+            let unit = self.family.sub_live(&core.superblock, group.place, bytes);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
+                recount.counter_lowered(unit, group.place, bytes);
+            }
         }
-        let mut views: Vec<(Root, u64)> =
-            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+    }
+
+    /// Every view that must survive.
+    fn kept_views<D: Disk>(&self, core: &Core<D>) -> KeptViews {
+        if mutant::is("views-forgotten-by-clean-up") {
+            return KeptViews::live_alone(self.folded.root);
+        }
+        let snapshots = self.folded.snapshots.iter().map(|s| (s.info.lsn.0, s.root));
+        let mut snapshots: Vec<(u64, Root)> = snapshots.collect();
+        snapshots.sort_unstable_by_key(|(newest, _)| *newest);
+        let mut others: Vec<Root> = Vec::new();
         if !mutant::is("pinned-base-forgotten-by-clean-up") {
-            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+            // A flip may have come between.
+            others.extend(self.pins.values().map(|pin| pin.root));
         }
         if !mutant::is("bases-forgotten-by-clean-up") {
-            views.extend(core.bases.of(self.identity.guid).map(|(_, b)| (b.root, b.lsn)));
+            // Their snapshots may be gone.
+            others.extend(core.bases.of(self.identity.guid).map(|(_, base)| base.root));
         }
-        views.push((self.folded.root, u64::MAX));
-        if let Some(shadow) = &self.shadow {
-            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
-        }
-        views
+        others.extend(self.shadow.iter().flat_map(|shadow| shadow.roots()));
+        let none = Breaks::default();
+        let breaks = match mutant::is("breaks-of-the-history-forgotten") {
+            true => &none,
+            false => &self.family.moved.breaks,
+        };
+        KeptViews::new(snapshots, self.folded.root, breaks, others)
     }
 
     fn views_mut(&mut self) -> Vec<&mut Root> {
@@ -278,79 +417,160 @@ impl Replica {
         views
     }
 
+    /// Which of these blocks some view shows.
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        views: &KeptViews,
         candidates: &[Candidate],
     ) -> Result<Vec<Candidate>, StoreError> {
-        let views = self.views(core);
         let mut io = self.io(core);
-        let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
+        let (mut live, mut lost) = (Vec::new(), Vec::new());
         for candidate in candidates {
-            for (root, newest) in &views {
-                if mutant::is("moved-block-overwrites-a-newer-one") {
-                    live.push(*candidate);
-                    break;
-                }
-                if candidate.version > *newest {
-                    continue;
-                }
-                let mut found = [BlockAt::default()];
-                tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
-                if found[0].place == BAD_PLACE {
-                    let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
-                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
-                        let change = Change::Renew { node: u64::MAX };
-                        lost.push(Edit { lba: leaf, blocks: 1, change });
-                    }
-                }
-                if found[0].place == candidate.place {
-                    live.push(*candidate);
-                    break;
-                }
+            if mutant::is("moved-block-overwrites-a-newer-one")
+                || io.shows(views, candidate, &mut lost)?
+            {
+                live.push(*candidate);
             }
         }
         if lost.is_empty() {
             return Ok(live);
         }
         // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        lost.sort_unstable();
+        lost.dedup();
+        let change = Change::Renew { node: u64::MAX };
+        let lost: Vec<Edit> = lost.into_iter().map(|lba| Edit { lba, blocks: 1, change }).collect();
         self.update_views(core, &lost, &[])?;
-        self.live_of(core, candidates)
+        let views = self.kept_views();
+        self.live_of(core, &views, candidates)
     }
 
-    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
-    /// now is perhaps good, and a copy of nothing would take its place for ever.
+    /// Those of these blocks that count: others were moved on since. Where the table lost its entry,
+    /// one copy of the group counts, as one name never meant two contents while it was taken.
+    fn current_of<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        candidates: &[Candidate],
+        job: &CleanJob,
+    ) -> Result<Vec<Candidate>, StoreError> {
+        let mut current = Vec::new();
+        let mut copied: BTreeSet<u64> = job
+            .moved_again
+            .iter()
+            .filter(|(_, group)| group.is_some())
+            .map(|(key, _)| *key)
+            .collect();
+        // The groups follow each other, and each copy of one ascends.
+        let is_same_copy = |a: &Candidate, b: &Candidate| {
+            a.is_at_home == b.is_at_home && a.key == b.key && a.number < b.number
+        };
+        for copy in candidates.chunk_by(is_same_copy) {
+            let first = &copy[0];
+            if first.is_at_home {
+                current.extend_from_slice(copy);
+                continue;
+            }
+            let Some(group) = self.group_or_lost(core, first.key)? else { continue };
+            if group.place == LOST_PLACE && copied.insert(first.key) {
+                current.extend_from_slice(copy);
+            } else {
+                let counts = |c: &&Candidate| group.place_of(c.number) == Some(c.place);
+                current.extend(copy.iter().filter(counts));
+            }
+        }
+        Ok(current)
+    }
+
+    /// Copies what is live of these blocks, which are whole groups. `Ok(false)`: the disk refuses to
+    /// read one of them, so none is moved. What cannot be read now is perhaps good, and a copy of
+    /// nothing would take its place for ever.
     fn move_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        live: Vec<Candidate>,
-        data: &mut SegmentData,
+        views: &KeptViews,
+        part: &[Candidate],
+        job: &mut CleanJob,
     ) -> Result<bool, StoreError> {
+        let current = self.current_of(core, part, job)?;
+        let live = self.live_of(core, views, &current)?;
+        let superblock = core.superblock;
+        let is_renamed = |candidate: &Candidate| {
+            let home = candidate.home(&superblock);
+            home.is_some_and(|home| job.renamed.contains(&home))
+                || mutant::is("moved-block-overwrites-a-newer-one")
+        };
         let mut blocks = Vec::with_capacity(live.len());
         for candidate in &live {
-            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
+            let Ok(bytes) = job.data.block(core, candidate.place) else { return Ok(false) };
             if quoin_types::crc32c(&bytes) != candidate.crc {
                 // The block moves with its checksum, so it stays bad until a peer repairs it.
                 self.note_bad_place(core, candidate.lba, candidate.place)?;
             }
             let Candidate { lba, version, crc, .. } = *candidate;
-            blocks.push(MovedBlock { lba, version, crc, bytes });
+            let logical = if is_renamed(candidate) { 0 } else { candidate.logical };
+            blocks.push(MovedBlock { lba, version, crc, bytes, logical });
         }
         let places = self.write_moved(core, &blocks, true)?;
-        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
-        let mut moves: Vec<Edit> = live
-            .iter()
-            .zip(places)
-            .enumerate()
-            .map(|(i, (from, to))| Edit {
-                lba: from.lba,
-                blocks: 1,
-                change: match mutant::is("moved-block-overwrites-a-newer-one") {
-                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
-                    false => Change::Move { from: from.place, to },
-                },
-            })
-            .collect();
+        // A group of which nothing is left has no entry any more. A lost one stays: what it says of
+        // other copies is not known.
+        let mut last = None;
+        for candidate in current.iter().filter(|candidate| !candidate.is_at_home) {
+            let key = candidate.key;
+            if last != Some(key) && self.io(core).group(key)?.is_some_and(|g| g.place != LOST_PLACE)
+            {
+                job.moved_again.entry(key).or_insert(None);
+            }
+            last = Some(key);
+        }
+        let mut renamed = Vec::new();
+        for (candidate, place) in live.iter().zip(places) {
+            if is_renamed(candidate) {
+                renamed.push((*candidate, place));
+                continue;
+            }
+            let groups = match candidate.is_at_home {
+                true => &mut job.from_home,
+                false => &mut job.moved_again,
+            };
+            let group = groups.entry(candidate.key).or_default();
+            let group = group.get_or_insert(MovedGroup { blocks: 0, place });
+            if mutant::is("moved-group-forgets-a-block") && group.blocks.count_ones() == 1 {
+                continue;
+            }
+            if place != group.place + u64::from(group.blocks.count_ones())
+                || group.blocks >> candidate.number != 0
+            {
+                return Err(StoreError::Damaged("a group of moved blocks"));
+            }
+            group.blocks |= 1 << candidate.number;
+        }
+        self.rename(core, renamed)?;
+        Ok(true)
+    }
+
+    /// Gives blocks the names of the places where their copies lie, in every view.
+    fn rename<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        mut renamed: Vec<(Candidate, u64)>,
+    ) -> Result<(), StoreError> {
+        renamed.sort_unstable_by_key(|(from, _)| (from.lba, from.version));
+        let crcs: Vec<u32> = renamed.iter().map(|(from, _)| from.crc).collect();
+        let superblock = core.superblock;
+        let edits = renamed.iter().enumerate().map(|(i, (from, to))| {
+            let unit = self.family.sub_live(&superblock, from.place, BLOCK_SIZE as u64);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
+                recount.gone(unit, from.place, from.lba, from.version, BLOCK_SIZE as u64);
+            }
+            let to = self.family.logical(&superblock, *to);
+            let change = match mutant::is("moved-block-overwrites-a-newer-one") {
+                true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                false => Change::Move { from: from.logical, to },
+            };
+            Edit { lba: from.lba, blocks: 1, change }
+        });
+        let mut moves: Vec<Edit> = edits.collect();
         // Two versions of one block need two passes: edits of a pass do not overlap.
         while !moves.is_empty() {
             let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
@@ -363,7 +583,7 @@ impl Replica {
             self.update_views(core, &pass, &crcs)?;
             moves = later;
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Notes a block as bad in a view that shows this place: the live one if it does.
@@ -389,6 +609,7 @@ impl Replica {
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
+        self.renew_moved(core, nodes)?;
         self.renew_table(core, nodes)
     }
 
@@ -411,18 +632,67 @@ impl Replica {
         for root in old {
             new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
         }
-        if new.len() > own {
-            // Clones read them from the disk: they know nothing of what waits here to be written.
-            io.flush()?;
-        }
-        for (root, new) in self.views_mut().into_iter().zip(&new) {
-            *root = *new;
-        }
-        for (base, new) in core.bases.of_mut(guid).zip(&new[own..]) {
-            base.root = *new;
+        let bases = new.split_off(own);
+        self.replace_bases(core, bases.into_iter())?;
+        for (root, new) in self.views_mut().into_iter().zip(new) {
+            *root = new;
         }
         Ok(())
     }
+}
+
+impl<D: Disk> NodeIo<'_, D> {
+    /// Whether this copy of a block may be the one that counts, as far as can be read.
+    fn is_current(&mut self, candidate: &Candidate) -> Result<bool, StoreError> {
+        if candidate.is_at_home {
+            return Ok(true);
+        }
+        Ok(self.group(candidate.key)?.is_some_and(|group| {
+            group.place >= LOST_PLACE || group.place_of(candidate.number) == Some(candidate.place)
+        }))
+    }
+
+    /// Whether some view shows a block. Leaves on the way that are damaged are noted by their LBAs.
+    fn shows(
+        &mut self,
+        views: &KeptViews,
+        candidate: &Candidate,
+        damaged: &mut Vec<u64>,
+    ) -> Result<bool, StoreError> {
+        let mut question = views.ask(candidate.version);
+        while let Some(root) = question.next_view() {
+            let mut found = [BlockAt::default()];
+            tree::blocks(self, root, candidate.lba, &mut found)?;
+            // A Revert shows the block under its own version.
+            match found[0].place {
+                place if place == candidate.logical => return Ok(true),
+                BAD_PLACE => damaged.push(candidate.lba & !(LEAF_BLOCKS as u64 - 1)),
+                LOST_PLACE => {}
+                _ => question.decided(),
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// Units of whose names so few blocks are left in a segment that they get new ones.
+fn scarce(
+    superblock: &Superblock,
+    segment: &SegmentState,
+    blocks: &[Candidate],
+) -> BTreeSet<(u16, u32)> {
+    let least = (superblock.unit_blocks / RENAMED_PART).max(2) as usize;
+    let least = if mutant::is("moved-blocks-renamed") { usize::MAX } else { least };
+    let mut counts = BTreeMap::<(u16, u32), usize>::new();
+    for home in blocks.iter().filter_map(|block| block.home(superblock)) {
+        *counts.entry(home).or_default() += 1;
+    }
+    // Of what was written here first most is dead: the counter tells about how much is not.
+    let live = (segment.live_bytes / BLOCK_SIZE as u64) as usize;
+    if blocks.iter().all(|block| block.is_at_home) && live < least {
+        return counts.into_keys().collect();
+    }
+    counts.into_iter().filter(|(_, count)| *count < least).map(|(home, _)| home).collect()
 }
 
 /// Reads a segment's batches in order. False: one of its headers is bad.

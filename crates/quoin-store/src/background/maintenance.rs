@@ -103,7 +103,8 @@ mod tests {
     fn a_deleted_replica_frees_what_waited_for_a_commit_and_what_one_was_under_way_for() {
         let frees = vec![(4, 1)];
         let (record, relatives) = (bytes::Bytes::new(), Default::default());
-        let commit = Commit { ticket: 1, record, relatives, frees, given_up_bases: Vec::new() };
+        let (moved, given_up_bases) = (crate::format::node::Root::default(), Vec::new());
+        let commit = Commit { ticket: 1, record, relatives, moved, frees, given_up_bases };
         let commit = Some(commit);
         let work = Maintenance { commit, pending_free: vec![(1, 2)], ..Maintenance::default() };
         assert_eq!(

@@ -44,6 +44,8 @@ impl Base {
 #[derive(Default)]
 pub struct Bases {
     all: BTreeMap<BaseId, Base>,
+    /// The tables of moved blocks of the replicas that keep them.
+    moved: BTreeMap<ReplicaGuid, Root>,
     /// Some base may have lost its last user.
     has_unused: bool,
 }
@@ -63,6 +65,16 @@ impl Bases {
         let id = BaseId { replica, snapshot: state.snapshot };
         self.all.entry(id).or_insert_with(|| Base::new(state));
         self.has_unused = true;
+    }
+
+    /// Says where the blocks of the bases lie that a replica keeps.
+    pub fn set_moved(&mut self, replica: ReplicaGuid, table: Root) {
+        self.moved.insert(replica, table);
+    }
+
+    /// Table of moved blocks of a replica that keeps bases.
+    pub fn moved(&self, replica: ReplicaGuid) -> Root {
+        self.moved.get(&replica).copied().unwrap_or_default()
     }
 
     /// The bases that a replica keeps, by their snapshots.
@@ -150,6 +162,9 @@ impl Bases {
         };
         if let Some(Base { parent: Some(parent), .. }) = self.all.remove(&id) {
             self.end_use(parent);
+        }
+        if self.of(id.replica).next().is_none() {
+            self.moved.remove(&id.replica);
         }
         Some(id)
     }

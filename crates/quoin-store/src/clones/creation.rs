@@ -45,6 +45,11 @@ pub fn read_bases<D: Disk>(core: &mut Core<D>, durable: &DurableState) -> Result
         for base in &relatives.bases {
             core.bases.insert(*guid, base);
         }
+        if !relatives.bases.is_empty() {
+            let checkpoint = Checkpoint::decode(replica.checkpoint.clone());
+            let moved = checkpoint.map_err(|_| PoolError::MetadataLost)?.moved;
+            core.bases.set_moved(*guid, moved.map(|moved| moved.root).unwrap_or_default());
+        }
     }
     for (guid, replica) in &durable.replicas {
         let Ok(relatives) = RelativesState::decode(replica.relatives.clone()) else { continue };
@@ -65,6 +70,9 @@ pub fn check_bases<D: Disk>(
     for (guid, replica) in replicas {
         if replica.is_remnant() {
             core.bases.only_clones_show(*guid);
+        }
+        if replica.keeps_bases() {
+            core.bases.set_moved(*guid, replica.family.moved.root);
         }
         let Some(base) = replica.family.relatives.base else { continue };
         if core.bases.is_sound(base) {
@@ -214,6 +222,7 @@ impl<D: Disk> Pool<D> {
             replica.io(core).flush()?;
             core.bases.insert(keeper, &state_of(kept, parent));
             parent.into_iter().for_each(|parent| core.bases.begin_use(parent));
+            core.bases.set_moved(keeper, replica.family.moved.root);
         }
         replica.family.relatives.kept_through = core.bases.kept_through(keeper);
         replica.family.changes += 1;
@@ -311,6 +320,33 @@ impl Replica {
     /// Whether it was deleted, and nothing but its bases is left.
     pub fn is_remnant(&self) -> bool {
         self.family.relatives.is_remnant
+    }
+
+    /// Bases have these maps from now on.
+    pub fn replace_bases<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        roots: impl Iterator<Item = Root>,
+    ) -> Result<(), StoreError> {
+        if !self.keeps_bases() {
+            return Ok(());
+        }
+        // Clones read them from the disk: they know nothing of what waits here to be written.
+        self.io(core).flush()?;
+        for (base, root) in core.bases.of_mut(self.identity.guid).zip(roots) {
+            base.root = root;
+        }
+        Ok(())
+    }
+
+    /// Clones find blocks of its bases by its table of moved blocks.
+    pub fn share_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let (guid, table) = (self.identity.guid, self.family.moved.root);
+        if self.keeps_bases() && core.bases.moved(guid) != table {
+            self.io(core).flush()?;
+            core.bases.set_moved(guid, table);
+        }
+        Ok(())
     }
 
     /// Whether clones show snapshots of it.

@@ -163,7 +163,7 @@ impl Replica {
                     let crc_at = moved.len() as u32;
                     match bytes {
                         Some(bytes) => {
-                            moved.push(MovedBlock { lba, version, crc, bytes });
+                            moved.push(MovedBlock { lba, version, crc, bytes, logical: 0 });
                             Change::Fill { version, place: 0, crc_at }
                         }
                         None => {
@@ -186,7 +186,7 @@ impl Replica {
         for edit in &mut edits {
             if let Change::Fill { place, crc_at, .. } = &mut edit.change {
                 match places.get(*crc_at as usize) {
-                    Some(written) => *place = *written,
+                    Some(written) => *place = self.family.logical(&core.superblock, *written),
                     None => *crc_at = lost_at,
                 }
             }

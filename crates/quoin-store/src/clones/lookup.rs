@@ -1,11 +1,12 @@
 //! Blocks of a clone: its own, and those of its base where it has none.
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::mutant;
+use quoin_types::{ReplicaGuid, mutant};
 
 use crate::clones::bases::{BASES_DEEP_MAX, Base};
 use crate::core::{Core, NodeIo};
 use crate::disk::Disk;
+use crate::format::logical::{Groups, LogicalPlace, MovedGroup};
 use crate::format::node::{BAD_PLACE, BASE_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
 use crate::map::tree::{self, Part};
@@ -32,18 +33,25 @@ impl<D: Disk> NodeIo<'_, D> {
     /// State of `out.len()` blocks from `lba` on in a view of the replica, its base included.
     pub fn blocks(&mut self, root: Root, lba: u64, out: &mut [BlockAt]) -> Result<(), StoreError> {
         let base = self.family.relatives.base;
-        self.blocks_over(root, base, lba, out, BASES_DEEP_MAX)
+        self.blocks_over(root, None, base, lba, out, BASES_DEEP_MAX)
     }
 
     fn blocks_over(
         &mut self,
         root: Root,
+        keeper: Option<ReplicaGuid>,
         base: Option<BaseId>,
         lba: u64,
         out: &mut [BlockAt],
         deep: usize,
     ) -> Result<(), StoreError> {
         let mut lacking = may_lack(tree::blocks(self, root, lba, out))?;
+        // What is lacking of the table of moved blocks is fetched at the same time.
+        let places = match keeper {
+            None => self.find_places(out),
+            Some(keeper) => self.find_places_of(keeper, out),
+        };
+        lacking = lacking.and(may_lack(places)?);
         let Some(base) = base else {
             // What went back to a base that is not shown any more is a hole there.
             for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
@@ -88,8 +96,49 @@ impl<D: Disk> NodeIo<'_, D> {
         let within = blocks.saturating_sub(lba).min(out.len() as u64) as usize;
         match within {
             0 => Ok(()),
-            within => self.blocks_over(root, parent, lba, &mut out[..within], deep - 1),
+            within => {
+                let keeper = Some(id.replica);
+                self.blocks_over(root, keeper, parent, lba, &mut out[..within], deep - 1)
+            }
         }
+    }
+
+    /// Replaces the names of blocks of a base by the places where they lie. A block that the table
+    /// of its replica does not have is at home: a name is free before it is given again.
+    fn find_places_of(
+        &mut self,
+        keeper: ReplicaGuid,
+        blocks: &mut [BlockAt],
+    ) -> Result<(), StoreError> {
+        let (table, superblock) = (self.core.bases.moved(keeper), self.core.superblock);
+        let groups = Groups::of(&superblock);
+        let (mut last, mut lacking) = (None, Ok(()));
+        for block in blocks {
+            let Some(logical) = LogicalPlace::decode(block.place) else { continue };
+            let Some((key, number)) = groups.key(logical) else {
+                block.place = BAD_PLACE;
+                continue;
+            };
+            let group = match last {
+                Some((known, group)) if known == key => group,
+                _ => {
+                    let mut entry = [BlockAt::default()];
+                    let found = may_lack(tree::blocks(self, table, key, &mut entry))?;
+                    if found.is_err() {
+                        lacking = found;
+                        continue;
+                    }
+                    MovedGroup::of(&entry[0])
+                }
+            };
+            last = Some((key, group));
+            let is_there = |place: &u64| superblock.unit_of(*place).is_some();
+            block.place = match group {
+                Some(group) => group.place_of(number).filter(is_there).unwrap_or(BAD_PLACE),
+                None => logical.block,
+            };
+        }
+        lacking
     }
 
     /// The next parts from `cursor` on of a view and of the bases behind it that may hold versions

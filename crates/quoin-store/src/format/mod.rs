@@ -5,6 +5,7 @@
 
 pub mod batch;
 pub mod checkpoint;
+pub mod logical;
 pub mod node;
 pub mod record;
 #[cfg(test)]

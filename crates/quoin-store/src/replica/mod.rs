@@ -14,7 +14,7 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant}
 
 use crate::background::maintenance::{Maintenance, Quarantine};
 use crate::background::recount::LiveCount;
-use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
+use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
@@ -155,7 +155,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
-            is_table: false,
+            tree: Tree::Map,
         }
     }
 
@@ -238,7 +238,8 @@ impl Replica {
         let waits = self.head.is_media();
         self.family.log_waits = waits;
         let before = self.family.open[Stream::Log as usize];
-        let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
+        let batch = &mut self.nodes;
+        let segment = self.family.segment_for(core, batch, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
         for entry in entries {
@@ -439,8 +440,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes: batch, upper, frozen, log, folded, .. } = self;
-        let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
-        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
+        let (kept_through, recount, gives_up, tree) = (u64::MAX, None, false, Tree::Map);
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, tree };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {

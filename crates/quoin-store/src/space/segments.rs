@@ -7,7 +7,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::clones::Relatives;
-use crate::core::Core;
+use crate::core::{Core, NodeBatch};
 use crate::disk::Disk;
 use crate::format::batch::{Stream, batch_blocks_max, guid_hash};
 use crate::format::checkpoint::SegmentState;
@@ -15,6 +15,7 @@ use crate::format::record::Record;
 use crate::format::segment::segment_header;
 use crate::format::superblock::{LARGE_UNITS, Superblock};
 use crate::space::bit_set::BitSet;
+use crate::space::moved::MovedBlocks;
 use crate::space::segment_table::Segments;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
@@ -240,6 +241,8 @@ pub struct Family {
     pub large: bool,
     pub relatives: Relatives,
     pub segments: Segments,
+    /// Where blocks lie that are not where they were written first.
+    pub moved: MovedBlocks,
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
@@ -304,6 +307,7 @@ impl Family {
             large: volume_blocks >= LARGE_FROM_BLOCKS,
             relatives: Relatives::default(),
             segments: Segments::new(unit_blocks),
+            moved: MovedBlocks::default(),
             open: [None; 3],
             log_waits: false,
             log_order: VecDeque::new(),
@@ -340,6 +344,7 @@ impl Family {
     pub fn segment_for<D: Disk>(
         &mut self,
         core: &mut Core<D>,
+        batch: &mut NodeBatch,
         stream: Stream,
         blocks: u32,
         from_reserve: bool,
@@ -369,11 +374,19 @@ impl Family {
         let warm_first = waits && core.disk.notes_space();
         let allocated = core.allocate(large, from_reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
+        let generation = match self.free_generation(core, batch, unit, units) {
+            Ok(generation) => generation,
+            Err(error) => {
+                core.allocator.give(unit, units);
+                return Err(error);
+            }
+        };
         core.sequence += 1;
         let state = SegmentState {
             unit,
             units,
             stream,
+            generation,
             sequence: core.sequence,
             used_blocks: 1,
             live_bytes: 0,
@@ -405,6 +418,7 @@ impl Family {
         self.close(stream);
         self.open[stream as usize] = Some(unit);
         self.changes += 1;
+        self.moved.opened(generation);
         if stream == Stream::Log {
             self.log_order.push_back((state.sequence, unit));
         }
