@@ -47,6 +47,10 @@ pub enum Error {
     #[error("{0}")]
     Aborted(String),
 
+    /// Bytes have no good copy.
+    #[error("{0}")]
+    DataLoss(String),
+
     #[error("{0}")]
     Denied(String),
 
@@ -141,6 +145,7 @@ impl Error {
             // A superseded controller: the one that took its place answers.
             Self::Busy(_) | Self::Superseded { .. } => Code::Unavailable,
             Self::Aborted(_) => Code::Aborted,
+            Self::DataLoss(_) => Code::DataLoss,
             Self::Denied(_) | Self::Removed(_) => Code::PermissionDenied,
             Self::Unauthenticated(_) => Code::Unauthenticated,
             Self::Identity(error) => match error {

@@ -39,7 +39,8 @@ pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
     run, serve,
 };
-pub use state::{events, records, snapshot_records, store};
+pub use snapshot::history::check_part;
+pub use state::{events, records, revert_records, snapshot_records, store};
 pub use status::health;
 pub use status::metrics::Metrics;
 pub use volume::attach::Publish;

@@ -181,6 +181,26 @@ impl Backend {
         }
     }
 
+    /// Returns the part of a snapshot's allocated ranges that begins at `offset`, or of those that
+    /// changed since another snapshot; without data.
+    pub async fn pull_snapshot(
+        &self,
+        id: &str,
+        since: Option<&str>,
+        offset: u64,
+    ) -> Result<api::SnapshotPart, Status> {
+        let wanted = api::PullSnapshotRequest {
+            snapshot: snapshot_by_id(id),
+            since: since.and_then(snapshot_by_id),
+            offset,
+            want_data: false,
+        };
+        match self.client.clone().pull_snapshot(Self::request(wanted)).await {
+            Ok(part) => Ok(part.into_inner()),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
     /// Returns one page of snapshots that are cut, and the token of the next. An empty `volume_id`
     /// stands for all volumes.
     pub async fn list_snapshots(

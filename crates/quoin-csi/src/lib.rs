@@ -22,6 +22,7 @@ mod health;
 mod identity;
 mod in_flight;
 mod limits;
+mod metadata;
 mod metrics;
 mod node;
 mod parameters;

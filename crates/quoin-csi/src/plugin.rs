@@ -20,10 +20,11 @@ use tonic::transport::Server;
 use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::controller::ControllerService;
-use crate::group::{GroupService, MetadataService};
+use crate::group::GroupService;
 use crate::health::Pools;
 use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
+use crate::metadata::MetadataService;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
 use crate::refusal;
@@ -204,7 +205,7 @@ impl Plugin {
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))
             .add_service(GroupControllerServer::new(GroupService))
-            .add_service(SnapshotMetadataServer::new(MetadataService))
+            .add_service(SnapshotMetadataServer::new(MetadataService(self.clone())))
             .serve_with_incoming_shutdown(connections, stopped(shutdown.clone()));
         tokio::select! {
             served = served => served,

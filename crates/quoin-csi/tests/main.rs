@@ -9,6 +9,7 @@ mod documents;
 mod encryption;
 mod health;
 mod interrupted;
+mod metadata;
 mod modify;
 mod node;
 mod process;

@@ -15,7 +15,7 @@ fn make(volume_id: &str, name: &str) -> CreateSnapshotRequest {
     }
 }
 
-fn remove(snapshot_id: &str) -> DeleteSnapshotRequest {
+pub fn remove(snapshot_id: &str) -> DeleteSnapshotRequest {
     DeleteSnapshotRequest { snapshot_id: snapshot_id.to_owned(), ..Default::default() }
 }
 
@@ -25,7 +25,7 @@ fn get(snapshot_id: &str) -> GetSnapshotRequest {
 
 impl World {
     /// A volume that is published to this node, so that a target serves it.
-    async fn served(&mut self, name: &str) -> String {
+    pub async fn served(&mut self, name: &str) -> String {
         let volume_id = self.create(name, 64 * MIB).await.volume_id;
         let request = ControllerPublishVolumeRequest {
             volume_id: volume_id.clone(),
@@ -46,7 +46,7 @@ impl World {
         self.controller.controller_unpublish_volume(request).await.unwrap();
     }
 
-    async fn snap(&mut self, volume_id: &str, name: &str) -> Snapshot {
+    pub async fn snap(&mut self, volume_id: &str, name: &str) -> Snapshot {
         let made = self.controller.create_snapshot(make(volume_id, name)).await.unwrap();
         made.into_inner().snapshot.unwrap()
     }

@@ -409,11 +409,17 @@ fn changes(
     loop {
         token += 1;
         c.changes.clear();
-        c.event(PrimaryEvent::Changes(ChangesRequest { token, from, to, cursor }));
+        c.event(PrimaryEvent::Changes(ChangesRequest {
+            token,
+            from,
+            to,
+            cursor,
+            want_data: false,
+        }));
         c.run(std::time::Duration::from_secs(1));
         let (said, answer) = c.changes.pop().expect("an answer");
         assert_eq!(said, token);
-        let ChangesAnswer::Part { ranges, next } = answer else { return Err(answer) };
+        let ChangesAnswer::Part { ranges, next, .. } = answer else { return Err(answer) };
         for range in ranges {
             blocks.extend((range.lba..range.lba + range.blocks).map(|lba| (lba, range.hole)));
         }
@@ -458,4 +464,88 @@ fn the_changes_between_two_snapshots_are_the_blocks_that_differ_and_a_revert_cha
     assert_eq!(allocated, (0..20).map(|lba| (lba, false)).collect::<Vec<_>>());
     assert_eq!(changes(&mut c, Some(8), 7), Err(ChangesAnswer::NoSnapshot));
     assert_eq!(changes(&mut c, Some(6), 99), Err(ChangesAnswer::NoSnapshot));
+}
+
+/// One answer to a request for the content of a snapshot from this block on.
+fn content(c: &mut Cluster, to: u128, cursor: u64) -> ChangesAnswer {
+    c.changes.clear();
+    let to = SnapshotId(to);
+    c.event(PrimaryEvent::Changes(ChangesRequest {
+        token: 1,
+        from: None,
+        to,
+        cursor,
+        want_data: true,
+    }));
+    c.run(std::time::Duration::from_secs(2));
+    c.changes.pop().expect("an answer").1
+}
+
+/// Block and first byte of each, of the parts from `cursor` on; or the answer that is no part.
+fn pulled_contents(c: &mut Cluster, to: u128) -> Result<Vec<(u64, u8)>, ChangesAnswer> {
+    let (mut cursor, mut blocks) = (0, Vec::new());
+    loop {
+        let answer = content(c, to, cursor);
+        let ChangesAnswer::Part { slots, next, .. } = &answer else { return Err(answer) };
+        for slot in slots {
+            let Content::Data { data, .. } = &slot.content else { panic!("{slot:?}") };
+            blocks.push((slot.lba, data[0]));
+        }
+        match next {
+            Some(next) => cursor = *next,
+            None => return Ok(blocks),
+        }
+    }
+}
+
+#[test]
+fn data_of_a_snapshot_comes_as_stored_from_a_member_with_a_good_copy_and_what_is_lost_is_said() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..200 {
+        c.write(block * 2, block as u8);
+    }
+    make(&mut c, 7);
+    for block in 0..400 {
+        c.write(block, 0xee);
+    }
+    let whole: Vec<(u64, u8)> = (0..200).map(|block| (block * 2, block as u8)).collect();
+    assert_eq!(pulled_contents(&mut c, 7), Ok(whole.clone()));
+    let view = ReadView::Snapshot(SnapshotId(7));
+    let spoil = |c: &mut Cluster, host: usize, lba| {
+        let guid = c.hosts[host].member.guid;
+        assert!(c.hosts[host].pool.replica(guid).expect("it").spoil_in(view, lba));
+    };
+    // No member is good everywhere, and all together they have everything.
+    for (host, lba) in [(0, 0), (1, 100), (2, 200), (0, 102), (1, 0)] {
+        spoil(&mut c, host, lba);
+    }
+    assert_eq!(pulled_contents(&mut c, 7), Ok(whole));
+    for host in [0, 2] {
+        spoil(&mut c, host, 100);
+    }
+    assert_eq!(pulled_contents(&mut c, 7), Err(ChangesAnswer::Damaged { lba: 100 }));
+    assert!(matches!(content(&mut c, 7, 101), ChangesAnswer::Part { .. }), "others are there");
+}
+
+#[test]
+fn no_part_of_a_snapshot_is_read_before_it_is_on_media_of_a_quorum() {
+    let mut c = Cluster::new(3, config());
+    c.write(3, 1);
+    c.settle();
+    for host in [1, 2] {
+        c.crash_replica(host);
+    }
+    c.event(PrimaryEvent::Snapshot { id: SnapshotId(7), wish: SnapshotWish::Make });
+    c.changes.clear();
+    let to = SnapshotId(7);
+    let request = ChangesRequest { token: 1, from: None, to, cursor: 0, want_data: false };
+    c.event(PrimaryEvent::Changes(request));
+    c.run(std::time::Duration::from_millis(500));
+    assert_eq!(c.changes, [], "one replica alone has it");
+    for host in [1, 2] {
+        c.start_replica(host);
+    }
+    c.wait_in_sync(3);
+    c.run(std::time::Duration::from_secs(3));
+    assert!(c.changes.iter().all(|(_, answer)| matches!(answer, ChangesAnswer::Part { .. })));
 }

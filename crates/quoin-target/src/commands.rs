@@ -2,21 +2,26 @@
 //!
 //! A command goes to the shard of its volume, which wishes it of the volume's state machine; what that
 //! answers is reported. Nothing is kept in between: the controller repeats a command until it has the
-//! outcome, and the state machine answers a repeat as it did the first one.
+//! outcome, and the state machine answers a repeat as it did the first one. To read a
+//! part of a snapshot's content is a command too, and the part is its outcome.
 
 use std::time::{Duration, SystemTime};
 
 use prost_types::Timestamp;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
-    CommandOutcome, CommandRefused, SnapshotMade, SnapshotRemoved, TargetCommand,
-    WatchCommandsRequest, command_outcome, command_refused, target_command,
+    CommandOutcome, CommandRefused, PullPart, PulledPart, SnapshotMade, SnapshotRange,
+    SnapshotRemoved, TargetCommand, VolumeReverted, WatchCommandsRequest, command_outcome,
+    command_refused, target_command,
 };
 use quoin_identity::convert::id;
-use quoin_replication::primary::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+use quoin_replication::primary::{
+    ChangedRange, ChangesAnswer, ChangesRequest, RevertOutcome, SnapshotOutcome, SnapshotWish,
+    USER_SNAPSHOTS_MAX,
+};
 use quoin_types::ids::SnapshotId;
-use quoin_types::message::SnapshotInfo;
-use quoin_types::{BLOCK_SIZE, VolumeId};
+use quoin_types::message::{Content, Slot, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, VolumeId, crc32c};
 use tokio::sync::watch;
 use tonic::Status;
 
@@ -40,18 +45,148 @@ pub struct Answer {
     pub wished_at: Option<SystemTime>,
 }
 
-/// The wish of a command; `None`: this version does not know it.
+/// Something to do with a volume that is served here.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Command {
+    Snapshot { id: SnapshotId, wish: SnapshotWish },
+    Revert { snapshot: SnapshotId, attempt: SnapshotId },
+    Pull(ChangesRequest),
+}
+
+/// The command of a message; `None`: this version does not know it.
 ///
 /// # Errors
 /// An id of the command is none.
-fn wish(command: &TargetCommand) -> Result<Option<(VolumeId, SnapshotId, SnapshotWish)>, String> {
+fn command(message: &TargetCommand) -> Result<Option<(VolumeId, Command)>, String> {
     use target_command::What;
-    let (snapshot, wish) = match &command.what {
-        Some(What::MakeSnapshot(make)) => (&make.snapshot_id, SnapshotWish::Make),
-        Some(What::RemoveSnapshot(remove)) => (&remove.snapshot_id, SnapshotWish::Delete),
+    let snapshot = |text: &str| id::<SnapshotId>("snapshot", text);
+    let command = match &message.what {
+        Some(What::MakeSnapshot(make)) => {
+            Command::Snapshot { id: snapshot(&make.snapshot_id)?, wish: SnapshotWish::Make }
+        }
+        Some(What::RemoveSnapshot(remove)) => {
+            Command::Snapshot { id: snapshot(&remove.snapshot_id)?, wish: SnapshotWish::Delete }
+        }
+        Some(What::RevertTo(to)) => Command::Revert {
+            snapshot: snapshot(&to.snapshot_id)?,
+            attempt: id("command", &message.id)?,
+        },
+        Some(What::PullPart(pull)) => Command::Pull(changes(&message.id, pull)?),
         None => return Ok(None),
     };
-    Ok(Some((id("volume", &command.volume_id)?, id("snapshot", snapshot)?, wish)))
+    Ok(Some((id("volume", &message.volume_id)?, command)))
+}
+
+/// # Errors
+/// An id is none.
+fn changes(command: &str, pull: &PullPart) -> Result<ChangesRequest, String> {
+    let is_number = command.len() == 16 && command.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let token = u64::from_str_radix(command, 16).ok().filter(|_| is_number);
+    let token = token.ok_or_else(|| {
+        let shown: String = command.chars().take(40).collect();
+        format!("command {shown:?}: its id is not 16 hex digits")
+    })?;
+    let from = Some(&pull.since_snapshot_id).filter(|id| !id.is_empty());
+    Ok(ChangesRequest {
+        token,
+        from: from.map(|since| id("since_snapshot", since)).transpose()?,
+        to: id("snapshot", &pull.snapshot_id)?,
+        cursor: pull.cursor_block,
+        want_data: pull.want_data,
+    })
+}
+
+/// The id of a pull's command, by the number that the state machine knows it by.
+fn pull_id(token: u64) -> String {
+    format!("{token:016x}")
+}
+
+fn refused(reason: command_refused::Reason, message: impl Into<String>) -> CommandRefused {
+    CommandRefused { reason: reason.into(), message: message.into() }
+}
+
+/// The outcome of a Revert, as it is reported.
+fn revert_outcome(
+    node: &str,
+    volume: VolumeId,
+    attempt: SnapshotId,
+    outcome: RevertOutcome,
+) -> CommandOutcome {
+    use command_refused::Reason;
+    let refused = |reason, message: &str| command_outcome::What::Refused(refused(reason, message));
+    let what = match outcome {
+        RevertOutcome::Done { lsn, .. } => {
+            command_outcome::What::VolumeReverted(VolumeReverted { lsn: lsn.0 })
+        }
+        RevertOutcome::NoSnapshot => refused(Reason::NoSnapshot, "there is no such snapshot"),
+        RevertOutcome::TooMany => refused(
+            Reason::TooManySnapshots,
+            "the volume has too many snapshots to record it: delete some",
+        ),
+        RevertOutcome::Unsupported => refused(
+            Reason::Unspecified,
+            "the pool of an in-sync replica runs a version that reverts otherwise: update it",
+        ),
+    };
+    CommandOutcome {
+        id: attempt.to_string(),
+        node: node.to_owned(),
+        volume_id: volume.to_string(),
+        what: Some(what),
+    }
+}
+
+/// A part of a snapshot, as it is reported.
+fn pulled(node: &str, volume: VolumeId, token: u64, answer: &ChangesAnswer) -> PulledPart {
+    use command_refused::Reason;
+    let mut part = PulledPart {
+        id: pull_id(token),
+        node: node.to_owned(),
+        volume_id: volume.to_string(),
+        ..PulledPart::default()
+    };
+    match answer {
+        ChangesAnswer::Part { ranges, slots, next } => {
+            part.next_block = *next;
+            let mut slots = slots.iter().peekable();
+            part.ranges = ranges
+                .iter()
+                .map(|range| {
+                    let until = range.lba + range.blocks;
+                    let of_range = std::iter::from_fn(|| slots.next_if(|s| s.lba < until));
+                    self::range(range, of_range)
+                })
+                .collect();
+        }
+        ChangesAnswer::NoSnapshot => {
+            part.refused = Some(refused(Reason::NoSnapshot, "there is no such snapshot"));
+        }
+        ChangesAnswer::Damaged { lba } => {
+            let message = format!("byte {}", lba * BLOCK_SIZE as u64);
+            part.refused = Some(refused(Reason::Damaged, message));
+        }
+        ChangesAnswer::Busy => {
+            part.refused = Some(refused(Reason::Busy, "too many parts are read at once"));
+        }
+    }
+    part
+}
+
+/// A range with the bytes of its blocks, which are in order.
+fn range<'a>(range: &ChangedRange, slots: impl Iterator<Item = &'a Slot>) -> SnapshotRange {
+    let mut data = Vec::new();
+    for slot in slots {
+        if let Content::Data { data: block, .. } = &slot.content {
+            data.extend_from_slice(block);
+        }
+    }
+    SnapshotRange {
+        offset: range.lba * BLOCK_SIZE as u64,
+        length: range.blocks * BLOCK_SIZE as u64,
+        hole: range.hole,
+        checksum: if data.is_empty() { 0 } else { crc32c(&data) },
+        data,
+    }
 }
 
 /// The outcome of a command, as it is reported.
@@ -122,9 +257,9 @@ impl Control {
             if !self.identity.accept_controller_term(&command.term, true).map_err(refused)? {
                 return Err(Status::unavailable("the controller's term is over"));
             }
-            match wish(&command) {
-                Ok(Some((volume, id, wish))) => {
-                    self.tell(volume, Input::Snapshot { volume, id, wish });
+            match self::command(&command) {
+                Ok(Some((volume, command))) => {
+                    self.tell(volume, Input::Command { volume, command });
                 }
                 Ok(None) => {
                     tracing::debug!(id = command.id, "a command of a newer controller: update");
@@ -138,7 +273,33 @@ impl Control {
     /// Reports the outcome of a command. Where that fails the controller repeats the command, and
     /// the next outcome is reported.
     pub async fn report_outcome(&self, volume: VolumeId, answer: Answer) {
-        let mut request = tonic::Request::new(outcome(&self.options.node, volume, &answer));
+        self.report_ended(volume, outcome(&self.options.node, volume, &answer)).await;
+    }
+
+    /// As [`Self::report_outcome`], of a Revert.
+    pub async fn report_revert(
+        &self,
+        volume: VolumeId,
+        attempt: SnapshotId,
+        outcome: RevertOutcome,
+    ) {
+        let outcome = revert_outcome(&self.options.node, volume, attempt, outcome);
+        self.report_ended(volume, outcome).await;
+    }
+
+    /// As [`Self::report_outcome`], of a pull.
+    pub async fn report_part(&self, volume: VolumeId, token: u64, answer: ChangesAnswer) {
+        let part = pulled(&self.options.node, volume, token, &answer);
+        drop(answer);
+        let mut request = tonic::Request::new(part);
+        request.set_timeout(CALL_MAX);
+        if let Err(status) = AgentClient::new(self.channel.clone()).report_part(request).await {
+            tracing::debug!(%volume, %status, "a part did not reach the controller");
+        }
+    }
+
+    async fn report_ended(&self, volume: VolumeId, outcome: CommandOutcome) {
+        let mut request = tonic::Request::new(outcome);
         request.set_timeout(CALL_MAX);
         if let Err(status) = AgentClient::new(self.channel.clone()).report_outcome(request).await {
             tracing::debug!(%volume, %status, "an outcome did not reach the controller");
@@ -148,14 +309,14 @@ impl Control {
 
 #[cfg(test)]
 mod tests {
-    use quoin_api::control::{MakeSnapshot, RemoveSnapshot};
+    use quoin_api::control::{MakeSnapshot, RemoveSnapshot, RevertTo};
     use quoin_types::Lsn;
 
     use super::*;
 
-    fn command(what: Option<target_command::What>) -> TargetCommand {
+    fn message(id: &str, what: Option<target_command::What>) -> TargetCommand {
         let volume_id = VolumeId(7).to_string();
-        TargetCommand { id: "x".into(), volume_id, term: Vec::new(), what }
+        TargetCommand { id: id.into(), volume_id, term: Vec::new(), what }
     }
 
     #[test]
@@ -163,12 +324,88 @@ mod tests {
         let snapshot_id = SnapshotId(5).to_string();
         let make =
             target_command::What::MakeSnapshot(MakeSnapshot { snapshot_id: snapshot_id.clone() });
-        let wished = wish(&command(Some(make))).unwrap();
-        assert_eq!(wished, Some((VolumeId(7), SnapshotId(5), SnapshotWish::Make)));
-        assert_eq!(wish(&command(None)), Ok(None));
+        let meant = Command::Snapshot { id: SnapshotId(5), wish: SnapshotWish::Make };
+        assert_eq!(command(&message("x", Some(make))), Ok(Some((VolumeId(7), meant))));
+        assert_eq!(command(&message("x", None)), Ok(None));
         let wrong =
             target_command::What::RemoveSnapshot(RemoveSnapshot { snapshot_id: "no hex".into() });
-        assert!(wish(&command(Some(wrong))).is_err());
+        assert!(command(&message("x", Some(wrong))).is_err());
+        let revert = target_command::What::RevertTo(RevertTo { snapshot_id });
+        assert!(command(&message("x", Some(revert.clone()))).is_err(), "an attempt has an id");
+        let attempt = SnapshotId(6);
+        let meant = Command::Revert { snapshot: SnapshotId(5), attempt };
+        let message = message(&attempt.to_string(), Some(revert));
+        assert_eq!(command(&message), Ok(Some((VolumeId(7), meant))));
+    }
+
+    #[test]
+    fn a_pull_is_known_by_its_command_and_a_wrong_one_refused() {
+        let pull = PullPart {
+            snapshot_id: SnapshotId(5).to_string(),
+            since_snapshot_id: String::new(),
+            cursor_block: 9,
+            want_data: true,
+        };
+        let of = |id: &str, pull: &PullPart| {
+            let what = target_command::What::PullPart(pull.clone());
+            command(&message(id, Some(what)))
+        };
+        let meant = ChangesRequest {
+            token: 0xab,
+            from: None,
+            to: SnapshotId(5),
+            cursor: 9,
+            want_data: true,
+        };
+        let understood = Ok(Some((VolumeId(7), Command::Pull(meant))));
+        assert_eq!(of(&pull_id(0xab), &pull), understood);
+        for wrong in ["", "no hex", "11112222333344445", "+111222233334444"] {
+            assert!(of(wrong, &pull).is_err(), "{wrong}");
+        }
+        let since = PullPart { since_snapshot_id: "no hex".into(), ..pull };
+        assert!(of(&pull_id(0xab), &since).is_err());
+    }
+
+    #[test]
+    fn a_part_has_each_block_in_its_range_and_a_checksum_over_them() {
+        let slot = |lba: u64| {
+            let data = bytes::Bytes::from(vec![lba as u8; BLOCK_SIZE]);
+            let content = Content::Data { crc: crc32c(&data), data };
+            Slot { lba, blocks: 1, version: Lsn(3), content }
+        };
+        let ranges = vec![
+            ChangedRange { lba: 3, blocks: 2, hole: false },
+            ChangedRange { lba: 5, blocks: 4, hole: true },
+            ChangedRange { lba: 9, blocks: 1, hole: false },
+        ];
+        let slots = vec![slot(3), slot(4), slot(9)];
+        let answer = ChangesAnswer::Part { ranges, slots, next: Some(10) };
+        let part = pulled("n1", VolumeId(7), 5, &answer);
+        assert_eq!((part.id.as_str(), part.next_block), ("0000000000000005", Some(10)));
+        let lengths: Vec<usize> = part.ranges.iter().map(|range| range.data.len()).collect();
+        assert_eq!(lengths, [2 * BLOCK_SIZE, 0, BLOCK_SIZE]);
+        assert_eq!(part.ranges[0].checksum, crc32c(&part.ranges[0].data));
+        assert_eq!(part.ranges[2].data[0], 9);
+        assert!(part.ranges[1].hole && part.ranges[1].length == 4 * BLOCK_SIZE as u64);
+        let lost = pulled("n1", VolumeId(7), 5, &ChangesAnswer::Damaged { lba: 2 });
+        assert!(lost.refused.is_some_and(|refused| refused.message == "byte 8192"));
+    }
+
+    #[test]
+    fn a_revert_is_reported_under_its_attempt_and_a_refusal_says_why() {
+        let of = |outcome| revert_outcome("n1", VolumeId(7), SnapshotId(6), outcome);
+        let done = of(RevertOutcome::Done { lsn: Lsn(9), head: None });
+        assert_eq!(done.id, SnapshotId(6).to_string());
+        let reverted = command_outcome::What::VolumeReverted(VolumeReverted { lsn: 9 });
+        assert_eq!(done.what, Some(reverted));
+        for refusal in
+            [RevertOutcome::NoSnapshot, RevertOutcome::TooMany, RevertOutcome::Unsupported]
+        {
+            let Some(command_outcome::What::Refused(refused)) = of(refusal).what else {
+                panic!("{refusal:?}")
+            };
+            assert!(!refused.message.is_empty());
+        }
     }
 
     #[test]

@@ -389,6 +389,16 @@ impl Control {
                     let control = self.clone();
                     tokio::spawn(async move { control.report_outcome(volume, answer).await });
                 }
+                Ask::Reverted { volume, attempt, outcome } => {
+                    let control = self.clone();
+                    tokio::spawn(async move {
+                        control.report_revert(volume, attempt, outcome).await;
+                    });
+                }
+                Ask::Pulled { volume, token, answer } => {
+                    let control = self.clone();
+                    tokio::spawn(async move { control.report_part(volume, token, answer).await });
+                }
                 Ask::Stopped { volume, fenced } => {
                     tracing::info!(%volume, fenced, "not served here any more");
                     let control = self.clone();

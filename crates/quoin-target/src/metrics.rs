@@ -51,6 +51,8 @@ pub struct Metrics {
     rebuilt: Gauge,
     to_rebuild: Gauge,
     pub moved: Counter,
+    /// Data of snapshots that was read for others.
+    pub pulled: Counter,
     pub health: Health,
 }
 
@@ -103,6 +105,9 @@ impl Metrics {
         let moved = Counter::default();
         let help = "Data that rebuilds copied, counted as each is complete";
         registry.register_with_unit("rebuild_moved", help, Unit::Bytes, moved.clone());
+        let pulled = Counter::default();
+        let help = "Data of snapshots that was read for exports";
+        registry.register_with_unit("snapshot_read", help, Unit::Bytes, pulled.clone());
         let registry = Arc::new(registry);
         let health = Health::starting(&["controller"]);
         Metrics {
@@ -123,6 +128,7 @@ impl Metrics {
             rebuilt,
             to_rebuild,
             moved,
+            pulled,
             health,
         }
     }

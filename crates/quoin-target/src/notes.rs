@@ -1,6 +1,6 @@
 //! Notes of a volume's state machine, in an operator's words.
 
-use quoin_replication::primary::{PrimaryNote, RevertOutcome};
+use quoin_replication::primary::PrimaryNote;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::VolumeId;
 
@@ -74,25 +74,10 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             tracing::info!(%volume, %id, ?outcome, "a snapshot is answered");
             return;
         }
-        PrimaryNote::Reverted { attempt, outcome } => match outcome {
-            RevertOutcome::Done { lsn, .. } => {
-                (Normal, "Reverted", format!("Revert {attempt} is on media, as of LSN {lsn}"))
-            }
-            RevertOutcome::NoSnapshot => {
-                (Warning, "RevertFailed", format!("Revert {attempt}: there is no such snapshot"))
-            }
-            RevertOutcome::TooMany => {
-                let message = format!("Revert {attempt}: delete snapshots, there are too many");
-                (Warning, "RevertFailed", message)
-            }
-            RevertOutcome::Unsupported => {
-                let message = format!(
-                    "Revert {attempt}: the pool of an in-sync replica runs a version that reverts \
-                     otherwise"
-                );
-                (Warning, "RevertFailed", message)
-            }
-        },
+        PrimaryNote::Reverted { attempt, outcome } => {
+            tracing::info!(%volume, %attempt, ?outcome, "a Revert is answered");
+            return;
+        }
         PrimaryNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();
             let outcome =

@@ -1,4 +1,4 @@
-//! `quoin apply`, `quoin diff` and `quoin edit`: volumes as documents.
+//! `quoin apply`, `quoin diff` and `quoin edit`: volumes as documents, and their snapshots and schedules.
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use crate::client::{ClientOptions, Cluster, get_volume, refusal};
-use crate::document::{self, Document};
+use crate::document::{self, Declared, Document};
 use crate::output::{self, Format};
 use crate::volume::{VolumeView, wait_until_changed};
 
@@ -19,7 +19,9 @@ pub const APPLY_EXAMPLE: &str = "A document says what a volume is to be; what it
     as it is. A pool in\nspec.replicas that holds no replica gets one, a replicaId with another \
     pool moves there;\nwhere there are to be fewer, the list names those that stay.\n\nExamples:\n  \
     quoin volume get db --manifest > db.yaml\n  quoin diff -f db.yaml\n  \
-    quoin apply -f db.yaml --wait";
+    quoin apply -f db.yaml --wait\n\nOf kind Snapshot a document has spec: {volume: db}; of kind \
+    Schedule\nspec: {volume: db, every: 1h, keep: 24, keepFor: 7d}. A schedule with other settings is \
+    made anew;\nits snapshots stay.";
 
 #[derive(Args)]
 pub struct Files {
@@ -51,6 +53,8 @@ pub struct EditOptions {
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct AppliedView {
+    /// volume | snapshot | schedule
+    kind: &'static str,
     name: String,
     /// Changes in words; empty where the volume is so already.
     changes: Vec<String>,
@@ -60,7 +64,7 @@ struct AppliedView {
 
 impl Files {
     /// All documents of all files: none is applied where one cannot be read.
-    fn read(&self) -> Result<Vec<Document>> {
+    fn read(&self) -> Result<Vec<Declared>> {
         let mut documents = Vec::new();
         for path in &self.files {
             let name = path.display().to_string();
@@ -101,7 +105,7 @@ pub async fn diff(options: Files, client: &ClientOptions, format: Format) -> Res
 
 /// Prints the changes of every document that would be applied, then the refusals of the others.
 /// Returns whether something would change.
-async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format) -> Result<bool> {
+async fn find_out(cluster: &mut Cluster, documents: &[Declared], format: Format) -> Result<bool> {
     let (mut applied, mut refused) = (Vec::new(), Vec::new());
     for document in documents {
         match one(cluster, document, true).await {
@@ -126,18 +130,34 @@ async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format)
 /// volume.
 async fn one(
     cluster: &mut Cluster,
-    document: &Document,
+    document: &Declared,
     dry_run: bool,
 ) -> Result<(AppliedView, Option<Volume>)> {
+    let document = match document {
+        Declared::Volume(document) => document,
+        Declared::Snapshot(document) => {
+            let (kind, name) = ("snapshot", document.metadata.name.clone());
+            let changes = document.apply(cluster, dry_run).await;
+            let changes = changes.with_context(|| format!("snapshot {name}"))?;
+            return Ok((AppliedView { kind, name, changes, volume: None }, None));
+        }
+        Declared::Schedule(document) => {
+            let (kind, name) = ("schedule", document.metadata.name.clone());
+            let changes = document.apply(cluster, dry_run).await;
+            let changes = changes.with_context(|| format!("schedule {name}"))?;
+            return Ok((AppliedView { kind, name, changes, volume: None }, None));
+        }
+    };
     let name = document.metadata.name.clone();
     let answer = cluster.apply_volume(document.request(dry_run)?).await;
     let answer = answer.map_err(refusal).with_context(|| format!("volume {name}"))?.into_inner();
-    Ok((AppliedView { name, changes: answer.changes, volume: None }, answer.volume))
+    let view = AppliedView { kind: "volume", name, changes: answer.changes, volume: None };
+    Ok((view, answer.volume))
 }
 
 async fn all(
     cluster: &mut Cluster,
-    documents: &[Document],
+    documents: &[Declared],
     dry_run: bool,
     wait: bool,
     client: &ClientOptions,
@@ -156,8 +176,8 @@ async fn all(
 
 fn print(format: Format, applied: &[AppliedView]) -> Result<()> {
     let text = |view: &AppliedView| match view.changes.as_slice() {
-        [] => format!("volume {}: as declared", view.name),
-        changes => format!("volume {}: {}", view.name, changes.join("; ")),
+        [] => format!("{} {}: as declared", view.kind, view.name),
+        changes => format!("{} {}: {}", view.kind, view.name, changes.join("; ")),
     };
     output::print_one(format, &applied, || applied.iter().map(text).collect::<Vec<_>>().join("\n"))
 }
@@ -202,7 +222,8 @@ pub async fn edit(options: EditOptions, client: &ClientOptions, format: Format) 
     }
     let kept = || format!("what was written is kept in {}", path.display());
     let documents = document::read(&after, "the document").with_context(kept)?;
-    if documents.len() != 1 || documents[0].metadata.name != before.metadata.name {
+    let is_of_it = |declared: &Declared| matches!(declared, Declared::Volume(one) if one.metadata.name == before.metadata.name);
+    if documents.len() != 1 || !is_of_it(&documents[0]) {
         bail!("one document of volume {} is wanted; {}", before.metadata.name, kept());
     }
     let applied = all(&mut cluster, &documents, false, false, client).await.with_context(kept)?;

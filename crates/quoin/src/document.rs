@@ -1,8 +1,11 @@
 //! A volume as a document: what `quoin apply` takes, and what `quoin volume get --manifest` prints.
+//! Snapshots and schedules are declared beside it ([`snapshots`]).
 //!
 //! Terms are as elsewhere: `spec` is the wanted state; `status` is the present state, and is never
 //! read. Fields that a document leaves out stay as they are. An unknown field is refused by its
 //! name, since a promise that is silently dropped is broken.
+
+pub mod snapshots;
 
 use anyhow::{Context, Result, bail};
 use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Volume, VolumeSpec};
@@ -13,10 +16,22 @@ use serde_yaml_ng::{Mapping, Value};
 
 use crate::size::parse_size;
 
+use snapshots::{ScheduleDocument, SnapshotDocument};
+
 pub const API_VERSION: &str = "quoin/v1";
 const KIND: &str = "Volume";
+const SNAPSHOT_KIND: &str = "Snapshot";
+const SCHEDULE_KIND: &str = "Schedule";
 /// Size limit of a document, above any that a user writes.
 const BYTES_MAX: usize = 1 << 20;
+
+/// A document of any kind.
+#[derive(Clone, Debug)]
+pub enum Declared {
+    Volume(Box<Document>),
+    Snapshot(SnapshotDocument),
+    Schedule(ScheduleDocument),
+}
 
 #[derive(Serialize, Deserialize, Clone, Debug)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -129,8 +144,8 @@ struct Rebuild {
 /// Every document of a text; `from` names it in refusals.
 ///
 /// # Errors
-/// A text that is not a volume's document, with the field that is wrong.
-pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
+/// A text that is no document, with the field that is wrong.
+pub fn read(text: &str, from: &str) -> Result<Vec<Declared>> {
     if text.len() > BYTES_MAX {
         bail!("{from} has {} bytes; documents have at most {BYTES_MAX}", text.len());
     }
@@ -143,10 +158,8 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
             continue;
         }
         let which = || format!("{from}, document {}", n + 1);
-        check_kind(&value).with_context(which)?;
-        let document: Document = serde_yaml_ng::from_value(value).with_context(which)?;
-        document.spec.write_options(&mut VolumeSpec::default()).with_context(which)?;
-        documents.push(document);
+        let kind = check_kind(&value).with_context(which)?;
+        documents.push(Declared::of_kind(kind, value).with_context(which)?);
     }
     if documents.is_empty() {
         bail!("{from} holds no document; `quoin volume get NAME --manifest` prints one");
@@ -154,35 +167,64 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
     Ok(documents)
 }
 
-/// Checks that this is a volume's document, before its fields: another kind has other fields.
-fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
+impl Declared {
+    fn of_kind(kind: &str, value: serde_yaml_ng::Value) -> Result<Self> {
+        match kind {
+            SNAPSHOT_KIND => {
+                let document: SnapshotDocument = serde_yaml_ng::from_value(value)?;
+                document.check()?;
+                Ok(Self::Snapshot(document))
+            }
+            SCHEDULE_KIND => {
+                let document: ScheduleDocument = serde_yaml_ng::from_value(value)?;
+                document.check()?;
+                Ok(Self::Schedule(document))
+            }
+            _ => {
+                let document: Document = serde_yaml_ng::from_value(value)?;
+                document.spec.write_options(&mut VolumeSpec::default())?;
+                Ok(Self::Volume(Box::new(document)))
+            }
+        }
+    }
+}
+
+/// Checks of which kind a document is, before its fields: another kind has other fields.
+fn check_kind(value: &serde_yaml_ng::Value) -> Result<&'static str> {
     let Some(fields) = value.as_mapping() else {
         bail!(
             "not a document but a single value: a document has the fields apiVersion, kind, \
              metadata and spec; `quoin volume get NAME --manifest` prints one"
         );
     };
-    for (field, known) in [("apiVersion", API_VERSION), ("kind", KIND)] {
-        match fields.get(field) {
-            Some(found) if found.as_str() == Some(known) => {}
-            Some(found) => {
-                let found = serde_json::to_string(found)?;
-                bail!("{field}: {found} is unknown to this Quoin; write {field}: {known}")
-            }
-            None => bail!("{field} is missing: write {field}: {known}"),
-        }
-    }
+    let one_of = |field: &str, known: &[&'static str], shown: &str| -> Result<&'static str> {
+        let Some(found) = fields.get(field) else {
+            bail!("{field} is missing: write {field}: {shown}")
+        };
+        let Some(known) = known.iter().find(|known| found.as_str() == Some(**known)) else {
+            let found = serde_json::to_string(found)?;
+            bail!("{field}: {found} is unknown to this Quoin; write {field}: {shown}")
+        };
+        Ok(*known)
+    };
+    one_of("apiVersion", &[API_VERSION], API_VERSION)?;
+    let kinds = [KIND, SNAPSHOT_KIND, SCHEDULE_KIND];
+    let kind = one_of("kind", &kinds, &format!("{KIND}, {SNAPSHOT_KIND} or {SCHEDULE_KIND}"))?;
     let name = fields.get("metadata").and_then(|metadata| metadata.get("name"));
     if name.is_none_or(serde_yaml_ng::Value::is_null) {
-        bail!("metadata.name is missing: write the volume's name, as in metadata: {{name: db}}");
+        bail!("metadata.name is missing: write the name, as in metadata: {{name: db}}");
     }
-    if fields.get("spec").is_none_or(serde_yaml_ng::Value::is_null) {
+    let is_bare = fields.get("spec").is_none_or(serde_yaml_ng::Value::is_null);
+    if is_bare && kind != KIND {
+        bail!("spec is missing: write of which volume it is, as in spec: {{volume: db}}");
+    }
+    if is_bare {
         bail!(
             "spec is missing: write what the volume is to be, as in spec: {{size: 10GiB}}; what \
              spec leaves out stays as it is"
         );
     }
-    Ok(())
+    Ok(kind)
 }
 
 impl Document {
@@ -355,8 +397,40 @@ mod tests {
 
     const SMALL: &str = "apiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\n";
 
+    fn volume(declared: Declared) -> Document {
+        match declared {
+            Declared::Volume(document) => *document,
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn one(spec: &str) -> Result<Document> {
-        read(&format!("{SMALL}spec: {spec}\n"), "db.yaml").map(|mut documents| documents.remove(0))
+        let read = read(&format!("{SMALL}spec: {spec}\n"), "db.yaml");
+        read.map(|mut documents| volume(documents.remove(0)))
+    }
+
+    #[test]
+    fn snapshots_and_schedules_are_kinds_of_their_own_with_fields_of_their_own() {
+        let text = |kind: &str, spec: &str| {
+            format!("apiVersion: quoin/v1\nkind: {kind}\nmetadata: {{name: s}}\nspec: {spec}\n")
+        };
+        let one =
+            |kind: &str, spec: &str| read(&text(kind, spec), "x").map(|mut all| all.remove(0));
+        let snapshot = one("Snapshot", "{volume: db}").unwrap();
+        assert!(matches!(snapshot, Declared::Snapshot(document) if document.spec.volume == "db"));
+        let schedule = one("Schedule", "{volume: db, every: 1h, keep: 24}").unwrap();
+        assert!(matches!(schedule, Declared::Schedule(document) if document.spec.keep == Some(24)));
+        for (kind, spec, words) in [
+            ("Snapshot", "{volume: db, size: 1GiB}", "size"),
+            ("Snapshot", "{}", "volume"),
+            ("Snapshot", "", "spec: {volume: db}"),
+            ("Schedule", "{volume: db, keep: 3}", "every"),
+            ("Schedule", "{volume: db, every: soon, keep: 3}", "spec.every"),
+            ("Schedule", "{volume: '', every: 1h, keep: 3}", "spec.volume"),
+        ] {
+            let refused = format!("{:#}", one(kind, spec).unwrap_err());
+            assert!(refused.contains(words) && refused.contains("x, document 1"), "{refused}");
+        }
     }
 
     #[test]
@@ -412,7 +486,7 @@ mod tests {
             known: vec![member],
             ..Default::default()
         };
-        let volume = Volume {
+        let shown = Volume {
             spec: Some(spec),
             size_bytes: 3 << 30,
             membership: Some(membership),
@@ -425,11 +499,11 @@ mod tests {
             ],
             ..Volume::default()
         };
-        let text = serde_yaml_ng::to_string(&Document::of(volume).unwrap()).unwrap();
+        let text = serde_yaml_ng::to_string(&Document::of(shown).unwrap()).unwrap();
         for words in ["size: 3GiB", "desiredReplicationFactor: 3", "replicaGuid: g1", "quorum: "] {
             assert!(text.contains(words), "{words}: {text}");
         }
-        let request = read(&text, "db.yaml").unwrap().remove(0).request(false).unwrap();
+        let request = volume(read(&text, "db.yaml").unwrap().remove(0)).request(false).unwrap();
         let places: Vec<_> =
             request.replicas.iter().map(|r| (r.replica_id.as_str(), r.pool.as_str())).collect();
         assert_eq!(places, [("r1", "a"), ("r2", "c")], "where each is to be");
@@ -462,9 +536,9 @@ mod tests {
         let text =
             format!("---\n{SMALL}spec: {{}}\n---\n{}", SMALL.replace("db", "log") + "spec: {}");
         let names: Vec<_> =
-            read(&text, "x").unwrap().into_iter().map(|document| document.metadata.name).collect();
+            read(&text, "x").unwrap().into_iter().map(|d| volume(d).metadata.name).collect();
         assert_eq!(names, ["db", "log"]);
         let json = r#"{"apiVersion":"quoin/v1","kind":"Volume","metadata":{"name":"j"},"spec":{}}"#;
-        assert_eq!(read(json, "x").unwrap()[0].metadata.name, "j");
+        assert_eq!(volume(read(json, "x").unwrap().remove(0)).metadata.name, "j");
     }
 }

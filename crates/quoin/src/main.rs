@@ -56,7 +56,9 @@ fn main() -> ExitCode {
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
             match error.downcast_ref::<quoin_control::Error>() {
                 Some(quoin_control::Error::Superseded { .. }) => SUPERSEDED.into(),
-                _ if error.is::<pace::Interrupted>() => INTERRUPTED.into(),
+                _ if error.is::<pace::Interrupted>() || error.is::<snapshot::Interrupted>() => {
+                    INTERRUPTED.into()
+                }
                 _ if is_removed(&error) => REMOVED.into(),
                 _ => ExitCode::FAILURE,
             }

@@ -66,13 +66,14 @@ pub struct CreateOptions {
 }
 
 /// A time of a minute or longer, in whole seconds.
-fn parse_interval(text: &str) -> Result<Duration, String> {
+pub fn parse_interval(text: &str) -> Result<Duration, String> {
     let time = parse_time(text).filter(|time| *time >= Duration::from_secs(60));
     let time = time.filter(|time| time.subsec_millis() == 0);
     time.ok_or_else(|| "not a time of at least a minute, as in 15m, 1h or 7d".to_owned())
 }
 
-struct Time(u64);
+/// A time in seconds, as it is typed.
+pub struct Time(pub u64);
 
 impl std::fmt::Display for Time {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

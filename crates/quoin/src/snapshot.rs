@@ -1,4 +1,10 @@
-//! `quoin snapshot …`: make, look at and delete snapshots of volumes.
+//! `quoin snapshot …`: make, look at, go back to, compare, export and delete snapshots of volumes.
+
+mod archive;
+mod diff;
+mod export;
+mod pull;
+mod revert;
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
@@ -8,7 +14,11 @@ use quoin_api::control::{
 };
 use serde::Serialize;
 use std::io::{BufRead, IsTerminal, Write};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
+
+pub use export::Interrupted;
+pub use revert::RevertView;
 
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::events::show_time;
@@ -46,6 +56,26 @@ pub enum SnapshotCommand {
         /// The volume's name or id.
         volume: Option<String>,
     },
+    /// Make a volume show a snapshot's content again. What was written since is lost, unless another
+    /// snapshot has it. The volume's size stays, and so do all snapshots.
+    #[command(after_help = revert::HELP)]
+    Revert(revert::RevertOptions),
+    /// List the ranges of a volume that differ between two of its snapshots, without reading data.
+    #[command(after_help = diff::HELP)]
+    Diff(diff::DiffOptions),
+    /// Write a snapshot, or what changed in it since another one, into a file.
+    #[command(after_help = export::HELP)]
+    Export(export::ExportOptions),
+    /// Check files that `quoin snapshot export` wrote; needs no cluster.
+    #[command(after_help = "Example:\n  quoin snapshot verify db.full db.monday")]
+    Verify {
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+    },
+    /// Make a raw image of files that `quoin snapshot export` wrote: a whole one, and then those of the
+    /// changes since, in their order; needs no cluster.
+    #[command(after_help = "Example:\n  quoin snapshot unpack db.full db.monday --to db.img")]
+    Unpack(archive::UnpackOptions),
     /// Delete a snapshot; what only it has of the volume's former content is lost.
     #[command(
         visible_alias = "rm",
@@ -179,8 +209,23 @@ struct DeletedView {
 }
 
 pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    let command = match command {
+        SnapshotCommand::Verify { files } => return archive::verify(&files, format),
+        SnapshotCommand::Unpack(options) => return archive::unpack(&options, format),
+        command => command,
+    };
     let mut cluster = client.connect().await?;
     match command {
+        SnapshotCommand::Verify { .. } | SnapshotCommand::Unpack(_) => {
+            unreachable!("they need no cluster")
+        }
+        SnapshotCommand::Revert(options) => {
+            revert::run(&mut cluster, options, client, format).await
+        }
+        SnapshotCommand::Diff(options) => diff::run(&mut cluster, &options, client, format).await,
+        SnapshotCommand::Export(options) => {
+            export::run(&mut cluster, &options, client, format).await
+        }
         SnapshotCommand::Create(options) => create(&mut cluster, options, client, format).await,
         SnapshotCommand::Get { snapshot } => {
             let view = SnapshotView::from(get(&mut cluster, &snapshot).await?);

@@ -51,6 +51,7 @@ mod shards;
 mod sharing;
 mod shutdown;
 mod slow_replica;
+mod snapshot_contents;
 mod snapshots;
 mod terms;
 mod unexpected_peers;

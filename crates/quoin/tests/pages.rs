@@ -189,12 +189,12 @@ fn the_page_on_snapshots_is_followed_command_by_command_and_prints_what_it_shows
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/snapshots.md");
     let page = std::fs::read_to_string(page).unwrap();
     let shown = commands(&page);
-    for noun in ["snapshot", "schedule"] {
-        for verb in ["create", "get", "list", "delete"] {
-            let named = format!("quoin {noun} {verb}");
-            let is_shown = page.contains(&named);
-            assert!(is_shown, "{named} is not on the page");
-        }
+    let verbs = ["create", "get", "list", "delete"];
+    let of_both = ["snapshot", "schedule"].into_iter().flat_map(|noun| verbs.map(|v| (noun, v)));
+    let of_snapshots = ["diff", "export", "verify", "unpack", "revert"].map(|v| ("snapshot", v));
+    for (noun, verb) in of_both.chain(of_snapshots) {
+        let named = format!("quoin {noun} {verb}");
+        assert!(page.contains(&named), "{named} is not on the page");
     }
     let scratch = Scratch::new("page-snapshots");
     let flags = ["--no-attach", "--pool-size", "256MiB"];

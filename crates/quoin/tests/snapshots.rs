@@ -13,25 +13,25 @@ use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 use support::{Dev, Scratch, block, eventually, is_online, signal};
 
-const BLOCK: u64 = 4096;
+pub const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 400;
-const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
+pub const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
 
-fn start(scratch: &Scratch) -> Dev {
+pub fn start(scratch: &Scratch) -> Dev {
     let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB"]);
     dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
     dev
 }
 
 /// Writes each of these blocks in this version, and flushes.
-fn fill(client: &Client, blocks: std::ops::Range<u64>, version: u64) {
+pub fn fill(client: &Client, blocks: std::ops::Range<u64>, version: u64) {
     for lba in blocks {
         client.write(lba * BLOCK, Bytes::from(block(lba, version)), false).unwrap();
     }
     client.flush().unwrap();
 }
 
-fn refusal(dev: &Dev, arguments: &[&str]) -> String {
+pub fn refusal(dev: &Dev, arguments: &[&str]) -> String {
     let output = dev.quoin(arguments);
     assert!(!output.status.success(), "{arguments:?} is not refused");
     String::from_utf8_lossy(&output.stderr).into_owned()
@@ -43,7 +43,7 @@ fn names(dev: &Dev, of: &[&str]) -> Vec<String> {
     names.collect()
 }
 
-fn has(image: &std::fs::File, lba: u64, version: u64) -> bool {
+pub fn has(image: &std::fs::File, lba: u64, version: u64) -> bool {
     let mut read = vec![0; BLOCK as usize];
     image.read_exact_at(&mut read, lba * BLOCK).unwrap();
     read == if version == 0 { vec![0; BLOCK as usize] } else { block(lba, version) }

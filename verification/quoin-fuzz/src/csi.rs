@@ -1,4 +1,4 @@
-//! Every request of the CSI controller and identity services, over a socket, to a plugin whose
+//! Requests of the CSI controller, identity and snapshot metadata services, over a socket, to a plugin whose
 //! controller is the real one with no pools (so nothing is ever made). Node requests are left out:
 //! they would mount on this host by the fuzzer's choice.
 
@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use prost::Message;
 use quoin_api::csi::controller_client::ControllerClient;
 use quoin_api::csi::identity_client::IdentityClient;
+use quoin_api::csi::snapshot_metadata_client::SnapshotMetadataClient;
 use quoin_api::csi::*;
 use quoin_csi::{Backend, Mode, Plugin, PluginOptions};
 use quoin_identity::unix_channel;
@@ -86,7 +87,7 @@ async fn ask(channel: Channel, call: u8, bytes: &[u8]) -> Option<Result<(), Stat
         T::decode(bytes).ok()
     }
     let mut to = ControllerClient::new(channel.clone());
-    Some(match call % 11 {
+    Some(match call % 13 {
         0 => to.create_volume(parsed::<CreateVolumeRequest>(bytes)?).await.map(drop),
         1 => to.delete_volume(parsed::<DeleteVolumeRequest>(bytes)?).await.map(drop),
         2 => {
@@ -112,6 +113,14 @@ async fn ask(channel: Channel, call: u8, bytes: &[u8]) -> Option<Result<(), Stat
             to.controller_expand_volume(request).await.map(drop)
         }
         9 => to.create_snapshot(parsed::<CreateSnapshotRequest>(bytes)?).await.map(drop),
+        11 => {
+            let request = parsed::<GetMetadataAllocatedRequest>(bytes)?;
+            SnapshotMetadataClient::new(channel).get_metadata_allocated(request).await.map(drop)
+        }
+        12 => {
+            let request = parsed::<GetMetadataDeltaRequest>(bytes)?;
+            SnapshotMetadataClient::new(channel).get_metadata_delta(request).await.map(drop)
+        }
         _ => {
             let request = parsed::<GetPluginInfoRequest>(bytes)?;
             IdentityClient::new(channel).get_plugin_info(request).await.map(drop)

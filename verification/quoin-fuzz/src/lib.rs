@@ -10,6 +10,7 @@
 //! of changed parts: a peer and a disk can have valid ones too.
 
 mod csi;
+mod export;
 mod frames;
 mod identity;
 pub mod mutate;
@@ -30,7 +31,7 @@ pub struct Target {
     pub replayed: u32,
 }
 
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
     Target {
         name: "frames",
         about: "frames between target and pool, from both sides, the first one included",
@@ -64,6 +65,13 @@ pub const TARGETS: [Target; 6] = [
         about: "join tokens, grants, certificates' names",
         run: identity::run,
         seeds: identity::seeds,
+        replayed: 10_000,
+    },
+    Target {
+        name: "export",
+        about: "the file of an exported snapshot",
+        run: export::run,
+        seeds: export::seeds,
         replayed: 10_000,
     },
     Target {

@@ -1,16 +1,17 @@
-//! The controller's records as its store has them, and volumes as users request them.
+//! The controller's records as its store has them, volumes as users request them, and parts of
+//! snapshots as targets answer them.
 
 use prost::Message as _;
-use quoin_api::control::VolumeSpec;
+use quoin_api::control::{PullPart, PulledPart, SnapshotRange, VolumeSpec};
 use quoin_api::volume::Spread;
 use quoin_control::records::{PoolRecord, VolumeRecord};
-use quoin_control::spec;
+use quoin_control::{check_part, spec};
 use quoin_types::Membership;
 
 /// The first byte chooses what the rest is.
 pub fn run(input: &[u8]) {
     let Some((what, rest)) = input.split_first() else { return };
-    match what % 4 {
+    match what % 5 {
         0 => {
             let Ok(record) = serde_json::from_slice::<VolumeRecord>(rest) else { return };
             let membership = Membership::from(&record.membership);
@@ -35,6 +36,18 @@ pub fn run(input: &[u8]) {
                 assert_eq!(again.ok(), Some(complete));
             }
         }
+        4 => {
+            let Some((from, rest)) = rest.split_first_chunk::<8>() else { return };
+            let Ok(part) = PulledPart::decode(rest) else { return };
+            let cursor_block = u64::from_le_bytes(*from) >> 12;
+            let pull =
+                PullPart { cursor_block, want_data: from[0] & 1 == 1, ..PullPart::default() };
+            let size_bytes = 64 << 20;
+            if check_part(&part, &pull, size_bytes).is_ok() {
+                let end = |range: &SnapshotRange| range.offset + range.length;
+                assert!(part.ranges.iter().all(|range| end(range) <= size_bytes));
+            }
+        }
         _ => {
             let Some((asked, rest)) = rest.split_first_chunk::<8>() else { return };
             let Some(limit) = rest.first_chunk::<8>() else { return };
@@ -55,5 +68,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
         "rf":1,"cf":1,"drf":1,"known":[{"id":"00000000000000000000000000000002",
         "guid":"00000000000000000000000000000003"}],"retired":[],"formed":true},"replicas":[]}"#;
     let sizes = [&[3][..], &1u64.to_le_bytes(), &u64::MAX.to_le_bytes()].concat();
-    vec![asked, [&[0][..], volume].concat(), vec![1, b'{', b'}'], sizes]
+    let range =
+        SnapshotRange { offset: 8192, length: 4096, hole: true, ..SnapshotRange::default() };
+    let part = PulledPart { ranges: vec![range], next_block: Some(9), ..PulledPart::default() };
+    let part = [&[4][..], &[0; 8], &part.encode_to_vec()].concat();
+    vec![part, asked, [&[0][..], volume].concat(), vec![1, b'{', b'}'], sizes]
 }

@@ -154,6 +154,8 @@ pub const ALL: &[Defect] = &[
     core("snapshot-answered-before-stable", Swarm::Snapshots),
     core("revert-done-again", Swarm::Snapshots),
     core("points-for-an-old-member", Swarm::Snapshots),
+    core("changes-before-stable", Swarm::Snapshots),
+    core("changes-beyond-a-bad-block", Swarm::Snapshots),
     store("revert-without-a-version", Swarm::Snapshots),
     core("bulk-failure-ends-the-session", Swarm::Rebuilds),
     core("former-bulk-connection-heard", Swarm::Rebuilds),

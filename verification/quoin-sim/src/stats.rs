@@ -108,6 +108,8 @@ counters! {
         /// Times that the durability was changed.
         durability_changes,
         reverts,
+        /// Snapshots that were read part by part.
+        pulls,
         /// Changes of membership that targets made, and gave up.
         changes_made,
         changes_given_up,
@@ -215,6 +217,7 @@ impl fmt::Display for Summary {
         let durability_changes = s.operators.durability_changes;
         writeln!(f, "durability changed           {durability_changes:>12}")?;
         writeln!(f, "reverts                      {:>12}", s.operators.reverts)?;
+        writeln!(f, "snapshots read in parts      {:>12}", s.operators.pulls)?;
         writeln!(
             f,
             "changes made / given up      {:>12} / {}",

@@ -46,6 +46,8 @@ pub enum Swarm {
     Memory,
     /// Rebuilds of volumes with snapshots that come and go.
     Snapshots,
+    /// The same, and snapshots are read part by part meanwhile.
+    Exports,
     /// Rot, unreadable disks, disks that are rolled back.
     Damage,
     /// Disks that say they wrote.
@@ -87,6 +89,7 @@ impl Swarm {
         Swarm::Rebuilds,
         Swarm::Memory,
         Swarm::Snapshots,
+        Swarm::Exports,
         Swarm::Damage,
         Swarm::Liars,
         Swarm::Pressure,
@@ -117,6 +120,7 @@ impl Swarm {
             Swarm::Rebuilds => "rebuilds",
             Swarm::Memory => "memory",
             Swarm::Snapshots => "snapshots",
+            Swarm::Exports => "exports",
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
@@ -489,7 +493,7 @@ impl Swarm {
                 pool: Some(PoolShape::TIGHT),
                 ..Swarm::Rebuilds.shape(random)?
             },
-            Swarm::Snapshots => Shape {
+            Swarm::Snapshots | Swarm::Exports => Shape {
                 factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
                 ..Swarm::Rebuilds.shape(random)?
             },

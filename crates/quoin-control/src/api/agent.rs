@@ -9,7 +9,7 @@ use quoin_api::control::agent_server::Agent;
 use quoin_api::control::swap_membership_response::Outcome as Swapped;
 use quoin_api::control::{
     AcquireEpochRequest, AcquireEpochResponse, CommandOutcome, NodeAssignment, NodeReport,
-    PoolAssignment, PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest,
+    PoolAssignment, PoolHoldings, PoolReport, PulledPart, ReportAnswer, SwapMembershipRequest,
     SwapMembershipResponse, TargetCommand, TargetReport, VolumeReport, WatchCommandsRequest,
     WatchNodeRequest, WatchPoolRequest,
 };
@@ -123,6 +123,7 @@ impl Agent for Services {
             let controller = &services.controller;
             let mut changes = controller.state.changes_of(Concern::Node(name.clone()));
             let mut commands = controller.snapshots.commands.of_node(&name);
+            let mut begun = commands.begun();
             loop {
                 if let Err(error) = services.still(&caller) {
                     yield Err(error.into());
@@ -141,6 +142,8 @@ impl Agent for Services {
                 };
                 tokio::select! {
                     _ = changes.news() => {}
+                    // The sender lives in the state, which is held here.
+                    _ = begun.changed() => {}
                     () = again => {}
                     _ = shutdown.wait_for(|down| *down) => break,
                 }
@@ -155,6 +158,15 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
         self.controller.snapshots.commands.ended(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
+    }
+
+    async fn report_part(
+        &self,
+        request: Request<PulledPart>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        self.controller.snapshots.commands.part(request.into_inner())?;
         Ok(Response::new(ReportAnswer::default()))
     }
 

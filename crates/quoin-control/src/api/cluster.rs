@@ -461,6 +461,31 @@ impl Cluster for Services {
         Ok(Response::new(ListSnapshotsResponse { snapshots, next_token }))
     }
 
+    async fn revert_volume(
+        &self,
+        request: Request<RevertVolumeRequest>,
+    ) -> Result<Response<Revert>, Status> {
+        self.manage(&request)?;
+        let RevertVolumeRequest { volume, snapshot, id } = request.into_inner();
+        let reverts = &self.controller.snapshots.reverts;
+        let revert = match id.as_str() {
+            "" => reverts.begin(volume.as_ref(), snapshot.as_ref()).await?,
+            id => reverts.get(volume.as_ref(), id)?,
+        };
+        let revert = reverts.ended(revert, CUT_TIME).await?;
+        Ok(Response::new(crate::snapshot::reverts::view(&self.controller.state, &revert)))
+    }
+
+    async fn pull_snapshot(
+        &self,
+        request: Request<PullSnapshotRequest>,
+    ) -> Result<Response<SnapshotPart>, Status> {
+        // Of any volume, with its data: as much as who manages volumes may do.
+        self.manage(&request)?;
+        let part = self.controller.snapshots.history.pull(request.get_ref()).await?;
+        Ok(Response::new(part))
+    }
+
     async fn create_schedule(
         &self,
         request: Request<CreateScheduleRequest>,

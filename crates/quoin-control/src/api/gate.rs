@@ -85,6 +85,8 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/DeleteSnapshot", OpenTo::Users, ASKED),
     ("Cluster/GetSnapshot", OpenTo::Users, ASKED),
     ("Cluster/ListSnapshots", OpenTo::Users, ASKED),
+    ("Cluster/RevertVolume", OpenTo::Users, SMALL),
+    ("Cluster/PullSnapshot", OpenTo::Users, SMALL),
     ("Cluster/CreateSchedule", OpenTo::Users, ASKED),
     ("Cluster/DeleteSchedule", OpenTo::Users, ASKED),
     ("Cluster/GetSchedule", OpenTo::Users, ASKED),
@@ -120,6 +122,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Agent/ReportVolume", OpenTo::Nodes, TOLD),
     ("Agent/WatchCommands", OpenTo::Nodes, SMALL),
     ("Agent/ReportOutcome", OpenTo::Nodes, SMALL),
+    ("Agent/ReportPart", OpenTo::Nodes, TOLD),
     ("Join/Join", OpenTo::Newcomers, SMALL),
     ("Join/Renew", OpenTo::Members, SMALL),
 ];

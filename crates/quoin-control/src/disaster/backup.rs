@@ -27,6 +27,7 @@ use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
 };
+use crate::state::revert_records::RevertRecord;
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotName, SnapshotRecord};
 use crate::state::store::{Embedded, Store, Swap};
 use crate::state::term_records::{SupersededRecord, TermRecord};
@@ -85,7 +86,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 15] = [
+    let kinds: [(&str, Reader); 16] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -95,6 +96,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (SnapshotRecord::PREFIX, read::<SnapshotRecord>),
         (SnapshotName::PREFIX, read::<SnapshotName>),
         (ScheduleRecord::PREFIX, read::<ScheduleRecord>),
+        (RevertRecord::PREFIX, read::<RevertRecord>),
         (TokenRecord::PREFIX, read::<TokenRecord>),
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),
         (EventRecord::PREFIX, read::<EventRecord>),

@@ -181,14 +181,14 @@ impl Tender {
             let behind = status.replicas.iter().any(|replica| behind(replica.phase));
             return match !changing.is_empty() || lags || behind {
                 true => Some(changing),
-                false => self.requested(volume),
+                false => self.requested(volume, now),
             };
         }
         rebuildable(volume, status).ok()?;
         if !changing.is_empty() {
             return Some(changing);
         }
-        if let Some(requested) = self.requested(volume) {
+        if let Some(requested) = self.requested(volume, now) {
             return Some(requested);
         }
         let long = since.is_some_and(|since| now.duration_since(since) >= LAGS_FOR);
@@ -196,12 +196,19 @@ impl Tender {
     }
 
     /// Requests of users that need a target.
-    fn requested(&self, volume: &VolumeRecord) -> Option<String> {
+    fn requested(&self, volume: &VolumeRecord, now: Instant) -> Option<String> {
         let snapshots = || {
             let open = self.state.snapshots.open_of(volume.id.0).len();
             (open > 0).then(|| "its snapshots are made and deleted".to_owned())
         };
-        self.verifier.work(volume).or_else(snapshots)
+        let reverts = || {
+            let revert = self.state.snapshots.reverts.get(&volume.id.0.to_string())?;
+            let name = &revert.snapshot_name;
+            revert.is_open().then(|| format!("it goes back to snapshot {name:?}"))
+        };
+        let reads = self.state.snapshots.pulls.reads(volume.id.0, now);
+        let pulls = || reads.then(|| "its snapshots are read".to_owned());
+        self.verifier.work(volume).or_else(snapshots).or_else(reverts).or_else(pulls)
     }
 
     /// Returns true if the node that the volume was lent to does not open it.

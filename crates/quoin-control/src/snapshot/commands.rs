@@ -10,17 +10,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{
-    self as api, CommandOutcome, MakeSnapshot, RemoveSnapshot, TargetCommand, command_outcome,
-    target_command,
+    self as api, CommandOutcome, MakeSnapshot, PulledPart, RemoveSnapshot, TargetCommand,
+    command_outcome, target_command,
 };
 use quoin_types::VolumeId;
+use quoin_types::ids::SnapshotId;
 use tokio::time::Instant;
 
 use super::catalog::{about, too_many};
+use super::reverts;
 use crate::Error;
 use crate::state::State;
 use crate::state::events::Severity;
 use crate::state::records::{Record, VolumeRecord};
+use crate::state::revert_records::RevertPhase;
 use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
 use crate::text;
 use crate::time::now_ms;
@@ -45,6 +48,37 @@ pub struct CommandStream {
     node: String,
     /// Time of the last sending of each, by the snapshot's record name.
     sent: BTreeMap<String, (SnapshotPhase, Instant)>,
+    /// The same of Reverts, by their commands.
+    sent_reverts: Sent<(SnapshotId, RevertPhase)>,
+    /// The same of parts that are to be read, by their numbers.
+    sent_pulls: Sent<u64>,
+}
+
+/// Time of the last sending of each command.
+struct Sent<K>(BTreeMap<K, Instant>);
+
+impl<K: Ord + Clone> Sent<K> {
+    /// Open commands that are to be sent now. Commands that are not open any more are forgotten.
+    fn due(&mut self, now: Instant, open: impl Iterator<Item = (K, TargetCommand)>) -> Due {
+        let before = std::mem::take(&mut self.0);
+        let mut due = Due::default();
+        for (key, command) in open.take(COMMANDS_MAX) {
+            let last = before.get(&key).copied();
+            let last = last.filter(|at| now.duration_since(*at) < REPEAT_AFTER);
+            if last.is_none() {
+                due.commands.push(command);
+            }
+            self.0.insert(key, last.unwrap_or(now));
+            due.any_open = true;
+        }
+        due
+    }
+}
+
+#[derive(Default)]
+struct Due {
+    commands: Vec<TargetCommand>,
+    any_open: bool,
 }
 
 impl Commands {
@@ -53,7 +87,13 @@ impl Commands {
     }
 
     pub fn of_node(&self, node: &str) -> CommandStream {
-        CommandStream { commands: self.clone(), node: node.to_owned(), sent: BTreeMap::new() }
+        CommandStream {
+            commands: self.clone(),
+            node: node.to_owned(),
+            sent: BTreeMap::new(),
+            sent_reverts: Sent(BTreeMap::new()),
+            sent_pulls: Sent(BTreeMap::new()),
+        }
     }
 
     /// Snapshots of which this node's target has something to do.
@@ -84,12 +124,26 @@ impl Commands {
         match &outcome.what {
             Some(What::SnapshotMade(made)) => self.made(volume, made).await,
             Some(What::SnapshotRemoved(removed)) => {
+                reverts::cleared(&self.state, volume, &removed.snapshot_id).await?;
                 self.removed(volume, &removed.snapshot_id).await
+            }
+            Some(What::VolumeReverted(reverted)) => {
+                reverts::done(&self.state, volume, &outcome.id, reverted.lsn).await
             }
             Some(What::Refused(refused)) => self.refused(volume, &outcome.id, refused).await,
             // An outcome of a later version, of a command that this one does not send.
             None => Ok(()),
         }
+    }
+
+    /// Takes in a part that a target read, if the node is the one that serves the volume.
+    pub fn part(&self, part: PulledPart) -> Result<(), Error> {
+        let volume: VolumeId = crate::api::reports::id("volume_id", &part.volume_id)?;
+        let served = self.state.volumes.get(&volume.to_string());
+        if served.is_some_and(|volume| is_served_by(&volume, &part.node)) {
+            self.state.snapshots.pulls.answered(volume, part);
+        }
+        Ok(())
     }
 
     /// The snapshot of this id, if it is of this volume.
@@ -133,14 +187,15 @@ impl Commands {
         id: &str,
         refused: &api::CommandRefused,
     ) -> Result<(), Error> {
+        if reverts::refused(&self.state, volume, id, refused).await? {
+            return Ok(());
+        }
         let Some(snapshot) = self.snapshot(volume, id) else { return Ok(()) };
         let reason = match refused.reason() {
             api::command_refused::Reason::TooManySnapshots => {
                 too_many(&snapshot.volume_name).to_string()
             }
-            api::command_refused::Reason::Unspecified => {
-                refused.message.chars().take(1024).collect()
-            }
+            _ => refused.message.chars().take(1024).collect(),
         };
         let change = |snapshot: &mut SnapshotRecord| {
             let is_news = snapshot.phase == SnapshotPhase::Wished;
@@ -226,7 +281,40 @@ impl CommandStream {
                 commands.push(command(snapshot, term));
             }
         }
-        (commands, (!open.is_empty()).then_some(REPEAT_AFTER))
+        let others = self.others(now, term);
+        commands.extend(others.commands);
+        (commands, (!open.is_empty() || others.any_open).then_some(REPEAT_AFTER))
+    }
+}
+
+impl CommandStream {
+    /// The same for Reverts, and for parts of snapshots that are to be read.
+    fn others(&mut self, now: Instant, term: &[u8]) -> Due {
+        let state = &self.commands.state;
+        if state.check_ruling().is_err() || state.check_term().is_err() {
+            return Due::default();
+        }
+        let reverts = reverts::open(state, |volume| is_served_by(volume, &self.node));
+        let reverts = reverts.iter().map(|revert| {
+            let key = (revert.attempt.0, revert.phase);
+            (key, reverts::command(revert, term))
+        });
+        let mut due = self.sent_reverts.due(now, reverts);
+        let is_served = |id: VolumeId| {
+            let volume = state.volumes.get(&id.to_string());
+            volume.is_some_and(|volume| is_served_by(&volume, &self.node))
+        };
+        let pulls = state.snapshots.pulls.commands(term, is_served);
+        let pulls = self.sent_pulls.due(now, pulls.into_iter());
+        due.commands.extend(pulls.commands);
+        due.any_open |= pulls.any_open;
+        due
+    }
+
+    /// Counter that rises with each part of a snapshot that is to be read: then it is to be looked
+    /// again.
+    pub fn begun(&self) -> tokio::sync::watch::Receiver<u64> {
+        self.commands.state.snapshots.pulls.begun()
     }
 }
 

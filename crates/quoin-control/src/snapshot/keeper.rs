@@ -59,6 +59,7 @@ impl SnapshotKeeper {
     pub async fn look_at_all(&self) -> Result<(), Error> {
         let mut ids: Vec<VolumeId> = self.state.volumes.list().iter().map(|v| v.id.0).collect();
         ids.extend(self.state.snapshots.records.list().iter().map(|s| s.volume.0));
+        ids.extend(self.state.snapshots.reverts.list().iter().map(|r| r.volume.0));
         ids.sort_unstable();
         ids.dedup();
         for id in ids {
@@ -88,6 +89,9 @@ impl SnapshotKeeper {
             Some(VolumePhase::Deleting) | None => {}
         }
         // The replicas go with all that they hold.
+        if tables.reverts.get(&id.to_string()).is_some() {
+            tables.reverts.remove(&id.to_string(), |_| true).await?;
+        }
         self.remove_schedules(id).await?;
         for snapshot in tables.of_volume(id) {
             tables.free_name(&snapshot).await?;

@@ -4,13 +4,18 @@
 //! a stream of small commands and takes the outcomes in; a command is repeated until its outcome is
 //! recorded. A volume that is attached nowhere is lent a target for it ([`crate::reconcile::tending`]).
 //!
+//! A volume goes back to one of its snapshots by the same commands ([`reverts`]), and the content of
+//! snapshots is read by them, part by part ([`history`]).
+//!
 //! A volume that is deleted while it has snapshots is Retained: its name is free, nobody can attach
 //! it, and its replicas are kept and healed until its last snapshot is gone ([`keeper`]).
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
+pub mod history;
 pub(crate) mod keeper;
 pub(crate) mod recovery;
+pub(crate) mod reverts;
 pub(crate) mod schedules;
 pub(crate) mod view;
 
@@ -22,6 +27,8 @@ use crate::state::State;
 pub struct Parts {
     pub catalog: Arc<catalog::Snapshots>,
     pub schedules: Arc<schedules::Schedules>,
+    pub reverts: reverts::Reverts,
+    pub history: history::History,
     pub commands: commands::Commands,
     pub keeper: Arc<keeper::SnapshotKeeper>,
 }
@@ -31,6 +38,8 @@ impl Parts {
         let catalog = Arc::new(catalog::Snapshots::new(state.clone()));
         Self {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
+            reverts: reverts::Reverts::new(state.clone(), catalog.clone()),
+            history: history::History::new(state.clone(), catalog.clone()),
             commands: commands::Commands::new(state.clone()),
             keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone())),
             catalog,

@@ -44,7 +44,7 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
 }
 
 /// What a snapshot of the volume waits for.
-fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
+pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
     let Some(volume) = volume else { return "its volume, which is gone".to_owned() };
     let Some(node) = &volume.owner else {
         let waiting = crate::status::waiting_for(state, volume);

@@ -10,6 +10,7 @@ pub(crate) mod observed;
 pub(crate) mod recorded;
 pub mod records;
 pub(crate) mod replica_changes;
+pub mod revert_records;
 mod ruling;
 pub mod snapshot_records;
 pub mod store;

@@ -10,6 +10,7 @@ use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
 use crate::state::records::*;
+use crate::state::revert_records::{RevertPhase, RevertRecord};
 use crate::state::snapshot_records::{
     Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
 };
@@ -316,6 +317,26 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         last_ms: 1_700_003_600_000,
     };
     hold("schedule", &schedule);
+    let revert = RevertRecord {
+        volume: Text(VolumeId(0xf01)),
+        attempt: Text(SnapshotId(0xa77)),
+        snapshot: snapshot.id,
+        snapshot_name: "before-upgrade".into(),
+        phase: RevertPhase::Wished,
+        wished_ms: 1_700_000_000_000,
+        ended_ms: 1_700_000_000_001,
+        lsn: 12,
+        failure: "in words".into(),
+        recorded: true,
+    };
+    for (name, phase) in [
+        ("revert-wished", RevertPhase::Wished),
+        ("revert-done", RevertPhase::Done),
+        ("revert-failing", RevertPhase::Failing),
+        ("revert-failed", RevertPhase::Failed),
+    ] {
+        hold(name, &RevertRecord { phase, ..revert.clone() });
+    }
     let replica = ReplicaResult {
         replica_id: "1".into(),
         guid: "2".into(),

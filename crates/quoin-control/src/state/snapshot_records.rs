@@ -8,8 +8,10 @@ use quoin_types::{Lsn, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::snapshot::history::Pulls;
 use crate::state::changes::{Changes, Concerned};
 use crate::state::records::{Record, Text};
+use crate::state::revert_records::RevertRecord;
 use crate::state::store::{Store, StoreError};
 use crate::state::table::{Index, Table};
 use crate::volume::devices::is_zero;
@@ -38,7 +40,7 @@ impl SnapshotPhase {
 }
 
 /// The point of a volume's history at which a snapshot was cut, as its target reported it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Cut {
     pub lsn: u64,
     /// 0: not reported.
@@ -352,13 +354,17 @@ impl Index<ScheduleRecord> for ScheduleIndex {
     }
 }
 
-/// Tables of snapshots, their names and their schedules.
+/// Tables of snapshots, their names, their schedules and Reverts to them; and what is read of them.
 pub(crate) struct SnapshotTables {
     pub records: Table<SnapshotRecord>,
     pub names: Table<SnapshotName>,
     pub schedules: Table<ScheduleRecord>,
+    pub reverts: Table<RevertRecord>,
+    pub pulls: Pulls,
     /// Makes the look at a volume or a name and the change that rests on it one step.
     pub changing: tokio::sync::Mutex<()>,
+    /// A Revert begins while nobody attaches a volume: writers begin one, readers attach.
+    pub reverting: tokio::sync::RwLock<()>,
 }
 
 impl SnapshotTables {
@@ -367,13 +373,17 @@ impl SnapshotTables {
             records: Table::load(store.clone(), changes.clone()).await?,
             names: Table::load(store.clone(), changes.clone()).await?,
             schedules: Table::load(store.clone(), changes.clone()).await?,
+            reverts: Table::load(store.clone(), changes.clone()).await?,
+            pulls: Pulls::default(),
             changing: tokio::sync::Mutex::new(()),
+            reverting: tokio::sync::RwLock::new(()),
         })
     }
 
     pub async fn read_unanswered(&self) -> Result<(), Error> {
         self.records.read_unanswered().await?;
         self.names.read_unanswered().await?;
+        self.reverts.read_unanswered().await?;
         self.schedules.read_unanswered().await
     }
 

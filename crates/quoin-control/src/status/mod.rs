@@ -357,6 +357,12 @@ impl Status {
                 .source
                 .as_ref()
                 .map(|source| crate::volume::clones::message(source, volume.flattening)),
+            revert: self
+                .state
+                .snapshots
+                .reverts
+                .get(&volume.id.0.to_string())
+                .map(|revert| crate::snapshot::reverts::view(&self.state, &revert)),
         }
     }
 

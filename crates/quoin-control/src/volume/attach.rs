@@ -78,6 +78,8 @@ impl Attachments {
                 known.volumes_max
             )));
         }
+        let _excluding = self.state.snapshots.reverting.read().await;
+        crate::snapshot::reverts::check_none_under_way(&self.state, &volume)?;
         let term = self.state.term();
         let (lost, heard) = match self.lost_holder(&volume, publish) {
             Some(Ok(lost)) => (Some(lost), String::new()),

@@ -24,6 +24,7 @@ mod modifying;
 mod partial;
 mod recovering;
 mod replacement;
+mod reverts;
 mod salvage;
 mod scale;
 mod server;

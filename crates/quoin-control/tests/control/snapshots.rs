@@ -7,7 +7,8 @@ use quoin_api::control::command_outcome::What as Ended;
 use quoin_api::control::target_command::What as Told;
 use quoin_api::control::{
     CommandOutcome, CommandRefused, CreateScheduleRequest, Holding, NodeReport, PoolHoldings,
-    SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef, command_refused,
+    SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef, VolumeReverted,
+    command_refused,
 };
 use quoin_control::Error;
 use quoin_control::records::VolumeRecord;
@@ -19,7 +20,7 @@ use crate::cluster::{Cluster, Memory, by_name, pools};
 
 const NOW: Duration = Duration::ZERO;
 
-pub fn named(name: &str) -> Option<SnapshotRef> {
+pub(super) fn named(name: &str) -> Option<SnapshotRef> {
     Some(SnapshotRef { id: String::new(), name: name.into() })
 }
 
@@ -28,21 +29,25 @@ pub fn by_id(id: impl ToString) -> Option<VolumeRef> {
 }
 
 impl Cluster {
-    pub async fn snap(&self, volume: &str, name: &str) -> Result<Arc<SnapshotRecord>, Error> {
+    pub(super) async fn snap(
+        &self,
+        volume: &str,
+        name: &str,
+    ) -> Result<Arc<SnapshotRecord>, Error> {
         self.controller.snapshots.catalog.create(by_name(volume).as_ref(), name).await
     }
 
-    pub fn snapshot(&self, name: &str) -> Option<Arc<SnapshotRecord>> {
+    pub(super) fn snapshot(&self, name: &str) -> Option<Arc<SnapshotRecord>> {
         self.controller.snapshots.catalog.get(named(name).as_ref()).ok()
     }
 
     /// What a stream that begins now sends to a node.
-    fn commands(&self, node: &str) -> Vec<TargetCommand> {
+    pub(super) fn commands(&self, node: &str) -> Vec<TargetCommand> {
         self.controller.snapshots.commands.of_node(node).next(Instant::now(), b"").0
     }
 
     /// The node's target carries out all that it is told.
-    pub async fn obey(&self, node: &str) -> Result<usize, Error> {
+    pub(super) async fn obey(&self, node: &str) -> Result<usize, Error> {
         let commands = self.commands(node);
         for command in &commands {
             self.controller.snapshots.commands.ended(&outcome(node, command)).await?;
@@ -50,14 +55,14 @@ impl Cluster {
         Ok(commands.len())
     }
 
-    pub async fn made(&self, volume: &str, node: &str, name: &str) -> Arc<SnapshotRecord> {
+    pub(super) async fn made(&self, volume: &str, node: &str, name: &str) -> Arc<SnapshotRecord> {
         self.snap(volume, name).await.unwrap();
         self.obey(node).await.unwrap();
         self.snapshot(name).unwrap()
     }
 }
 
-fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
+pub(super) fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
     let what = match command.what.clone().expect("a command") {
         Told::MakeSnapshot(make) => Ended::SnapshotMade(SnapshotMade {
             snapshot_id: make.snapshot_id,
@@ -69,6 +74,8 @@ fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
         Told::RemoveSnapshot(remove) => {
             Ended::SnapshotRemoved(SnapshotRemoved { snapshot_id: remove.snapshot_id })
         }
+        Told::RevertTo(_) => Ended::VolumeReverted(VolumeReverted { lsn: 12 }),
+        Told::PullPart(_) => panic!("answered by a call of its own"),
     };
     CommandOutcome {
         id: command.id.clone(),

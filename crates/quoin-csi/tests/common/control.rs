@@ -358,6 +358,17 @@ async fn obey_stream(
             Some(Told::RemoveSnapshot(remove)) => {
                 Ended::SnapshotRemoved(SnapshotRemoved { snapshot_id: remove.snapshot_id })
             }
+            Some(Told::RevertTo(_)) => Ended::VolumeReverted(VolumeReverted { lsn: *lsn }),
+            Some(Told::PullPart(pull)) => {
+                let part = PulledPart {
+                    id: command.id,
+                    node: name.to_owned(),
+                    volume_id: command.volume_id,
+                    ..content(&pull)
+                };
+                agent.report_part(part).await?;
+                continue;
+            }
             None => continue,
         };
         let outcome = CommandOutcome {
@@ -369,4 +380,31 @@ async fn obey_stream(
         agent.report_outcome(outcome).await?;
     }
     Ok(())
+}
+
+/// Blocks of a snapshot, and of one part of its content.
+pub const SNAPSHOT_BLOCKS: u64 = (64 << 20) / 4096;
+const PART_BLOCKS: u64 = 1000;
+
+/// Returns true if the block is in the answer to a pull, of what is allocated or what changed.
+pub fn is_pulled(block: u64, since: bool) -> bool {
+    block.is_multiple_of(if since { 5 } else { 3 })
+}
+
+/// A part of a snapshot, as a target would tell it.
+fn content(pull: &PullPart) -> PulledPart {
+    let since = !pull.since_snapshot_id.is_empty();
+    let end = (pull.cursor_block + PART_BLOCKS).min(SNAPSHOT_BLOCKS);
+    let range = |block: u64| SnapshotRange {
+        offset: block * 4096,
+        length: 4096,
+        hole: since && block.is_multiple_of(2),
+        ..SnapshotRange::default()
+    };
+    let blocks = (pull.cursor_block..end).filter(|block| is_pulled(*block, since));
+    PulledPart {
+        ranges: blocks.map(range).collect(),
+        next_block: (end < SNAPSHOT_BLOCKS).then_some(end),
+        ..PulledPart::default()
+    }
 }

@@ -1,13 +1,15 @@
-//! Changed ranges between two snapshots, without data: for backups and for copies of a volume that
-//! lie elsewhere.
+//! Changed ranges between two snapshots, with or without data: for backups and for copies of a
+//! volume that lie elsewhere.
 //!
 //! A part is read from one in-sync member that holds both snapshots, and answered with the block
 //! where the next part begins. So a caller can go on after any interruption, at any target, with
 //! any member: both snapshots are fixed, and versions only grow, so each part is the same wherever
-//! it is read. Ranges are of whole blocks and in order; what no range names did not change.
+//! it is read. Ranges are of whole blocks and in order; what no range names did not change. Data is
+//! as it is stored, and is checked against its checksum; a part ends before a block that its member
+//! has no good copy of, and the next part is asked of another member.
 //!
 //! Only snapshots that are stable are read, and the answer leaves under a live lease like any
-//! other.
+//! other. Data is copied at the pace of a rebuild ([`pace`](super::pace)).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -16,10 +18,13 @@ use super::{Link, Phase, Primary, PrimaryAction};
 use quoin_types::ids::{Lsn, SnapshotId};
 use quoin_types::membership::Member;
 use quoin_types::message::{Content, ReadView, RequestId, Slot, ToReplica};
+use quoin_types::mutant;
 use quoin_types::time::Time;
 
 /// Limit of requests under way; the caller repeats what was refused.
 const REQUESTS_MAX: usize = 16;
+/// The same for those with data, each of which holds an answer of some hundred KiB.
+const DATA_REQUESTS_MAX: usize = 4;
 /// Size of one answer of a member. A slot counts as 64 bytes.
 const ANSWER_BYTES: u32 = 256 << 10;
 /// Time after which a silent member is passed over.
@@ -28,17 +33,20 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const STABLE_SOON: Duration = Duration::from_millis(20);
 /// Pause before all members are asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Shortest wait for the pace of copying.
+const PACE_SOON: Duration = Duration::from_millis(1);
 
 /// Request for a part of the changes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChangesRequest {
-    /// Number chosen by the caller, given back with the answer.
+    /// Number chosen by the caller, given back with the answer; the same for a repeat.
     pub token: u64,
     /// The older snapshot; `None`: everything that is allocated in the newer one.
     pub from: Option<SnapshotId>,
     pub to: SnapshotId,
     /// Block at which the part begins.
     pub cursor: u64,
+    pub want_data: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,11 +61,16 @@ pub struct ChangedRange {
 pub enum ChangesAnswer {
     Part {
         ranges: Vec<ChangedRange>,
+        /// The blocks of the ranges that are no holes, with their bytes as stored, in their order;
+        /// empty where no data was wanted.
+        slots: Vec<Slot>,
         /// Block at which the next part begins; `None`: this is the last one.
         next: Option<u64>,
     },
     /// One of the snapshots does not exist (any more), or they are in the wrong order.
     NoSnapshot,
+    /// No member that can be asked has a good copy of the block at which the part begins.
+    Damaged { lba: u64 },
     /// Too many requests are under way.
     Busy,
 }
@@ -68,6 +81,8 @@ struct Asking {
     /// The member that was asked, and when.
     asked: Option<(Member, Time)>,
     tried: Vec<Member>,
+    /// A member of those has no good copy of the first block.
+    is_bad: bool,
     retry_at: Time,
 }
 
@@ -81,6 +96,24 @@ pub(super) struct Changes {
 impl Changes {
     pub fn awaits_answer(&self) -> bool {
         !self.open.is_empty() || !self.ready.is_empty()
+    }
+
+    /// Data is to be copied.
+    pub fn wants_data(&self) -> bool {
+        self.open.values().any(|asking| asking.request.want_data)
+    }
+
+    /// A request of this token is under way: the caller repeats those that are not answered.
+    fn has(&self, token: u64) -> bool {
+        self.open.values().any(|asking| asking.request.token == token)
+            || self.ready.iter().any(|(answered, _)| *answered == token)
+    }
+
+    /// Too many requests are under way for one more.
+    fn is_full(&self, want_data: bool) -> bool {
+        let with_data = self.open.values().filter(|asking| asking.request.want_data).count();
+        self.open.len() + self.ready.len() >= REQUESTS_MAX
+            || (want_data && with_data >= DATA_REQUESTS_MAX)
     }
 
     /// A session is over: others are asked.
@@ -102,16 +135,19 @@ impl Primary {
             // Like other requests: the caller asks the next target.
             return;
         }
-        let held = self.changes.open.len() + self.changes.ready.len();
-        if held >= REQUESTS_MAX {
-            if held < 2 * REQUESTS_MAX {
+        if self.changes.has(request.token) {
+            return;
+        }
+        if self.changes.is_full(request.want_data) {
+            if self.changes.ready.len() < REQUESTS_MAX {
                 self.changes.ready.push_back((request.token, ChangesAnswer::Busy));
             }
             return;
         }
         let id = self.incarnations.random();
-        let (asked, tried) = (None, Vec::new());
-        self.changes.open.insert(id, Asking { request, asked, tried, retry_at: now });
+        let asking =
+            Asking { request, asked: None, tried: Vec::new(), is_bad: false, retry_at: now };
+        self.changes.open.insert(id, asking);
     }
 
     /// The two LSNs that a request is about, if both snapshots are there.
@@ -124,8 +160,8 @@ impl Primary {
         (from <= to.lsn).then_some((from, to.lsn, to.blocks))
     }
 
-    /// Asks members for what is requested.
-    pub(super) fn step_changes(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+    /// Asks members for what is requested. Returns true if an answer waits for the lease.
+    pub(super) fn step_changes(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) -> bool {
         let ids: Vec<RequestId> = self.changes.open.keys().copied().collect();
         for id in ids {
             let Some(asking) = self.changes.open.get(&id) else { continue };
@@ -135,7 +171,7 @@ impl Primary {
                 self.changes.ready.push_back((request.token, ChangesAnswer::NoSnapshot));
                 continue;
             };
-            if to > self.commit.stable {
+            if to > self.commit.stable && !mutant::is("changes-before-stable") {
                 self.commit.want_sync(to);
                 if let Some(asking) = self.changes.open.get_mut(&id) {
                     asking.retry_at = asking.retry_at.max(now + STABLE_SOON);
@@ -146,6 +182,14 @@ impl Primary {
             if (asking.asked.is_some() && silent.is_none()) || now < asking.retry_at {
                 continue;
             }
+            if request.want_data && self.commit.held && !self.rebuilds.pace.may_copy(now) {
+                let due = self.rebuilds.pace.due(now).unwrap_or(now).max(now + PACE_SOON);
+                let asking = self.changes.open.get_mut(&id).expect("looked at above");
+                asking.tried.extend(silent.map(|(member, _)| member));
+                (asking.asked, asking.retry_at) = (None, due);
+                continue;
+            }
+            let asking = &self.changes.open[&id];
             let tried = |m: &Member| {
                 asking.tried.contains(m) || silent.is_some_and(|(asked, _)| asked == *m)
             };
@@ -160,26 +204,38 @@ impl Primary {
             asking.tried.extend(silent.map(|(member, _)| member));
             asking.asked = None;
             let Some(index) = usable else {
+                if asking.is_bad {
+                    let lba = request.cursor;
+                    self.changes.open.remove(&id);
+                    self.changes.ready.push_back((request.token, ChangesAnswer::Damaged { lba }));
+                    continue;
+                }
                 asking.tried.clear();
                 asking.retry_at = now + ASK_AGAIN;
                 continue;
             };
             asking.asked = Some((self.members[index].member, now));
+            let want_data = request.want_data;
             let message = ToReplica::Pull {
                 id,
                 view: ReadView::Snapshot(request.to),
                 from,
                 cursor: request.cursor,
-                bytes_max: ANSWER_BYTES,
-                want_data: false,
+                bytes_max: match want_data {
+                    true => self.rebuilds.pace.chunk_bytes(),
+                    false => ANSWER_BYTES,
+                },
+                want_data,
             };
             self.send(index, message, actions);
         }
+        !self.changes.ready.is_empty()
     }
 
     /// Handles a member's answer. Returns true if it was to a request for changes.
     pub(super) fn on_changes(
         &mut self,
+        now: Time,
         index: usize,
         id: RequestId,
         slots: &[Slot],
@@ -192,21 +248,27 @@ impl Primary {
             return true;
         }
         let request = asking.request;
-        let ranges =
-            self.changes_between(&request).filter(|_| !gone).and_then(|(from, to, blocks)| {
-                ranges_of(slots, request.cursor, next, (from, to), blocks)
-            });
+        let between = self.changes_between(&request).filter(|_| !gone);
+        let taken = between.map_or(Taken::Wrong, |(from, to, blocks)| {
+            take(slots, &request, next, (from, to), blocks)
+        });
         let asking = self.changes.open.get_mut(&id).expect("looked at above");
         asking.asked = None;
-        match ranges {
-            Some(ranges) => {
-                let next = next.filter(|next| *next > request.cursor);
+        match taken {
+            Taken::Part(answer) => {
                 self.changes.open.remove(&id);
-                let answer = ChangesAnswer::Part { ranges, next };
                 self.changes.ready.push_back((request.token, answer));
             }
-            // A member that lacks the snapshot, or says what cannot be: another one is asked.
-            None => asking.tried.push(member),
+            // A member that lacks the snapshot or the block, or says what cannot be: another one is
+            // asked.
+            Taken::Bad | Taken::Wrong => {
+                asking.is_bad |= taken == Taken::Bad;
+                asking.tried.push(member);
+            }
+        }
+        if request.want_data {
+            let bytes: usize = slots.iter().map(bytes_of).sum();
+            self.rebuilds.pace.copied(now, bytes as u64);
         }
         true
     }
@@ -224,14 +286,64 @@ impl Primary {
     }
 }
 
-/// The ranges that slots name; `None`: they cannot be the part that begins at `cursor`.
+fn bytes_of(slot: &Slot) -> usize {
+    match &slot.content {
+        Content::Data { data, .. } => data.len(),
+        Content::Hole | Content::Bad => 0,
+    }
+}
+
+/// A member's slots, as an answer to a request.
+#[derive(PartialEq, Eq, Debug)]
+enum Taken {
+    Part(ChangesAnswer),
+    /// The member has no good copy of the first block.
+    Bad,
+    /// They cannot be the part that was requested.
+    Wrong,
+}
+
+/// Makes an answer of a member's slots; it ends before the first block that is bad there.
+fn take(
+    slots: &[Slot],
+    request: &ChangesRequest,
+    next: Option<u64>,
+    between: (Lsn, Lsn),
+    blocks: u64,
+) -> Taken {
+    let (mut slots, mut next) = (slots, next);
+    let is_bad = |slot: &Slot| match &slot.content {
+        Content::Bad => true,
+        Content::Data { .. } => request.want_data && !slot.is_good(between.1),
+        Content::Hole => false,
+    };
+    if let Some(bad) = slots.iter().position(is_bad) {
+        let lba = slots[bad].lba;
+        if lba <= request.cursor {
+            return Taken::Bad;
+        }
+        slots = &slots[..bad];
+        if !mutant::is("changes-beyond-a-bad-block") {
+            next = Some(lba);
+        }
+    }
+    let Some(ranges) = ranges_of(slots, request, next, between, blocks) else {
+        return Taken::Wrong;
+    };
+    let is_data = |slot: &&Slot| request.want_data && matches!(slot.content, Content::Data { .. });
+    let slots = slots.iter().filter(is_data).cloned().collect();
+    Taken::Part(ChangesAnswer::Part { ranges, slots, next: next.filter(|next| *next < blocks) })
+}
+
+/// The ranges that slots name; `None`: they cannot be the part that was requested.
 fn ranges_of(
     slots: &[Slot],
-    cursor: u64,
+    request: &ChangesRequest,
     next: Option<u64>,
     (from, to): (Lsn, Lsn),
     blocks: u64,
 ) -> Option<Vec<ChangedRange>> {
+    let cursor = request.cursor;
     if next.is_some_and(|next| next <= cursor) {
         return None;
     }
@@ -240,15 +352,16 @@ fn ranges_of(
     for slot in slots {
         let hole = match &slot.content {
             Content::Hole => true,
-            Content::Data { data, .. } if data.is_empty() => false,
+            Content::Data { data, .. } if data.is_empty() != request.want_data => false,
             Content::Data { .. } | Content::Bad => return None,
         };
         let changed = slot.version > from && slot.version <= to;
-        if slot.lba < at || !changed || slot.blocks == 0 || slot.lba >= end {
+        let is_whole = slot.blocks > 0 && (hole || slot.blocks == 1);
+        if slot.lba < at || !changed || !is_whole || slot.lba >= end {
             return None;
         }
         // A hole may reach beyond the end of the view.
-        let until = (slot.lba + u64::from(slot.blocks)).min(end);
+        let until = slot.lba.saturating_add(slot.blocks.into()).min(end);
         at = until;
         if from == Lsn::ZERO && hole {
             // Not allocated.
@@ -268,6 +381,7 @@ fn ranges_of(
 mod tests {
     use super::*;
     use bytes::Bytes;
+    use quoin_types::BLOCK_SIZE;
 
     fn slot(lba: u64, blocks: u32, version: u64, hole: bool) -> Slot {
         let content = match hole {
@@ -277,31 +391,70 @@ mod tests {
         Slot { lba, blocks, version: Lsn(version), content }
     }
 
+    fn stored(lba: u64, version: u64) -> Slot {
+        let data = Bytes::from(vec![lba as u8; BLOCK_SIZE]);
+        let content = Content::Data { crc: quoin_types::crc32c(&data), data };
+        Slot { lba, blocks: 1, version: Lsn(version), content }
+    }
+
     fn range(lba: u64, blocks: u64, hole: bool) -> ChangedRange {
         ChangedRange { lba, blocks, hole }
+    }
+
+    fn request(want_data: bool) -> ChangesRequest {
+        let (from, to) = (None, SnapshotId(1));
+        ChangesRequest { token: 1, from, to, cursor: 2, want_data }
     }
 
     #[test]
     fn neighbouring_blocks_are_one_range_and_holes_are_told_apart() {
         let slots = [slot(3, 1, 7, false), slot(4, 1, 8, false), slot(5, 9, 8, true)];
-        let found = ranges_of(&slots, 2, None, (Lsn(5), Lsn(9)), 100);
-        assert_eq!(found, Some(vec![range(3, 2, false), range(5, 9, true)]));
-        let allocated = ranges_of(&slots, 2, None, (Lsn(0), Lsn(9)), 100);
-        assert_eq!(allocated, Some(vec![range(3, 2, false)]), "a hole is not allocated");
-        let cut = ranges_of(&slots, 2, Some(8), (Lsn(5), Lsn(9)), 100);
-        assert_eq!(cut, Some(vec![range(3, 2, false), range(5, 3, true)]));
+        let of = |next, from| ranges_of(&slots, &request(false), next, (Lsn(from), Lsn(9)), 100);
+        assert_eq!(of(None, 5), Some(vec![range(3, 2, false), range(5, 9, true)]));
+        assert_eq!(of(None, 0), Some(vec![range(3, 2, false)]), "a hole is not allocated");
+        assert_eq!(of(Some(8), 5), Some(vec![range(3, 2, false), range(5, 3, true)]));
     }
 
     #[test]
     fn what_cannot_be_a_part_of_the_changes_is_not_believed() {
-        let of = |slots: &[Slot], next| ranges_of(slots, 2, next, (Lsn(5), Lsn(9)), 100);
+        let of = |slots: &[Slot], next| {
+            let taken = take(slots, &request(false), next, (Lsn(5), Lsn(9)), 100);
+            matches!(taken, Taken::Part(_)).then_some(())
+        };
         assert_eq!(of(&[slot(1, 1, 7, false)], None), None, "before its beginning");
         assert_eq!(of(&[slot(3, 1, 5, false)], None), None, "not changed since");
         assert_eq!(of(&[slot(3, 1, 10, false)], None), None, "written later");
         assert_eq!(of(&[slot(100, 1, 7, false)], None), None, "beyond the end");
         assert_eq!(of(&[slot(4, 1, 7, false), slot(3, 1, 7, false)], None), None, "out of order");
+        assert_eq!(of(&[slot(3, 2, 7, false)], None), None, "data of two blocks");
+        assert_eq!(of(&[slot(3, u32::MAX, 7, true)], None), Some(()), "cut at the end");
         assert_eq!(of(&[], Some(2)), None, "no progress");
-        let bad = Slot { content: Content::Bad, ..slot(3, 1, 7, false) };
-        assert_eq!(of(&[bad], None), None, "its map is lost");
+        assert_eq!(of(&[stored(3, 7)], None), None, "data that nobody wanted");
+    }
+
+    #[test]
+    fn a_part_ends_before_a_block_without_a_good_copy_and_none_begins_with_one() {
+        let of = |slots: &[Slot]| take(slots, &request(true), None, (Lsn(5), Lsn(9)), 100);
+        let mut rotten = stored(4, 7);
+        let Content::Data { crc, .. } = &mut rotten.content else { unreachable!() };
+        *crc ^= 1;
+        let slots = [stored(3, 7), rotten.clone(), stored(5, 7)];
+        let (ranges, good) = (vec![range(3, 1, false)], vec![stored(3, 7)]);
+        let part = ChangesAnswer::Part { ranges, slots: good, next: Some(4) };
+        assert_eq!(of(&slots), Taken::Part(part));
+        // The blocks before it are known not to have changed.
+        let part = ChangesAnswer::Part { ranges: vec![], slots: vec![], next: Some(4) };
+        assert_eq!(of(&slots[1..]), Taken::Part(part));
+        rotten.lba = 2;
+        assert_eq!(of(&[rotten, stored(3, 7)]), Taken::Bad);
+        let lost = Slot { content: Content::Bad, ..stored(2, 7) };
+        assert_eq!(of(&[lost]), Taken::Bad, "its map is lost");
+    }
+
+    #[test]
+    fn data_without_bytes_is_no_answer_where_data_was_wanted() {
+        let taken = take(&[slot(3, 1, 7, false)], &request(true), None, (Lsn(5), Lsn(9)), 100);
+        let part = ChangesAnswer::Part { ranges: vec![], slots: vec![], next: Some(3) };
+        assert_eq!(taken, Taken::Part(part), "it is a bad copy");
     }
 }

@@ -360,7 +360,7 @@ impl Primary {
                 self.on_fetched(now, index, entries, gone, actions);
             }
             FromReplica::Pulled { id, slots, cursor, gone, .. }
-                if self.on_changes(index, id, &slots, cursor, gone) => {}
+                if self.on_changes(now, index, id, &slots, cursor, gone) => {}
             FromReplica::Pulled { id, slots, cursor, end, gone } => {
                 self.on_pulled(now, index, id, slots, cursor, end, gone, actions);
             }

@@ -190,7 +190,8 @@ impl Primary {
             wants && !p.rounds.takes_precedence()
         };
         let paced = self.members.peers.iter().filter(paced).map(|p| p.rounds.patience());
-        let copying = paced.max().filter(|_| clients_matter);
+        let pulled = self.changes.wants_data().then_some(1);
+        let copying = paced.max().or(pulled).filter(|_| clients_matter);
         let busy = self.replies_wait();
         let (known, views) = (&self.members.membership.known, &self.commit.views);
         self.rebuilds

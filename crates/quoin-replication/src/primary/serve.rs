@@ -60,7 +60,6 @@ impl Primary {
                 self.step_options();
                 self.step_change(now, actions);
                 self.step_verify(now, actions);
-                self.step_changes(now, actions);
             }
             if !self.is_closing() {
                 if self.phase != Phase::Recovering {
@@ -68,6 +67,12 @@ impl Primary {
                 }
                 self.step_rebuilds(now, actions);
                 self.step_bulk(now, actions);
+                if self.phase == Phase::Serving {
+                    // The pace was stepped with the rebuilds.
+                    if self.step_changes(now, actions) {
+                        self.release(now, actions);
+                    }
+                }
                 self.send_entries(now, actions);
             }
             self.step_drain(now, actions);

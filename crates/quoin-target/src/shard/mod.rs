@@ -23,8 +23,8 @@ use quoin_encryption::DataKey;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
-    LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus,
-    SnapshotWish, VerifyOrder,
+    ChangesAnswer, LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
+    PrimaryStatus, RevertOutcome, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -38,7 +38,7 @@ use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
 use crate::assignment::Sharer;
-use crate::commands::Answer;
+use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
@@ -72,11 +72,10 @@ pub enum Input {
         version: u64,
         membership: Option<Membership>,
     },
-    /// The controller wants a snapshot made or deleted.
-    Snapshot {
+    /// The controller wants something done once.
+    Command {
         volume: VolumeId,
-        id: SnapshotId,
-        wish: SnapshotWish,
+        command: Command,
     },
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Keep the leases of idle volumes too, or no more.
@@ -168,6 +167,18 @@ pub enum Ask {
     Answered {
         volume: VolumeId,
         answer: Answer,
+    },
+    /// The outcome of a Revert.
+    Reverted {
+        volume: VolumeId,
+        attempt: SnapshotId,
+        outcome: RevertOutcome,
+    },
+    /// The answer to a pull.
+    Pulled {
+        volume: VolumeId,
+        token: u64,
+        answer: ChangesAnswer,
     },
     /// The volume is not served here any more; true: because a newer epoch fenced it.
     Stopped {
@@ -470,7 +481,7 @@ impl Shard {
             Input::Swapped { volume, version, membership } => {
                 self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
-            Input::Snapshot { volume, id, wish } => self.wish_snapshot(now, volume, id, wish),
+            Input::Command { volume, command } => self.command(now, volume, command),
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
                 // The caller may have stopped waiting.
@@ -619,8 +630,10 @@ impl Shard {
                     self.send(id, LinkName::bulk(bulk), &message);
                 }
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
-                // Nobody asks this driver for changes.
-                PrimaryAction::Changes { .. } => {}
+                PrimaryAction::Changes { token, answer } => {
+                    self.reports.metrics.pulled.inc_by(snapshots::data_bytes(&answer));
+                    self.reports.ask(Ask::Pulled { volume: id, token, answer });
+                }
                 PrimaryAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {
                         self.sources.timers.set(volume.timer_key, at);
@@ -760,6 +773,9 @@ impl Shard {
         });
         if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
             self.answer_snapshot(id, snapshot, outcome);
+        }
+        if let PrimaryNote::Reverted { attempt, outcome } = note {
+            self.reports.ask(Ask::Reverted { volume: id, attempt, outcome });
         }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.reports.metrics.moved.inc_by(moved_bytes);

@@ -1,14 +1,16 @@
-//! Snapshots that the controller wishes of a volume, and the state machine's answers.
+//! Commands of the controller about a volume's snapshots, and the state machine's answers.
 
 use std::collections::VecDeque;
 use std::time::SystemTime;
 
-use quoin_replication::primary::{PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+use quoin_replication::primary::{
+    ChangesAnswer, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+};
 use quoin_types::ids::SnapshotId;
-use quoin_types::{Time, VolumeId};
+use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 
 use super::{Ask, Shard};
-use crate::commands::Answer;
+use crate::commands::{Answer, Command};
 
 /// When wishes were passed on first, for the time of the cut: the last ones, in their order.
 #[derive(Default)]
@@ -31,15 +33,27 @@ impl Wished {
     }
 }
 
+/// Bytes of data in a part of a snapshot.
+pub(super) fn data_bytes(answer: &ChangesAnswer) -> u64 {
+    match answer {
+        ChangesAnswer::Part { slots, .. } => slots.len() as u64 * BLOCK_SIZE as u64,
+        _ => 0,
+    }
+}
+
 impl Shard {
+    pub(super) fn command(&mut self, now: Time, id: VolumeId, command: Command) {
+        match command {
+            Command::Snapshot { id: snapshot, wish } => self.wish_snapshot(now, id, snapshot, wish),
+            Command::Revert { snapshot, attempt } => {
+                self.event(now, id, PrimaryEvent::Revert { snapshot, attempt });
+            }
+            Command::Pull(request) => self.event(now, id, PrimaryEvent::Changes(request)),
+        }
+    }
+
     /// Passes a wish on. A volume that does not serve drops it, and the controller repeats it.
-    pub(super) fn wish_snapshot(
-        &mut self,
-        now: Time,
-        id: VolumeId,
-        snapshot: SnapshotId,
-        wish: SnapshotWish,
-    ) {
+    fn wish_snapshot(&mut self, now: Time, id: VolumeId, snapshot: SnapshotId, wish: SnapshotWish) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match wish {
             // The entry is appended with the first wish that comes while IO is served.

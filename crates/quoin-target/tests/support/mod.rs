@@ -217,6 +217,7 @@ impl RunningTarget {
                     }
                     Ask::Stopped { volume, .. } => control.stopped.lock().unwrap().push(volume),
                     Ask::Swap { .. } | Ask::Changed | Ask::Answered { .. } => {}
+                    Ask::Reverted { .. } | Ask::Pulled { .. } => {}
                 }
             }
         });

@@ -12,7 +12,7 @@ use super::keys::EncryptionView;
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
 use crate::size::show_size;
-use crate::snapshot::SnapshotView;
+use crate::snapshot::{RevertView, SnapshotView};
 
 /// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.
 #[derive(Serialize)]
@@ -38,6 +38,9 @@ pub struct VolumeView {
     /// What it was made from; absent: it began empty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub made_from: Option<MadeFromView>,
+    /// The last return to a snapshot, or the one under way.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub revert: Option<RevertView>,
     pub replicas: Vec<ReplicaView>,
     /// The comparison of all replicas that is under way, or the last one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -303,6 +306,7 @@ impl From<Volume> for VolumeView {
                 newest: volume.newest_snapshot.map(SnapshotView::from),
             },
             made_from: volume.made_from.map(MadeFromView::from),
+            revert: volume.revert.map(RevertView::from),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
             verification: volume.verification.map(VerificationView::from),
             here: None,
@@ -382,6 +386,7 @@ impl VolumeView {
             ),
             ("snapshots", self.snapshots.sentence()),
             ("made from", self.made_from.as_ref().map(MadeFromView::sentence).unwrap_or_default()),
+            ("went back", self.revert.as_ref().map(RevertView::line).unwrap_or_default()),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);

@@ -22,6 +22,7 @@ mod operators;
 mod pool_rounds;
 mod pools;
 mod processes;
+mod pulls;
 mod quiesce;
 mod recognition;
 mod recovery;
@@ -175,6 +176,8 @@ pub(crate) enum Event {
     SendSnapshots,
     Revert,
     SendRevert,
+    Pull,
+    SendPull,
     SendSize,
     ChangeDurability,
     SendOptions,
@@ -361,6 +364,8 @@ impl World {
             Event::SendSnapshots => self.send_snapshots(),
             Event::Revert => self.request_revert(),
             Event::SendRevert => self.send_revert(),
+            Event::Pull => self.request_pull(),
+            Event::SendPull => self.send_pull(),
             Event::SendSize => self.send_size(),
             Event::ChangeDurability => self.change_durability(),
             Event::SendOptions => self.send_options(),

@@ -7,6 +7,7 @@ use super::holes::Holes;
 use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
+use super::pulls::Pulls;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 
@@ -16,6 +17,7 @@ pub(crate) struct Operators {
     pub growth: Growth,
     pub memory: Memory,
     pub snapshots: Snapshots,
+    pub pulls: Pulls,
     pub limits: VolumeLimits,
     pub holes: Holes,
     pub durability: DurabilityChanges,

@@ -244,6 +244,7 @@ impl World {
             return Err("not enough was asked yet".into());
         }
         self.operators.durability.settled()?;
+        self.operators.pulls.settled()?;
         self.operators.snapshots.settled()
     }
 

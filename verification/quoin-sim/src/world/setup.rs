@@ -20,6 +20,7 @@ use super::members::Members;
 use super::memory::Memory;
 use super::operators::Operators;
 use super::processes::Processes;
+use super::pulls::Pulls;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 use super::terms::Terms;
@@ -322,6 +323,7 @@ impl World {
         let volume_blocks = setup.volume_blocks;
         setup.source = Source::draw(options.seed, options.swarm, volume_blocks);
         let snapshots = Snapshots::draw(options.seed, options.swarm);
+        let pulls = Pulls::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
         let durability =
             DurabilityChanges::draw(options.seed, options.swarm, setup.config.durability);
@@ -368,6 +370,7 @@ impl World {
                 growth,
                 memory: Memory::draw(seed, swarm),
                 snapshots,
+                pulls,
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
                 durability,
@@ -482,6 +485,7 @@ impl World {
         self.plan_snapshots();
         self.plan_durability();
         self.plan_revert();
+        self.plan_pulls();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

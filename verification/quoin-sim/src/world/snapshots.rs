@@ -50,7 +50,7 @@ impl Snapshots {
     /// By a chance of its own: the other runs stay what they were.
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let mut random = Random::new(seed ^ 0x736e_6170);
-        let has_them = matches!(swarm, Swarm::Snapshots | Swarm::Clones);
+        let has_them = matches!(swarm, Swarm::Snapshots | Swarm::Clones | Swarm::Exports);
         let times_left = if has_them { random.between(3, 14) } else { 0 };
         let reverts_left = if has_them { random.between(0, 4) } else { 0 };
         Self { random, times_left, known: BTreeMap::new(), reverts_left, reverting: None }
@@ -82,6 +82,15 @@ impl Snapshots {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Snapshots that are there, with their LSNs.
+    pub fn made(&self) -> Vec<(SnapshotId, Lsn)> {
+        let made = self.known.iter().filter_map(|(id, state)| match state {
+            State::Made(lsn) => Some((*id, *lsn)),
+            State::Wished(_) | State::Deleted => None,
+        });
+        made.collect()
     }
 
     /// Whether clients are detached, or are to be.

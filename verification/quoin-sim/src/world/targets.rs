@@ -210,7 +210,7 @@ impl World {
                 self.target_sends(target, bulk.session, Some(bulk.number), message);
             }
             PrimaryAction::Reply(reply) => self.target_replies(target, life, reply),
-            PrimaryAction::Changes { .. } => {}
+            PrimaryAction::Changes { token, answer } => self.pulled(token, answer),
             PrimaryAction::Timer { at } => {
                 if let Some(process) = &mut self.targets[target].process {
                     process.timer = at;

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use quoin_replication::primary::VerifyReport;
+use quoin_replication::primary::{ChangedRange, ChangesAnswer, VerifyReport};
 use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
@@ -31,7 +31,8 @@ impl Checker for AtRest {
             Observation::AtRest => {
                 self.check_versions(scene)?;
                 check_identical(scene)?;
-                check_snapshots(scene)
+                check_snapshots(scene)?;
+                check_pulls(scene)
             }
             Observation::Verified { report } => check_verification(scene, report),
             Observation::Emptied => {
@@ -123,6 +124,44 @@ fn check_snapshots(scene: &mut Scene<'_>) -> Result<(), Broken> {
         for ((id, _), image) in listed.iter().zip(&images) {
             // Nobody grows a volume of these worlds.
             check_held(scene, pool, ReadView::Snapshot(*id), image)?;
+        }
+    }
+    Ok(())
+}
+
+/// Every part of a snapshot that was answered names what changed, all of it and nothing else, and has
+/// the bytes that the history had then.
+fn check_pulls(scene: &mut Scene<'_>) -> Result<(), Broken> {
+    let Some(path) = scene.lineage.path(scene.served_epoch) else { return Ok(()) };
+    let mut images = BTreeMap::<Lsn, Image>::new();
+    for (asked, answer) in scene.operators.pulls.answered() {
+        let ChangesAnswer::Part { ranges, slots, next } = answer else { continue };
+        let image = images
+            .entry(asked.to)
+            .or_insert_with(|| scene.lineage.image(scene.setup.seed, path, asked.to));
+        let (request, from) = (&asked.request, asked.from);
+        let end = next.unwrap_or(scene.setup.volume_blocks);
+        for block in request.cursor..end {
+            let (version, tags) = image.get(&block).copied().unwrap_or_default();
+            let within = |r: &&ChangedRange| r.lba <= block && block < r.lba + r.blocks;
+            let named = ranges.iter().find(within).map(|range| range.hole);
+            let data = slots.iter().find(|slot| slot.lba == block).map(|slot| &slot.content);
+            // A block that was written with zeroes may be kept as one, or as a hole.
+            let may_be_hole = tags == content::ZERO;
+            let is_right = match named {
+                _ if version <= from => named.is_none(),
+                None => may_be_hole && from == Lsn::ZERO,
+                Some(true) => may_be_hole && from > Lsn::ZERO,
+                Some(false) if !request.want_data => true,
+                Some(false) => matches!(data, Some(Content::Data { data, .. })
+                    if content::tags_of_block(scene.setup.seed, block, data) == Ok(tags)),
+            };
+            if !is_right {
+                let detail = format!(
+                    "{request:?}: block {block} of LSN {version} is answered as {named:?} (hole)                      with {data:?}"
+                );
+                return broken("SnapshotComplete", detail);
+            }
         }
     }
     Ok(())

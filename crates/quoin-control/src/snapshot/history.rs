@@ -1,0 +1,392 @@
+//! Parts of a snapshot's content, or of what changed in it, for users and backups.
+//!
+//! A caller asks for one part after the other. The volume's target is told by a command, reads the
+//! part from a replica and answers by a call; nothing is recorded, and a caller that is gone takes its
+//! request along. Each part is bounded, and so is the number of those that wait.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use quoin_api::control::target_command::What;
+use quoin_api::control::{
+    CommandRefused, PullPart, PullSnapshotRequest, PulledPart, SnapshotPart, TargetCommand,
+    command_refused,
+};
+use quoin_types::{BLOCK_SIZE, VolumeId};
+use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
+
+use super::catalog::Snapshots;
+use crate::Error;
+use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
+use crate::state::{State, random_id};
+
+/// Parts that wait at once: of all volumes, and of one.
+const WAITING_MAX: usize = 32;
+const WAITING_OF_VOLUME_MAX: usize = 8;
+/// Time for which a part is waited for.
+const PART_TIME: Duration = Duration::from_secs(20);
+/// Pause before a part is requested again of a target that was too busy for it.
+const BUSY_PAUSE: Duration = Duration::from_millis(100);
+/// A target that was lent to a volume for its snapshots is kept so long after the last part.
+const KEPT_FOR: Duration = Duration::from_secs(10);
+/// Ranges of a part; a target sends some thousands at most.
+const RANGES_MAX: usize = 1 << 15;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A part that a target is to read.
+struct Waiting {
+    volume: VolumeId,
+    pull: PullPart,
+    answer: oneshot::Sender<PulledPart>,
+}
+
+/// Parts that targets are to read, and the volumes of which parts were read lately.
+#[derive(Default)]
+pub(crate) struct Pulls {
+    inner: Mutex<Inner>,
+    /// Rises with each new one.
+    begun: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Inner {
+    waiting: BTreeMap<u64, Waiting>,
+    last: HashMap<VolumeId, Instant>,
+}
+
+impl Pulls {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("no holder of this lock panics")
+    }
+
+    /// Counter that rises with each part that is to be read.
+    pub fn begun(&self) -> watch::Receiver<u64> {
+        self.begun.subscribe()
+    }
+
+    /// Parts of the volume are read, or were a moment ago.
+    pub fn reads(&self, volume: VolumeId, now: Instant) -> bool {
+        let mut inner = self.lock();
+        inner.last.retain(|_, at| now.saturating_duration_since(*at) < KEPT_FOR);
+        inner.last.contains_key(&volume)
+            || inner.waiting.values().any(|waiting| waiting.volume == volume)
+    }
+
+    /// # Errors
+    /// Too many parts wait.
+    fn begin(
+        &self,
+        volume: VolumeId,
+        pull: PullPart,
+    ) -> Result<(u64, oneshot::Receiver<PulledPart>), Error> {
+        let (answer, answered) = oneshot::channel();
+        let id = {
+            let mut inner = self.lock();
+            let of_volume = inner.waiting.values().filter(|w| w.volume == volume).count();
+            if inner.waiting.len() >= WAITING_MAX || of_volume >= WAITING_OF_VOLUME_MAX {
+                let rule = "too many parts of snapshots are read at once; try again in a moment";
+                return Err(Error::Exhausted(rule.to_owned()));
+            }
+            let free = |id: &u64| !inner.waiting.contains_key(id);
+            let drawn = std::iter::repeat_with(|| random_id() as u64).find(free);
+            let id = drawn.expect("an endless iterator");
+            inner.last.insert(volume, Instant::now());
+            inner.waiting.insert(id, Waiting { volume, pull, answer });
+            id
+        };
+        self.begun.send_modify(|count| *count += 1);
+        Ok((id, answered))
+    }
+
+    fn take(&self, id: u64) -> Option<Waiting> {
+        self.lock().waiting.remove(&id)
+    }
+
+    /// Commands for the parts that wait of the volumes that `is_served`, by their numbers.
+    pub fn commands(
+        &self,
+        term: &[u8],
+        is_served: impl Fn(VolumeId) -> bool,
+    ) -> Vec<(u64, TargetCommand)> {
+        let inner = self.lock();
+        let here = inner.waiting.iter().filter(|(_, waiting)| is_served(waiting.volume));
+        let command = |(id, waiting): (&u64, &Waiting)| {
+            let command = TargetCommand {
+                id: format!("{id:016x}"),
+                volume_id: waiting.volume.to_string(),
+                term: term.to_vec(),
+                what: Some(What::PullPart(waiting.pull.clone())),
+            };
+            (*id, command)
+        };
+        here.map(command).collect()
+    }
+
+    /// Hands a target's answer to the caller that waits for it, if there is one.
+    pub fn answered(&self, volume: VolumeId, part: PulledPart) {
+        let Ok(id) = u64::from_str_radix(&part.id, 16) else { return };
+        let mut inner = self.lock();
+        if inner.waiting.get(&id).is_none_or(|waiting| waiting.volume != volume) {
+            return;
+        }
+        if let Some(waiting) = inner.waiting.remove(&id) {
+            // The caller may have left just now.
+            let _ = waiting.answer.send(part);
+        }
+    }
+}
+
+/// A request that is forgotten with its caller.
+struct Asked<'a> {
+    pulls: &'a Pulls,
+    id: u64,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        self.pulls.take(self.id);
+    }
+}
+
+/// Content of snapshots, part by part.
+pub struct History {
+    state: Arc<State>,
+    catalog: Arc<Snapshots>,
+}
+
+impl History {
+    pub(crate) fn new(state: Arc<State>, catalog: Arc<Snapshots>) -> Self {
+        Self { state, catalog }
+    }
+
+    /// A part of the content of a snapshot, or of what changed in it since another one.
+    ///
+    /// # Errors
+    /// The snapshots are not two of one volume in their order, the offset is none of theirs, one of
+    /// them is gone, a byte of them has no good copy, or no part came in time.
+    pub async fn pull(&self, asked: &PullSnapshotRequest) -> Result<SnapshotPart, Error> {
+        let snapshot = self.cut("snapshot", asked.snapshot.as_ref())?;
+        let since = match &asked.since {
+            Some(since) => Some(self.cut("since", Some(since))?),
+            None => None,
+        };
+        let cut = snapshot.cut.unwrap_or_default();
+        if let Some(since) = &since {
+            check_order(since, &snapshot)?;
+        }
+        if !asked.offset.is_multiple_of(BLOCK) || asked.offset > cut.size_bytes {
+            return Err(Error::OutOfRange(format!(
+                "offset: {} is no multiple of {BLOCK} up to the snapshot's size, {}",
+                asked.offset, cut.size_bytes
+            )));
+        }
+        let volume = self.state.volumes.get(&snapshot.volume.0.to_string());
+        let encrypted = volume.is_some_and(|volume| volume.spec.encryption.is_some());
+        let size_bytes = cut.size_bytes;
+        if asked.offset == size_bytes {
+            return Ok(SnapshotPart { size_bytes, encrypted, ..SnapshotPart::default() });
+        }
+        let pull = PullPart {
+            snapshot_id: snapshot.id.0.to_string(),
+            since_snapshot_id: since.as_ref().map(|s| s.id.0.to_string()).unwrap_or_default(),
+            cursor_block: asked.offset / BLOCK,
+            want_data: asked.want_data,
+        };
+        let part = self.part(&snapshot, &pull).await?;
+        check_part(&part, &pull, size_bytes)?;
+        let next_offset = part.next_block.map(|block| block.saturating_mul(BLOCK));
+        Ok(SnapshotPart { ranges: part.ranges, next_offset, size_bytes, encrypted })
+    }
+
+    fn cut(
+        &self,
+        field: &'static str,
+        reference: Option<&quoin_api::control::SnapshotRef>,
+    ) -> Result<Arc<SnapshotRecord>, Error> {
+        if reference.is_none() {
+            return Err(Error::invalid(field, "an id or a name is needed"));
+        }
+        let found = self.catalog.get(reference)?;
+        match found.phase {
+            SnapshotPhase::Wished => {
+                Err(Error::Busy(format!("snapshot {:?} is not cut yet", found.name)))
+            }
+            _ => Ok(found),
+        }
+    }
+
+    /// Waits for a part of the volume's target.
+    async fn part(&self, snapshot: &SnapshotRecord, pull: &PullPart) -> Result<PulledPart, Error> {
+        let volume = snapshot.volume.0;
+        let pulls = &self.state.snapshots.pulls;
+        let until = Instant::now() + PART_TIME;
+        loop {
+            let (id, answered) = pulls.begin(volume, pull.clone())?;
+            let _asked = Asked { pulls, id };
+            let served = self.state.volumes.get(&volume.to_string());
+            if served.is_none_or(|volume| volume.owner.is_none()) {
+                // A target is lent to it.
+                self.state.tell_target(volume);
+            }
+            let Ok(Ok(part)) = tokio::time::timeout_at(until, answered).await else {
+                let volume = self.state.volumes.get(&volume.to_string());
+                let waiting = super::view::waiting_for(&self.state, volume.as_deref());
+                return Err(Error::Busy(format!(
+                    "snapshot {:?} is not read yet; that waits for {waiting}",
+                    snapshot.name
+                )));
+            };
+            let Some(refused) = &part.refused else { return Ok(part) };
+            if refused.reason() != command_refused::Reason::Busy {
+                return Err(refusal(refused, &snapshot.name));
+            }
+            if Instant::now() + BUSY_PAUSE >= until {
+                let rule = "its target reads too many parts of snapshots at once; try again";
+                return Err(Error::Busy(rule.to_owned()));
+            }
+            tokio::time::sleep(BUSY_PAUSE).await;
+        }
+    }
+}
+
+/// # Errors
+/// The older snapshot is of another volume, or not older.
+fn check_order(since: &SnapshotRecord, snapshot: &SnapshotRecord) -> Result<(), Error> {
+    if since.volume != snapshot.volume {
+        return Err(Error::invalid(
+            "since",
+            format!(
+                "{:?} is of volume {:?}, and {:?} of volume {:?}; two snapshots of one volume are \
+                 compared",
+                since.name, since.volume_name, snapshot.name, snapshot.volume_name
+            ),
+        ));
+    }
+    let lsn = |snapshot: &SnapshotRecord| snapshot.cut.map_or(0, |cut| cut.lsn);
+    if lsn(since) >= lsn(snapshot) {
+        return Err(Error::invalid(
+            "since",
+            format!("{:?} was not cut before {:?}", since.name, snapshot.name),
+        ));
+    }
+    Ok(())
+}
+
+fn refusal(refused: &CommandRefused, snapshot: &str) -> Error {
+    let shown: String = refused.message.chars().take(160).collect();
+    match refused.reason() {
+        command_refused::Reason::NoSnapshot => Error::missing("snapshot", snapshot),
+        command_refused::Reason::Damaged => Error::DataLoss(format!(
+            "snapshot {snapshot:?}: no replica that is there has a good copy of {shown}; start the \
+             pools of those that are away, or look at `quoin volume verify`"
+        )),
+        _ => Error::Busy(shown),
+    }
+}
+
+/// A target's part, as far as a controller can check it: it is passed on to others.
+///
+/// # Errors
+/// An answer that cannot be.
+pub fn check_part(part: &PulledPart, pull: &PullPart, size_bytes: u64) -> Result<(), Error> {
+    let wrong = |why: &str| Err(Error::Busy(format!("the target's answer cannot be: {why}")));
+    let from = pull.cursor_block.saturating_mul(BLOCK);
+    let end = match part.next_block {
+        Some(next) if next <= pull.cursor_block => return wrong("no progress"),
+        Some(next) => next.saturating_mul(BLOCK).min(size_bytes),
+        None => size_bytes,
+    };
+    if part.ranges.len() > RANGES_MAX {
+        return wrong("too many ranges");
+    }
+    let mut at = from;
+    for range in &part.ranges {
+        let until = range.offset.saturating_add(range.length);
+        if range.offset < at || range.length == 0 || until > end {
+            return wrong("ranges out of order");
+        }
+        let bytes = if pull.want_data && !range.hole { range.length } else { 0 };
+        if range.data.len() as u64 != bytes {
+            return wrong("data that does not fit its range");
+        }
+        at = until;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_api::control::SnapshotRange;
+
+    use super::*;
+
+    fn pull() -> PullPart {
+        PullPart { cursor_block: 2, ..PullPart::default() }
+    }
+
+    #[test]
+    fn the_parts_that_wait_are_bounded_and_forgotten_with_their_callers() {
+        let pulls = Pulls::default();
+        let volume = VolumeId(7);
+        let asked: Vec<_> = (0..WAITING_OF_VOLUME_MAX)
+            .map(|_| pulls.begin(volume, pull()).map(|(id, _)| Asked { pulls: &pulls, id }))
+            .collect();
+        assert!(asked.iter().all(Result::is_ok));
+        assert!(matches!(pulls.begin(volume, pull()), Err(Error::Exhausted(_))));
+        assert!(pulls.begin(VolumeId(8), pull()).is_ok(), "another volume has its own share");
+        assert_eq!(pulls.commands(b"", |id| id == volume).len(), WAITING_OF_VOLUME_MAX);
+        drop(asked);
+        assert!(pulls.commands(b"", |id| id == volume).is_empty());
+        let now = Instant::now();
+        assert!(pulls.reads(volume, now), "its target is kept for a moment");
+        assert!(!pulls.reads(volume, now + KEPT_FOR));
+    }
+
+    #[test]
+    fn an_answer_reaches_the_caller_that_asked_and_no_other_volume_s_target_gives_it() {
+        let pulls = Pulls::default();
+        let (id, mut answered) = pulls.begin(VolumeId(7), pull()).unwrap();
+        let part = |id: u64| PulledPart { id: format!("{id:016x}"), ..PulledPart::default() };
+        pulls.answered(VolumeId(8), part(id));
+        pulls.answered(VolumeId(7), part(id ^ 1));
+        pulls.answered(VolumeId(7), PulledPart { id: "no hex".into(), ..PulledPart::default() });
+        assert!(answered.try_recv().is_err());
+        pulls.answered(VolumeId(7), part(id));
+        assert!(answered.try_recv().is_ok());
+        pulls.answered(VolumeId(7), part(id));
+    }
+
+    #[test]
+    fn a_part_that_cannot_be_is_not_passed_on() {
+        let range = |offset: u64, length: u64| SnapshotRange {
+            offset: offset * BLOCK,
+            length: length * BLOCK,
+            ..SnapshotRange::default()
+        };
+        let of = |ranges: Vec<SnapshotRange>, next_block| {
+            let part = PulledPart { ranges, next_block, ..PulledPart::default() };
+            check_part(&part, &pull(), 10 * BLOCK).is_ok()
+        };
+        assert!(of(vec![range(2, 3), range(5, 5)], None));
+        assert!(of(vec![range(2, 3)], Some(5)));
+        assert!(!of(vec![range(1, 3)], None), "before its beginning");
+        assert!(!of(vec![range(2, 3), range(4, 1)], None), "out of order");
+        assert!(!of(vec![range(2, 3)], Some(4)), "beyond its end");
+        assert!(!of(vec![range(9, 2)], None), "beyond the snapshot");
+        assert!(!of(vec![range(u64::MAX / BLOCK, 9)], None));
+        assert!(!of(vec![range(3, 0)], None), "nothing");
+        assert!(!of(vec![], Some(2)), "no progress");
+        let data = SnapshotRange { data: vec![0; BLOCK_SIZE], ..range(2, 1) };
+        assert!(!of(vec![data.clone()], None), "data that nobody wanted");
+        let wanted = PullPart { want_data: true, ..pull() };
+        let part = |ranges| PulledPart { ranges, ..PulledPart::default() };
+        assert!(check_part(&part(vec![data]), &wanted, 10 * BLOCK).is_ok());
+        assert!(
+            check_part(&part(vec![range(2, 1)]), &wanted, 10 * BLOCK).is_err(),
+            "without its data"
+        );
+    }
+}

@@ -1,0 +1,289 @@
+//! `quoin snapshot verify | unpack`: files of exported snapshots, without a cluster.
+
+use anyhow::{Context, Result, anyhow, bail};
+use quoin_export::{Header, Reader, Record};
+use serde::Serialize;
+use std::fs::{File, OpenOptions};
+use std::io::BufReader;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use crate::output::{self, Format};
+use crate::size::show_size;
+
+const BUFFER_BYTES: usize = 1 << 20;
+/// Zeroes that are written at once where a file system makes no holes.
+const ZEROES: [u8; 64 << 10] = [0; 64 << 10];
+
+#[derive(clap::Args)]
+pub struct UnpackOptions {
+    /// A whole export, and then exports of the changes since, each since the one before it.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// The raw image to write; must not exist. Holes stay holes.
+    #[arg(long, value_name = "IMAGE")]
+    to: PathBuf,
+}
+
+/// A file as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FileView {
+    file: String,
+    volume: String,
+    volume_id: String,
+    snapshot: String,
+    snapshot_id: String,
+    cut_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since: Option<String>,
+    size_bytes: u64,
+    data_bytes: u64,
+    hole_bytes: u64,
+    encrypted: bool,
+}
+
+impl FileView {
+    fn of(file: &Path, reader: &Reader<BufReader<File>>) -> Self {
+        let (header, totals) = (reader.header(), reader.totals());
+        Self {
+            file: file.display().to_string(),
+            volume: header.volume.clone(),
+            volume_id: header.volume_id.clone(),
+            snapshot: header.point.snapshot.clone(),
+            snapshot_id: header.point.snapshot_id.clone(),
+            cut_at: header.point.cut_at.clone(),
+            since: header.since.as_ref().map(|since| since.snapshot.clone()),
+            size_bytes: header.size_bytes,
+            data_bytes: totals.data_bytes,
+            hole_bytes: totals.hole_bytes,
+            encrypted: header.encryption.is_some(),
+        }
+    }
+
+    fn text(&self) -> String {
+        let since = match &self.since {
+            Some(since) => format!("what changed since {since}"),
+            None => "whole".to_owned(),
+        };
+        let Self { file, volume, snapshot, cut_at, .. } = self;
+        let encrypted = if self.encrypted { ", encrypted" } else { "" };
+        output::plain(&format!(
+            "{file} is sound: snapshot {snapshot} of volume {volume}, as of {cut_at}, {since}; {} of \
+             data of {}{encrypted}",
+            show_size(self.data_bytes),
+            show_size(self.size_bytes)
+        ))
+    }
+}
+
+fn open(file: &Path) -> Result<Reader<BufReader<File>>> {
+    let opened = File::open(file).with_context(|| format!("open {}", file.display()))?;
+    Reader::begin(BufReader::with_capacity(BUFFER_BYTES, opened))
+        .map_err(|error| in_file(file, error))
+}
+
+fn in_file(file: &Path, error: quoin_export::Error) -> anyhow::Error {
+    anyhow!("{}: {error}", file.display())
+}
+
+pub fn verify(files: &[PathBuf], format: Format) -> Result<()> {
+    let mut views = Vec::new();
+    for file in files {
+        let mut reader = open(file)?;
+        while reader.next_record().map_err(|error| in_file(file, error))?.is_some() {}
+        let view = FileView::of(file, &reader);
+        if matches!(format, Format::Table | Format::Wide) {
+            output::print_line(&view.text())?;
+        }
+        views.push(view);
+    }
+    match format {
+        Format::Table | Format::Wide => Ok(()),
+        Format::Json | Format::Yaml => output::print_one(format, &views, String::new),
+    }
+}
+
+/// # Errors
+/// The file does not follow the one before it.
+fn check_follows(before: Option<&Header>, header: &Header) -> Result<()> {
+    let of =
+        |header: &Header| format!("snapshot {} of volume {}", header.point.snapshot, header.volume);
+    match (before, &header.since) {
+        (None, None) => Ok(()),
+        (None, Some(since)) => bail!(
+            "it has only what changed since snapshot {}: name the files before it first, beginning \
+             with a whole one",
+            since.snapshot
+        ),
+        (Some(before), None) => bail!(
+            "it is a whole one ({}), and follows one of {}: name a whole one first, and no other",
+            of(header),
+            of(before)
+        ),
+        (Some(before), Some(since)) if since.snapshot_id != before.point.snapshot_id => bail!(
+            "it has what changed since snapshot {}, and follows {}",
+            since.snapshot,
+            of(before)
+        ),
+        (Some(before), Some(_)) if header.volume_id != before.volume_id => {
+            bail!("it is of {}, and follows one of {}", of(header), of(before))
+        }
+        (Some(_), Some(_)) => Ok(()),
+    }
+}
+
+pub fn unpack(options: &UnpackOptions, format: Format) -> Result<()> {
+    let to = &options.to;
+    if to.exists() {
+        bail!("{} exists already: name another file with --to, or remove it", to.display());
+    }
+    // A half-made image must not be taken for a whole one.
+    let mut partial = to.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = PathBuf::from(partial);
+    let image = OpenOptions::new().write(true).create(true).truncate(true).open(&partial);
+    let image = image
+        .map_err(|error| anyhow!("cannot create {} ({error}): correct --to", partial.display()))?;
+    let view = match apply_all(&options.files, &image) {
+        Ok(view) => view,
+        Err(error) => {
+            let _ = std::fs::remove_file(&partial);
+            return Err(error);
+        }
+    };
+    image.sync_all().context("sync the image")?;
+    std::fs::rename(&partial, to)
+        .with_context(|| format!("rename {} to {}", partial.display(), to.display()))?;
+    output::print_one(format, &view, || {
+        let FileView { snapshot, volume, cut_at, .. } = &view;
+        let note = match view.encrypted {
+            true => "\nits bytes are encrypted, as they were stored",
+            false => "",
+        };
+        let shown = format!(
+            "{} is snapshot {snapshot} of volume {volume}, as of {cut_at}: {}",
+            to.display(),
+            show_size(view.size_bytes)
+        );
+        output::plain(&shown) + note
+    })
+}
+
+/// Writes all files into the image; returns what the last one is of.
+fn apply_all(files: &[PathBuf], image: &File) -> Result<FileView> {
+    let mut before = None::<Header>;
+    let mut view = None;
+    for file in files {
+        let mut reader = open(file)?;
+        check_follows(before.as_ref(), reader.header())
+            .with_context(|| file.display().to_string())?;
+        image.set_len(reader.header().size_bytes).context("set the image's size")?;
+        while let Some(record) = reader.next_record().map_err(|error| in_file(file, error))? {
+            apply(image, &record).context("write the image")?;
+        }
+        view = Some(FileView::of(file, &reader));
+        before = Some(reader.header().clone());
+    }
+    view.ok_or_else(|| anyhow!("no file was named"))
+}
+
+fn apply(image: &File, record: &Record) -> std::io::Result<()> {
+    use rustix::fs::{FallocateFlags, fallocate};
+    let (offset, length) = match record {
+        Record::Data { offset, data } => return image.write_all_at(data, *offset),
+        Record::Hole { offset, length } => (*offset, *length),
+    };
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    if fallocate(image, flags, offset, length).is_ok() {
+        return Ok(());
+    }
+    // This file system has no holes.
+    let end = offset + length;
+    let mut at = offset;
+    while at < end {
+        let count = (end - at).min(ZEROES.len() as u64);
+        image.write_all_at(&ZEROES[..count as usize], at)?;
+        at += count;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_export::{Point, Writer};
+
+    use super::*;
+
+    const BLOCK: u64 = quoin_export::BLOCK_BYTES;
+
+    fn point(lsn: u64) -> Point {
+        let snapshot_id = format!("{lsn:032x}");
+        Point { snapshot: format!("s{lsn}"), snapshot_id, lsn, cut_at: String::new() }
+    }
+
+    fn header(lsn: u64, since: Option<u64>, blocks: u64) -> Header {
+        Header {
+            volume: "db".into(),
+            volume_id: "f01".into(),
+            point: point(lsn),
+            since: since.map(point),
+            size_bytes: blocks * BLOCK,
+            encryption: None,
+        }
+    }
+
+    fn write(file: &Path, header: &Header, records: &[Record]) {
+        let mut writer = Writer::begin(File::create(file).unwrap(), header).unwrap();
+        records.iter().for_each(|record| writer.record(record).unwrap());
+        writer.end().unwrap();
+    }
+
+    fn data(lba: u64, fill: u8) -> Record {
+        Record::Data { offset: lba * BLOCK, data: vec![fill; BLOCK as usize] }
+    }
+
+    #[test]
+    fn a_whole_export_and_the_changes_since_are_one_image() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        write(&path("full"), &header(3, None, 8), &[data(1, 1), data(2, 2), data(5, 5)]);
+        let hole = Record::Hole { offset: 2 * BLOCK, length: BLOCK };
+        write(&path("more"), &header(7, Some(3), 12), &[data(1, 9), hole, data(11, 7)]);
+        let to = path("img");
+        let options = UnpackOptions { files: vec![path("full"), path("more")], to: to.clone() };
+        unpack(&options, Format::Table).unwrap();
+        let image = std::fs::read(&to).unwrap();
+        assert_eq!(image.len() as u64, 12 * BLOCK);
+        let at = |lba: u64| image[(lba * BLOCK) as usize];
+        assert_eq!([at(0), at(1), at(2), at(5), at(11)], [0, 9, 0, 5, 7]);
+        assert!(unpack(&options, Format::Table).is_err(), "it is not written over");
+        verify(&options.files, Format::Json).unwrap();
+    }
+
+    #[test]
+    fn files_that_do_not_follow_each_other_or_are_damaged_leave_no_image() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        write(&path("full"), &header(3, None, 8), &[data(1, 1)]);
+        write(&path("far"), &header(9, Some(7), 8), &[data(1, 9)]);
+        write(&path("cut"), &header(9, Some(3), 8), &[data(1, 9)]);
+        let cut = std::fs::read(path("cut")).unwrap();
+        std::fs::write(path("cut"), &cut[..cut.len() - 9]).unwrap();
+        for (files, why) in [
+            (vec!["far"], "beginning with a whole one"),
+            (vec!["full", "far"], "since snapshot s7"),
+            (vec!["full", "full"], "name a whole one first"),
+            (vec!["full", "cut"], "before the export was complete"),
+            (vec!["full", "none"], "none"),
+        ] {
+            let files = files.into_iter().map(path).collect();
+            let options = UnpackOptions { files, to: path("img") };
+            let error = unpack(&options, Format::Table).unwrap_err();
+            let text = output::sentence(&error);
+            assert!(text.contains(why), "{text}");
+            assert!(!path("img").exists() && !path("img.partial").exists());
+        }
+        assert!(verify(&[path("cut")], Format::Table).is_err());
+    }
+}

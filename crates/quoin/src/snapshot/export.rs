@@ -1,0 +1,565 @@
+//! `quoin snapshot export`: a snapshot, or what changed in it, into a file, while the cluster runs.
+//!
+//! The file is the memory of how far the export is: the same command goes on where the last one ended,
+//! whatever ended it. A raw image says nothing of that, so a small file lies beside it until it is
+//! whole.
+
+use anyhow::{Context, Result, anyhow, bail};
+use quoin_api::control::{Snapshot, SnapshotPart, SnapshotRange};
+use quoin_export::{DATA_BYTES_MAX, Header, Point, Record, Writer, scan};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::{BufReader, BufWriter, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::get;
+use super::pull::Pull;
+use crate::client::{ClientOptions, Cluster, get_volume};
+use crate::events::show_time;
+use crate::output::{self, Format};
+use crate::size::show_size;
+
+pub const HELP: &str = "Examples:\n  quoin snapshot export monday --to db.full\n  \
+                        quoin snapshot export tuesday --since monday --to db.tuesday\n  \
+                        quoin snapshot export monday --raw --to db.img\n\
+                        Interrupted, the same command goes on where it was. quoin snapshot verify \
+                        checks\nwhat was written, and quoin snapshot unpack makes a raw image of it. \
+                        Of an encrypted\nvolume the bytes are written as they are stored: encrypted.";
+
+/// Interval of lines about how far it is.
+const REPORT_INTERVAL: Duration = Duration::from_secs(2);
+/// Bytes after which what was written is made durable, so that a crash costs no more than them.
+const SYNC_BYTES: u64 = 64 << 20;
+/// Buffer of the file.
+const BUFFER_BYTES: usize = 1 << 20;
+
+#[derive(clap::Args)]
+pub struct ExportOptions {
+    /// The snapshot's name or id.
+    snapshot: String,
+    /// Only what changed since this older snapshot of the same volume, by its name or id.
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with = "raw")]
+    since: Option<String>,
+    /// The file to write. One that an interrupted export of the same left is gone on with; any other
+    /// one is left alone.
+    #[arg(long, value_name = "FILE")]
+    to: PathBuf,
+    /// A raw image instead of Quoin's own format; holes stay holes.
+    #[arg(long)]
+    raw: bool,
+}
+
+/// Result of an export, as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ExportView {
+    file: String,
+    volume: String,
+    snapshot: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since: Option<String>,
+    size_bytes: u64,
+    data_bytes: u64,
+    hole_bytes: u64,
+    raw: bool,
+    encrypted: bool,
+}
+
+impl ExportView {
+    fn text(&self) -> String {
+        let Self { file, volume, snapshot, data_bytes, hole_bytes, .. } = self;
+        let data = show_size(*data_bytes);
+        let mut text = match &self.since {
+            Some(since) => format!(
+                "what changed in snapshot {snapshot} of volume {volume} since {since} is in {file}: \
+                 {data} of data, {} of holes",
+                show_size(*hole_bytes)
+            ),
+            None => format!(
+                "snapshot {snapshot} of volume {volume} is in {file}: {data} of data of {}",
+                show_size(self.size_bytes)
+            ),
+        };
+        if self.encrypted {
+            text += "\nits bytes are encrypted, as they are stored";
+        }
+        if !self.raw {
+            let file = output::quoted(file);
+            text += &match &self.since {
+                Some(_) => format!("\nnext: quoin snapshot verify {file}"),
+                None => format!("\nnext: quoin snapshot unpack {file} --to IMAGE"),
+            };
+        }
+        text
+    }
+}
+
+/// Destination of an export.
+trait Sink {
+    /// Offset from which on the snapshot is missing; `None`: nothing is.
+    fn next(&self) -> Option<u64>;
+    /// Takes a part in, whose successor begins at `next`.
+    fn take(&mut self, part: SnapshotPart) -> Result<()>;
+    /// Makes what was taken in durable.
+    fn sync(&mut self) -> Result<()>;
+    /// Bytes of data and of holes that are in it, those of earlier runs included.
+    fn totals(&self) -> (u64, u64);
+    fn end(self: Box<Self>) -> Result<()>;
+}
+
+pub async fn run(
+    cluster: &mut Cluster,
+    options: &ExportOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let snapshot = get(cluster, &options.snapshot).await?;
+    let since = match &options.since {
+        Some(since) => Some(get(cluster, since).await?),
+        None => None,
+    };
+    if snapshot.phase == "Wished" {
+        bail!("snapshot {} is not cut yet; it waits for {}", snapshot.name, snapshot.waiting_for);
+    }
+    if let Some(since) = &since {
+        check_order(since, &snapshot)?;
+    }
+    let volume = get_volume(cluster, &snapshot.volume_id).await?;
+    let encryption = volume.spec.and_then(|spec| spec.encryption);
+    let encrypted = encryption.is_some();
+    let mut sink: Box<dyn Sink> = match options.raw {
+        true => Box::new(RawImage::open(&options.to, &snapshot)?),
+        false => {
+            let encryption = encryption.map(|message| {
+                let encryption = quoin_encryption::Encryption::try_from(&message);
+                let encryption = encryption.map_err(|rule| anyhow!("the volume's keys: {rule}"))?;
+                Ok::<_, anyhow::Error>(serde_json::to_value(encryption)?)
+            });
+            let header = Header {
+                volume: snapshot.volume_name.clone(),
+                volume_id: snapshot.volume_id.clone(),
+                point: point(&snapshot),
+                since: since.as_ref().map(point),
+                size_bytes: snapshot.size_bytes,
+                encryption: encryption.transpose()?,
+            };
+            Box::new(Archive::open(&options.to, &header)?)
+        }
+    };
+    let mut pull =
+        Pull { cluster, client, snapshot: &snapshot, since: since.as_ref(), want_data: true };
+    copy(&mut pull, &mut *sink, &options.to).await?;
+    let (data_bytes, hole_bytes) = sink.totals();
+    sink.end()?;
+    let view = ExportView {
+        file: options.to.display().to_string(),
+        volume: snapshot.volume_name.clone(),
+        snapshot: snapshot.name.clone(),
+        since: since.map(|since| since.name),
+        size_bytes: snapshot.size_bytes,
+        data_bytes,
+        hole_bytes,
+        raw: options.raw,
+        encrypted,
+    };
+    output::print_one(format, &view, || view.text())
+}
+
+/// Copies all parts that the sink lacks.
+async fn copy(pull: &mut Pull<'_>, sink: &mut dyn Sink, to: &Path) -> Result<()> {
+    let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
+    let (mut reported, mut unsynced) = (Instant::now(), 0);
+    let size_bytes = pull.snapshot.size_bytes;
+    while let Some(offset) = sink.next() {
+        let part = tokio::select! {
+            part = pull.part(offset) => part?,
+            _ = interrupts.recv() => {
+                sink.sync()?;
+                bail!(Interrupted(to.display().to_string()));
+            }
+        };
+        unsynced += part.ranges.iter().map(|range| range.data.len() as u64).sum::<u64>();
+        sink.take(part)?;
+        if unsynced >= SYNC_BYTES {
+            sink.sync()?;
+            unsynced = 0;
+        }
+        if reported.elapsed() >= REPORT_INTERVAL {
+            let reached = sink.next().unwrap_or(size_bytes);
+            let percent = u128::from(reached) * 100 / u128::from(size_bytes.max(1));
+            let data = show_size(sink.totals().0);
+            eprintln!("{percent} % of the snapshot are through; {data} of data are in the file");
+            reported = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+/// Interruption of an export by Ctrl-C.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted: what is in {0} stays, and the same command goes on from there")]
+pub struct Interrupted(String);
+
+/// # Errors
+/// They are not two snapshots of one volume in their order.
+fn check_order(since: &Snapshot, snapshot: &Snapshot) -> Result<()> {
+    if since.volume_id != snapshot.volume_id {
+        bail!(
+            "--since: snapshot {} is of volume {}, and {} of volume {}",
+            since.name,
+            since.volume_name,
+            snapshot.name,
+            snapshot.volume_name
+        );
+    }
+    if since.lsn >= snapshot.lsn {
+        bail!(
+            "--since: snapshot {} was not cut before {}; exchange the two",
+            since.name,
+            snapshot.name
+        );
+    }
+    Ok(())
+}
+
+fn point(snapshot: &Snapshot) -> Point {
+    Point {
+        snapshot: snapshot.name.clone(),
+        snapshot_id: snapshot.id.clone(),
+        lsn: snapshot.lsn,
+        cut_at: snapshot.cut_at.as_ref().map(show_time).unwrap_or_default(),
+    }
+}
+
+fn cannot_create(to: &Path, error: &std::io::Error) -> anyhow::Error {
+    anyhow!("cannot create {} ({error}): correct --to", to.display())
+}
+
+/// A file of Quoin's own format.
+struct Archive {
+    writer: Writer<BufWriter<File>>,
+    size_bytes: u64,
+    next: Option<u64>,
+    is_complete: bool,
+}
+
+impl Archive {
+    fn open(to: &Path, header: &Header) -> Result<Self> {
+        let buffered = |file| BufWriter::with_capacity(BUFFER_BYTES, file);
+        let size_bytes = header.size_bytes;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        let file = match options.clone().create_new(true).open(to) {
+            Ok(file) => {
+                let writer = Writer::begin(buffered(file), header)?;
+                return Ok(Self { writer, size_bytes, next: Some(0), is_complete: false });
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => options.open(to),
+            Err(error) => return Err(cannot_create(to, &error)),
+        };
+        let mut file = file.map_err(|error| cannot_create(to, &error))?;
+        let other = |why: String| {
+            anyhow!("{} exists already, and {why}: name another file with --to", to.display())
+        };
+        let found = match scan(BufReader::with_capacity(BUFFER_BYTES, &file)) {
+            Ok(found) => Some(found),
+            // It ended within its header.
+            Err(quoin_export::Error::CutOff { .. }) => None,
+            Err(_) if file.metadata().is_ok_and(|metadata| metadata.len() == 0) => None,
+            Err(error) => return Err(other(error.to_string())),
+        };
+        let Some(found) = found else {
+            file.set_len(0)?;
+            file.seek(SeekFrom::Start(0))?;
+            let writer = Writer::begin(buffered(file), header)?;
+            return Ok(Self { writer, size_bytes, next: Some(0), is_complete: false });
+        };
+        if !is_of_same(&found.header, header) {
+            let of = &found.header;
+            let since = of.since.as_ref().map(|since| format!(" since {}", since.snapshot));
+            return Err(other(format!(
+                "is of snapshot {}{} of volume {}",
+                of.point.snapshot,
+                since.unwrap_or_default(),
+                of.volume
+            )));
+        }
+        let next = (!found.is_complete).then_some(found.totals.reached);
+        if !found.is_complete {
+            file.set_len(found.whole_bytes)?;
+            eprintln!("goes on with {}, which has {}", to.display(), show_size(found.whole_bytes));
+        }
+        file.seek(SeekFrom::Start(found.whole_bytes))?;
+        let writer = Writer::resume(buffered(file), &found);
+        Ok(Self { writer, size_bytes, next, is_complete: found.is_complete })
+    }
+}
+
+/// Keys may have been added since, and the volume been named otherwise.
+fn is_of_same(one: &Header, other: &Header) -> bool {
+    let id = |since: &Option<Point>| since.as_ref().map(|since| since.snapshot_id.clone());
+    one.point.snapshot_id == other.point.snapshot_id
+        && id(&one.since) == id(&other.since)
+        && one.size_bytes == other.size_bytes
+}
+
+/// The records of a range.
+fn records(range: SnapshotRange) -> Vec<Record> {
+    if range.hole {
+        return vec![Record::Hole { offset: range.offset, length: range.length }];
+    }
+    let chunks = range.data.chunks(DATA_BYTES_MAX).enumerate();
+    let record = |(n, data): (usize, &[u8])| Record::Data {
+        offset: range.offset + (n * DATA_BYTES_MAX) as u64,
+        data: data.to_vec(),
+    };
+    chunks.map(record).collect()
+}
+
+impl Sink for Archive {
+    fn next(&self) -> Option<u64> {
+        self.next.filter(|next| *next < self.size_bytes)
+    }
+
+    fn take(&mut self, part: SnapshotPart) -> Result<()> {
+        for range in part.ranges {
+            for record in records(range) {
+                self.writer.record(&record)?;
+            }
+        }
+        self.next = part.next_offset;
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.writer.flush()?;
+        self.writer.get_ref().get_ref().sync_data().context("write the file")
+    }
+
+    fn totals(&self) -> (u64, u64) {
+        let totals = self.writer.totals();
+        (totals.data_bytes, totals.hole_bytes)
+    }
+
+    fn end(self: Box<Self>) -> Result<()> {
+        if self.is_complete {
+            return Ok(());
+        }
+        let file = self.writer.end()?;
+        file.get_ref().sync_all().context("write the file")
+    }
+}
+
+/// How far a raw image is; lies beside it until it is whole.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Progress {
+    snapshot_id: String,
+    next: u64,
+    data_bytes: u64,
+}
+
+/// A raw image.
+struct RawImage {
+    file: File,
+    progress: Progress,
+    progress_path: PathBuf,
+    size_bytes: u64,
+    next: Option<u64>,
+}
+
+impl RawImage {
+    fn open(to: &Path, snapshot: &Snapshot) -> Result<Self> {
+        let mut name = to.as_os_str().to_owned();
+        name.push(".progress");
+        let progress_path = PathBuf::from(name);
+        let mut options = OpenOptions::new();
+        options.write(true);
+        let (file, progress) = match options.clone().create_new(true).open(to) {
+            Ok(file) => {
+                file.set_len(snapshot.size_bytes).context("set the image's size")?;
+                let snapshot_id = snapshot.id.clone();
+                (file, Progress { snapshot_id, next: 0, data_bytes: 0 })
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                let progress = std::fs::read(&progress_path).ok();
+                let progress = progress.and_then(|json| serde_json::from_slice(&json).ok());
+                let Some(progress) = progress.filter(|p: &Progress| p.snapshot_id == snapshot.id)
+                else {
+                    bail!(
+                        "{} exists already, and is no export of this snapshot that was interrupted: \
+                         name another file with --to, or remove it",
+                        to.display()
+                    );
+                };
+                eprintln!("goes on with {} at byte {}", to.display(), progress.next);
+                (options.open(to).map_err(|error| cannot_create(to, &error))?, progress)
+            }
+            Err(error) => return Err(cannot_create(to, &error)),
+        };
+        let next = Some(progress.next);
+        let mut image =
+            Self { file, progress, progress_path, size_bytes: snapshot.size_bytes, next };
+        image.sync()?;
+        Ok(image)
+    }
+}
+
+impl Sink for RawImage {
+    fn next(&self) -> Option<u64> {
+        self.next.filter(|next| *next < self.size_bytes)
+    }
+
+    fn take(&mut self, part: SnapshotPart) -> Result<()> {
+        for range in &part.ranges {
+            if range.offset.saturating_add(range.data.len() as u64) > self.size_bytes {
+                bail!("the controller's answer cannot be: bytes behind the end of the snapshot");
+            }
+            self.file.write_all_at(&range.data, range.offset).context("write the image")?;
+            self.progress.data_bytes += range.data.len() as u64;
+        }
+        self.next = part.next_offset;
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.file.sync_data().context("write the image")?;
+        self.progress.next = self.next.unwrap_or(self.size_bytes);
+        let json = serde_json::to_vec(&self.progress)?;
+        let mut beside = self.progress_path.as_os_str().to_owned();
+        beside.push(".new");
+        std::fs::write(&beside, json)
+            .and_then(|()| std::fs::rename(&beside, &self.progress_path))
+            .with_context(|| format!("write {}", self.progress_path.display()))
+    }
+
+    fn totals(&self) -> (u64, u64) {
+        (self.progress.data_bytes, 0)
+    }
+
+    fn end(self: Box<Self>) -> Result<()> {
+        self.file.sync_all().context("write the image")?;
+        std::fs::remove_file(&self.progress_path)
+            .with_context(|| format!("remove {}", self.progress_path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+
+    fn snapshot() -> Snapshot {
+        Snapshot {
+            id: "5a".into(),
+            name: "s".into(),
+            volume_name: "db".into(),
+            lsn: 9,
+            size_bytes: 16 * BLOCK,
+            ..Snapshot::default()
+        }
+    }
+
+    fn header(since: Option<Point>) -> Header {
+        Header {
+            volume: "db".into(),
+            volume_id: "f01".into(),
+            point: point(&snapshot()),
+            since,
+            size_bytes: 16 * BLOCK,
+            encryption: None,
+        }
+    }
+
+    fn part(lba: u64, next: Option<u64>) -> SnapshotPart {
+        let range = SnapshotRange {
+            offset: lba * BLOCK,
+            length: BLOCK,
+            data: vec![lba as u8; BLOCK as usize],
+            ..SnapshotRange::default()
+        };
+        let next_offset = next.map(|next| next * BLOCK);
+        SnapshotPart { ranges: vec![range], next_offset, ..SnapshotPart::default() }
+    }
+
+    #[test]
+    fn an_export_goes_on_with_its_own_file_alone_and_a_whole_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("db.full");
+        let mut first = Archive::open(&to, &header(None)).unwrap();
+        first.take(part(1, Some(3))).unwrap();
+        first.sync().unwrap();
+        drop(first);
+        let other = header(Some(Point { snapshot_id: "59".into(), lsn: 3, ..point(&snapshot()) }));
+        let refused = Archive::open(&to, &other).err().unwrap().to_string();
+        assert!(refused.contains("is of snapshot s of volume db"), "{refused}");
+        let mut second = Archive::open(&to, &header(None)).unwrap();
+        assert_eq!(second.next(), Some(2 * BLOCK), "behind its last record");
+        second.take(part(5, None)).unwrap();
+        assert_eq!((second.next(), second.totals()), (None, (2 * BLOCK, 0)));
+        Box::new(second).end().unwrap();
+        let whole = std::fs::read(&to).unwrap();
+        let third = Archive::open(&to, &header(None)).unwrap();
+        assert_eq!(third.next(), None);
+        Box::new(third).end().unwrap();
+        assert_eq!(std::fs::read(&to).unwrap(), whole);
+    }
+
+    #[test]
+    fn a_file_that_is_no_export_is_left_alone_and_an_empty_one_is_begun() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("notes.txt");
+        std::fs::write(&to, "what somebody wrote").unwrap();
+        assert!(Archive::open(&to, &header(None)).is_err());
+        assert_eq!(std::fs::read(&to).unwrap(), b"what somebody wrote");
+        std::fs::write(&to, "").unwrap();
+        assert_eq!(Archive::open(&to, &header(None)).unwrap().next(), Some(0));
+    }
+
+    #[test]
+    fn a_raw_image_goes_on_where_it_was_synced_and_has_no_file_beside_it_in_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("db.img");
+        let mut first = RawImage::open(&to, &snapshot()).unwrap();
+        first.take(part(1, Some(4))).unwrap();
+        first.sync().unwrap();
+        drop(first);
+        let of_another = Snapshot { id: "5b".into(), ..snapshot() };
+        assert!(RawImage::open(&to, &of_another).is_err());
+        let mut second = RawImage::open(&to, &snapshot()).unwrap();
+        assert_eq!(second.next(), Some(4 * BLOCK));
+        second.take(part(7, None)).unwrap();
+        assert_eq!(second.totals(), (2 * BLOCK, 0));
+        Box::new(second).end().unwrap();
+        let image = std::fs::read(&to).unwrap();
+        assert_eq!(image.len() as u64, 16 * BLOCK);
+        let at = |lba: u64| image[(lba * BLOCK) as usize];
+        assert_eq!((at(0), at(1), at(7), at(8)), (0, 1, 7, 0));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+        assert!(RawImage::open(&to, &snapshot()).is_err(), "a whole image is not written over");
+    }
+
+    #[test]
+    fn a_long_range_is_several_records() {
+        let data = vec![1; DATA_BYTES_MAX + BLOCK as usize];
+        let length = data.len() as u64;
+        let range = SnapshotRange { offset: 2 * BLOCK, length, data, ..SnapshotRange::default() };
+        let made = records(range);
+        let begin = 2 * BLOCK + DATA_BYTES_MAX as u64;
+        assert_eq!(made[1].range(), (begin, begin + BLOCK));
+        assert_eq!(made.len(), 2);
+    }
+
+    #[test]
+    fn two_snapshots_in_the_wrong_order_are_refused_with_the_flag() {
+        let older = Snapshot { lsn: 3, ..snapshot() };
+        assert!(check_order(&older, &snapshot()).is_ok());
+        let refused = check_order(&snapshot(), &older).unwrap_err().to_string();
+        assert!(refused.contains("--since"), "{refused}");
+        let of_another = Snapshot { volume_id: "f02".into(), ..older };
+        assert!(check_order(&of_another, &snapshot()).is_err());
+    }
+}

@@ -1,0 +1,102 @@
+//! Parts of a snapshot's content, one after the other, from the controller.
+
+use anyhow::{Result, bail};
+use quoin_api::control::{PullSnapshotRequest, Snapshot, SnapshotPart, SnapshotRef};
+use std::time::{Duration, Instant};
+use tonic::Code;
+
+use crate::client::{ClientOptions, Cluster, refusal};
+
+/// Pause before a part that did not come is requested again, and between two lines about it.
+const AGAIN: Duration = Duration::from_millis(300);
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Reads a snapshot part by part; each part is the same whenever it is requested.
+pub struct Pull<'a> {
+    pub cluster: &'a mut Cluster,
+    pub client: &'a ClientOptions,
+    pub snapshot: &'a Snapshot,
+    pub since: Option<&'a Snapshot>,
+    pub want_data: bool,
+}
+
+fn by_id(snapshot: &Snapshot) -> SnapshotRef {
+    SnapshotRef { id: snapshot.id.clone(), name: String::new() }
+}
+
+impl Pull<'_> {
+    /// The part that begins at this offset. What passes by itself is waited for.
+    ///
+    /// # Errors
+    /// A refusal that waiting does not change, or nothing came for as long as the user waits.
+    pub async fn part(&mut self, offset: u64) -> Result<SnapshotPart> {
+        let began = Instant::now();
+        let mut reported = began;
+        loop {
+            let request = PullSnapshotRequest {
+                snapshot: Some(by_id(self.snapshot)),
+                since: self.since.map(by_id),
+                offset,
+                want_data: self.want_data,
+            };
+            let status = match self.cluster.pull_snapshot(request).await {
+                Ok(part) => {
+                    let part = part.into_inner();
+                    check(&part, offset)?;
+                    return Ok(part);
+                }
+                Err(status) => status,
+            };
+            let passes = matches!(
+                status.code(),
+                Code::Unavailable | Code::ResourceExhausted | Code::Unknown
+            );
+            if !passes || began.elapsed() > self.client.timeout() {
+                return Err(refusal(status));
+            }
+            if reported.elapsed() >= REPORT_INTERVAL {
+                eprintln!("waits: {}", status.message());
+                reported = Instant::now();
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+}
+
+/// # Errors
+/// A part whose bytes were changed on their way, or after which an export would never end.
+fn check(part: &SnapshotPart, offset: u64) -> Result<()> {
+    if part.next_offset.is_some_and(|next| next <= offset) {
+        bail!("the controller's answer cannot be: a part that does not end behind its begin");
+    }
+    for range in &part.ranges {
+        if !range.data.is_empty() && quoin_types::crc32c(&range.data) != range.checksum {
+            bail!("bytes of the snapshot at offset {} were changed on their way", range.offset);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_api::control::SnapshotRange;
+
+    use super::*;
+
+    #[test]
+    fn bytes_that_were_changed_on_their_way_and_parts_without_progress_are_refused() {
+        let data = vec![7; 4096];
+        let checksum = quoin_types::crc32c(&data);
+        let range = SnapshotRange { data, checksum, length: 4096, ..SnapshotRange::default() };
+        let part = |range: &SnapshotRange, next_offset| SnapshotPart {
+            ranges: vec![range.clone()],
+            next_offset,
+            ..SnapshotPart::default()
+        };
+        assert!(check(&part(&range, None), 0).is_ok());
+        assert!(check(&part(&range, Some(4096)), 0).is_ok());
+        assert!(check(&part(&range, Some(4096)), 4096).is_err());
+        let changed = SnapshotRange { checksum: checksum ^ 1, ..range };
+        assert!(check(&part(&changed, None), 0).is_err());
+    }
+}
