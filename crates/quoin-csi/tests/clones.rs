@@ -44,7 +44,7 @@ impl World {
         made.snapshot.unwrap().snapshot_id
     }
 
-    async fn made(&mut self, request: CreateVolumeRequest) -> Volume {
+    async fn made_from(&mut self, request: CreateVolumeRequest) -> Volume {
         self.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap()
     }
 
@@ -78,13 +78,13 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
     assert!(told.capabilities.iter().any(is_clone));
     let source = world.served_volume("db").await;
     let snapshot = world.cut(&source, "s").await;
-    let restored = world.made(from("restored", snapshot_of(&snapshot))).await;
+    let restored = world.made_from(from("restored", snapshot_of(&snapshot))).await;
     assert_eq!(restored.content_source, snapshot_of(&snapshot));
     assert_eq!(restored.capacity_bytes, 64 * MIB);
-    let copied = world.made(from("copied", volume_of(&source))).await;
+    let copied = world.made_from(from("copied", volume_of(&source))).await;
     assert_eq!(copied.content_source, volume_of(&source));
     let ids = [&source, &restored.volume_id, &copied.volume_id];
-    assert!(ids.iter().all(|id| ids.iter().filter(|other| other == id).count() == 1));
+    assert!(ids.iter().all(|id| ids.iter().filter(|other| *other == id).count() == 1));
     let listed = world.controller.list_volumes(ListVolumesRequest::default()).await.unwrap();
     for entry in listed.into_inner().entries {
         let volume = entry.volume.unwrap();
@@ -96,8 +96,8 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
         assert_eq!(volume.content_source, expected);
     }
     // The same again, and under the name of another.
-    assert_eq!(world.made(from("restored", snapshot_of(&snapshot))).await, restored);
-    assert_eq!(world.made(from("copied", volume_of(&source))).await, copied);
+    assert_eq!(world.made_from(from("restored", snapshot_of(&snapshot))).await, restored);
+    assert_eq!(world.made_from(from("copied", volume_of(&source))).await, copied);
     for other in [None, volume_of(&source)] {
         let answer = world.controller.create_volume(from("restored", other)).await;
         assert_eq!(code(&answer), Code::AlreadyExists);
@@ -115,7 +115,7 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
         ("any", None, 64 * MIB),
         ("limited", Some(range(0, 100 * MIB)), 64 * MIB),
     ] {
-        assert_eq!(world.made(sized(name, asked)).await.capacity_bytes, expected, "{name}");
+        assert_eq!(world.made_from(sized(name, asked)).await.capacity_bytes, expected, "{name}");
     }
     let answer = world.controller.create_volume(sized("tiny", Some(range(MIB, 2 * MIB)))).await;
     assert_eq!(code(&answer), Code::OutOfRange);
@@ -159,9 +159,9 @@ async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_vol
     let mut world = World::start().await;
     let source = world.served_volume("db").await;
     let snapshot = world.cut(&source, "s").await;
-    let first = world.made(from("first", snapshot_of(&snapshot))).await;
+    let first = world.made_from(from("first", snapshot_of(&snapshot))).await;
     world.delete_volume(&source).await;
-    let second = world.made(from("second", snapshot_of(&snapshot))).await;
+    let second = world.made_from(from("second", snapshot_of(&snapshot))).await;
     assert_eq!(second.content_source, snapshot_of(&snapshot));
     let request = DeleteSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() };
     world.controller.delete_snapshot(request.clone()).await.unwrap();

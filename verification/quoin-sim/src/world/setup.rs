@@ -427,7 +427,7 @@ impl World {
         let (identity, meta) = self.setup.newborn(member, listed, membership.clone());
         let blocks = self.setup.config.volume_blocks;
         let source = self.setup.source.as_ref().filter(|_| listed);
-        let mut created = || match source {
+        let created = || match source {
             Some(source) => storage.create_clone(source, identity, meta, blocks, &mut self.random),
             None => storage.create(identity, meta, blocks),
         };
