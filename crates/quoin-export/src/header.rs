@@ -97,8 +97,14 @@ impl Header {
     /// It is none, or of a later format, or damaged.
     pub(crate) fn read(input: &mut impl Read) -> Result<(Self, u64), Error> {
         let mut fixed = [0; FIXED_BYTES];
-        if fill(input, &mut fixed)? < fixed.len() {
-            return Err(Error::Foreign);
+        let filled = fill(input, &mut fixed)?;
+        if filled < fixed.len() {
+            // Even the first bytes of an export may be all that there is.
+            let shown = filled.min(MAGIC.len());
+            return Err(match MAGIC.starts_with(&fixed[..shown]) {
+                true => Error::CutOff { at: filled as u64 },
+                false => Error::Foreign,
+            });
         }
         let number =
             |at: usize| u32::from_le_bytes(fixed[at..at + 4].try_into().expect("four bytes"));

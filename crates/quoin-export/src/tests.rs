@@ -134,7 +134,8 @@ fn a_record_that_cannot_follow_those_before_it_is_not_written() {
 
 #[test]
 fn what_is_no_export_or_of_a_later_version_says_so() {
-    assert!(matches!(read(b""), Err(Error::Foreign)));
+    assert!(matches!(read(b"words"), Err(Error::Foreign)));
+    assert!(matches!(read(&written(&[])[..10]), Err(Error::CutOff { at: 10 })));
     assert!(matches!(read(&[0; 100]), Err(Error::Foreign)));
     let mut later = written(&[]);
     later[8] = 2;

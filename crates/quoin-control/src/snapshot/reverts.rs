@@ -156,7 +156,7 @@ impl Reverts {
                 );
                 return Err(Error::Precondition(rule));
             }
-            volume.used.by.clear();
+            volume.used.end();
             Ok(())
         };
         self.state.update_volume(wished.volume.0, end_use).await?;

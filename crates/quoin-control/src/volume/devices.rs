@@ -60,6 +60,11 @@ impl Use {
         self.begin(SHARED, since_epoch);
     }
 
+    /// Ends the use without a next one: the next one is new, whoever begins it.
+    pub(crate) fn end(&mut self) {
+        self.by.clear();
+    }
+
     pub(crate) fn is_shared(&self) -> bool {
         self.by == SHARED
     }

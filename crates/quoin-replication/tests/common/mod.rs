@@ -83,6 +83,8 @@ pub struct Cluster {
     pub replies: Vec<Reply>,
     pub notes: Vec<PrimaryNote>,
     pub changes: Vec<(u64, ChangesAnswer)>,
+    /// No sync ends while it is set.
+    pub hold_syncs: bool,
     pub stopped: bool,
     /// Host that is cut off when the target requests a change of the record.
     pub cut_at_swap: Option<usize>,
@@ -240,6 +242,7 @@ impl Cluster {
             replies: Vec::new(),
             notes: Vec::new(),
             changes: Vec::new(),
+            hold_syncs: false,
             stopped: false,
             cut_at_swap: None,
             swaps: VecDeque::new(),
@@ -542,6 +545,9 @@ impl Cluster {
     fn sync_all(&mut self) -> bool {
         let mut any = false;
         for host in 0..self.hosts.len() {
+            if self.hold_syncs {
+                return false;
+            }
             let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
             if let Some(ticket) = wanted {
                 self.hosts[host].pool.sync_finished(ticket, Ok(())).expect("a sync");

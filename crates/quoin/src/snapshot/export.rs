@@ -104,9 +104,10 @@ trait Sink {
     fn take(&mut self, part: SnapshotPart) -> Result<()>;
     /// Makes what was taken in durable.
     fn sync(&mut self) -> Result<()>;
-    /// Bytes of data and of holes that are in it, those of earlier runs included.
-    fn totals(&self) -> (u64, u64);
-    fn end(self: Box<Self>) -> Result<()>;
+    /// Bytes of data that are in it, those of earlier runs included.
+    fn data_bytes(&self) -> u64;
+    /// Ends it; returns how many bytes of data and of holes are in it.
+    fn end(self: Box<Self>) -> Result<(u64, u64)>;
 }
 
 pub async fn run(
@@ -151,8 +152,7 @@ pub async fn run(
     let mut pull =
         Pull { cluster, client, snapshot: &snapshot, since: since.as_ref(), want_data: true };
     copy(&mut pull, &mut *sink, &options.to).await?;
-    let (data_bytes, hole_bytes) = sink.totals();
-    sink.end()?;
+    let (data_bytes, hole_bytes) = sink.end()?;
     let view = ExportView {
         file: options.to.display().to_string(),
         volume: snapshot.volume_name.clone(),
@@ -189,7 +189,7 @@ async fn copy(pull: &mut Pull<'_>, sink: &mut dyn Sink, to: &Path) -> Result<()>
         if reported.elapsed() >= REPORT_INTERVAL {
             let reached = sink.next().unwrap_or(size_bytes);
             let percent = u128::from(reached) * 100 / u128::from(size_bytes.max(1));
-            let data = show_size(sink.totals().0);
+            let data = show_size(sink.data_bytes());
             eprintln!("{percent} % of the snapshot are through; {data} of data are in the file");
             reported = Instant::now();
         }
@@ -241,6 +241,7 @@ fn cannot_create(to: &Path, error: &std::io::Error) -> anyhow::Error {
 struct Archive {
     writer: Writer<BufWriter<File>>,
     size_bytes: u64,
+    gathered: Gathered,
     next: Option<u64>,
     is_complete: bool,
 }
@@ -254,7 +255,7 @@ impl Archive {
         let file = match options.clone().create_new(true).open(to) {
             Ok(file) => {
                 let writer = Writer::begin(buffered(file), header)?;
-                return Ok(Self { writer, size_bytes, next: Some(0), is_complete: false });
+                return Ok(Self::begun(writer, size_bytes));
             }
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => options.open(to),
             Err(error) => return Err(cannot_create(to, &error)),
@@ -267,14 +268,13 @@ impl Archive {
             Ok(found) => Some(found),
             // It ended within its header.
             Err(quoin_export::Error::CutOff { .. }) => None,
-            Err(_) if file.metadata().is_ok_and(|metadata| metadata.len() == 0) => None,
             Err(error) => return Err(other(error.to_string())),
         };
         let Some(found) = found else {
             file.set_len(0)?;
             file.seek(SeekFrom::Start(0))?;
             let writer = Writer::begin(buffered(file), header)?;
-            return Ok(Self { writer, size_bytes, next: Some(0), is_complete: false });
+            return Ok(Self::begun(writer, size_bytes));
         };
         if !is_of_same(&found.header, header) {
             let of = &found.header;
@@ -293,7 +293,13 @@ impl Archive {
         }
         file.seek(SeekFrom::Start(found.whole_bytes))?;
         let writer = Writer::resume(buffered(file), &found);
-        Ok(Self { writer, size_bytes, next, is_complete: found.is_complete })
+        let is_complete = found.is_complete;
+        Ok(Self { writer, size_bytes, gathered: Gathered::default(), next, is_complete })
+    }
+
+    fn begun(writer: Writer<BufWriter<File>>, size_bytes: u64) -> Self {
+        let (next, is_complete) = (Some(0), false);
+        Self { writer, size_bytes, gathered: Gathered::default(), next, is_complete }
     }
 }
 
@@ -305,17 +311,49 @@ fn is_of_same(one: &Header, other: &Header) -> bool {
         && one.size_bytes == other.size_bytes
 }
 
-/// The records of a range.
-fn records(range: SnapshotRange) -> Vec<Record> {
-    if range.hole {
-        return vec![Record::Hole { offset: range.offset, length: range.length }];
+/// Records of ranges: neighbours are one record, and one of data ends at each multiple of its greatest
+/// length. So a file is the same whatever parts its content came in.
+#[derive(Default)]
+struct Gathered {
+    last: Option<Record>,
+}
+
+impl Gathered {
+    /// Adds a range; returns the records that are complete.
+    fn add(&mut self, range: SnapshotRange) -> Vec<Record> {
+        let mut complete = Vec::new();
+        if range.hole {
+            self.add_piece(
+                Record::Hole { offset: range.offset, length: range.length },
+                &mut complete,
+            );
+            return complete;
+        }
+        let (mut offset, mut data) = (range.offset, &range.data[..]);
+        while !data.is_empty() {
+            let until_end = DATA_BYTES_MAX - (offset % DATA_BYTES_MAX as u64) as usize;
+            let (piece, rest) = data.split_at(until_end.min(data.len()));
+            self.add_piece(Record::Data { offset, data: piece.to_vec() }, &mut complete);
+            (offset, data) = (offset + piece.len() as u64, rest);
+        }
+        complete
     }
-    let chunks = range.data.chunks(DATA_BYTES_MAX).enumerate();
-    let record = |(n, data): (usize, &[u8])| Record::Data {
-        offset: range.offset + (n * DATA_BYTES_MAX) as u64,
-        data: data.to_vec(),
-    };
-    chunks.map(record).collect()
+
+    fn add_piece(&mut self, piece: Record, complete: &mut Vec<Record>) {
+        let begin = piece.range().0;
+        let is_next = self.last.as_ref().is_some_and(|last| last.range().1 == begin);
+        match (&mut self.last, piece) {
+            (Some(Record::Hole { length, .. }), Record::Hole { length: more, .. }) if is_next => {
+                *length += more;
+            }
+            (Some(Record::Data { data, .. }), Record::Data { data: more, .. })
+                if is_next && !begin.is_multiple_of(DATA_BYTES_MAX as u64) =>
+            {
+                data.extend_from_slice(&more);
+            }
+            (last, piece) => complete.extend(last.replace(piece)),
+        }
+    }
 }
 
 impl Sink for Archive {
@@ -325,7 +363,7 @@ impl Sink for Archive {
 
     fn take(&mut self, part: SnapshotPart) -> Result<()> {
         for range in part.ranges {
-            for record in records(range) {
+            for record in self.gathered.add(range) {
                 self.writer.record(&record)?;
             }
         }
@@ -338,17 +376,20 @@ impl Sink for Archive {
         self.writer.get_ref().get_ref().sync_data().context("write the file")
     }
 
-    fn totals(&self) -> (u64, u64) {
-        let totals = self.writer.totals();
-        (totals.data_bytes, totals.hole_bytes)
+    fn data_bytes(&self) -> u64 {
+        self.writer.totals().data_bytes
     }
 
-    fn end(self: Box<Self>) -> Result<()> {
-        if self.is_complete {
-            return Ok(());
+    fn end(mut self: Box<Self>) -> Result<(u64, u64)> {
+        if let Some(record) = self.gathered.last.take() {
+            self.writer.record(&record)?;
         }
-        let file = self.writer.end()?;
-        file.get_ref().sync_all().context("write the file")
+        let totals = *self.writer.totals();
+        if !self.is_complete {
+            let file = self.writer.end()?;
+            file.get_ref().sync_all().context("write the file")?;
+        }
+        Ok((totals.data_bytes, totals.hole_bytes))
     }
 }
 
@@ -435,14 +476,15 @@ impl Sink for RawImage {
             .with_context(|| format!("write {}", self.progress_path.display()))
     }
 
-    fn totals(&self) -> (u64, u64) {
-        (self.progress.data_bytes, 0)
+    fn data_bytes(&self) -> u64 {
+        self.progress.data_bytes
     }
 
-    fn end(self: Box<Self>) -> Result<()> {
+    fn end(self: Box<Self>) -> Result<(u64, u64)> {
         self.file.sync_all().context("write the image")?;
         std::fs::remove_file(&self.progress_path)
-            .with_context(|| format!("remove {}", self.progress_path.display()))
+            .with_context(|| format!("remove {}", self.progress_path.display()))?;
+        Ok((self.progress.data_bytes, 0))
     }
 }
 
@@ -491,6 +533,8 @@ mod tests {
         let to = dir.path().join("db.full");
         let mut first = Archive::open(&to, &header(None)).unwrap();
         first.take(part(1, Some(3))).unwrap();
+        // The last record may go on in the next part, and is written with it.
+        first.take(part(4, Some(5))).unwrap();
         first.sync().unwrap();
         drop(first);
         let other = header(Some(Point { snapshot_id: "59".into(), lsn: 3, ..point(&snapshot()) }));
@@ -499,8 +543,8 @@ mod tests {
         let mut second = Archive::open(&to, &header(None)).unwrap();
         assert_eq!(second.next(), Some(2 * BLOCK), "behind its last record");
         second.take(part(5, None)).unwrap();
-        assert_eq!((second.next(), second.totals()), (None, (2 * BLOCK, 0)));
-        Box::new(second).end().unwrap();
+        assert_eq!(second.next(), None);
+        assert_eq!(Box::new(second).end().unwrap(), (2 * BLOCK, 0));
         let whole = std::fs::read(&to).unwrap();
         let third = Archive::open(&to, &header(None)).unwrap();
         assert_eq!(third.next(), None);
@@ -532,8 +576,7 @@ mod tests {
         let mut second = RawImage::open(&to, &snapshot()).unwrap();
         assert_eq!(second.next(), Some(4 * BLOCK));
         second.take(part(7, None)).unwrap();
-        assert_eq!(second.totals(), (2 * BLOCK, 0));
-        Box::new(second).end().unwrap();
+        assert_eq!(Box::new(second).end().unwrap(), (2 * BLOCK, 0));
         let image = std::fs::read(&to).unwrap();
         assert_eq!(image.len() as u64, 16 * BLOCK);
         let at = |lba: u64| image[(lba * BLOCK) as usize];
@@ -543,14 +586,32 @@ mod tests {
     }
 
     #[test]
-    fn a_long_range_is_several_records() {
-        let data = vec![1; DATA_BYTES_MAX + BLOCK as usize];
-        let length = data.len() as u64;
-        let range = SnapshotRange { offset: 2 * BLOCK, length, data, ..SnapshotRange::default() };
-        let made = records(range);
-        let begin = 2 * BLOCK + DATA_BYTES_MAX as u64;
-        assert_eq!(made[1].range(), (begin, begin + BLOCK));
-        assert_eq!(made.len(), 2);
+    fn the_records_are_the_same_whatever_parts_their_content_came_in() {
+        let range = |lba: u64, blocks: u64, hole: bool| SnapshotRange {
+            offset: lba * BLOCK,
+            length: blocks * BLOCK,
+            hole,
+            data: if hole { Vec::new() } else { vec![lba as u8; (blocks * BLOCK) as usize] },
+            ..SnapshotRange::default()
+        };
+        let of = |ranges: Vec<SnapshotRange>| -> Vec<(u64, u64)> {
+            let mut gathered = Gathered::default();
+            let complete: Vec<Record> = ranges.into_iter().flat_map(|r| gathered.add(r)).collect();
+            let all = complete.into_iter().chain(gathered.last);
+            all.map(|record| record.range()).map(|(a, b)| (a / BLOCK, b / BLOCK)).collect()
+        };
+        let most = DATA_BYTES_MAX as u64 / BLOCK;
+        let whole = of(vec![range(2, most + 3, false), range(most + 5, 9, true)]);
+        assert_eq!(whole, [(2, most), (most, most + 5), (most + 5, most + 14)]);
+        let parts = vec![
+            range(2, 3, false),
+            range(5, most - 4, false),
+            range(most + 1, 4, false),
+            range(most + 5, 2, true),
+            range(most + 7, 7, true),
+        ];
+        assert_eq!(of(parts), whole);
+        assert_eq!(of(vec![range(2, 1, false), range(4, 1, false)]), [(2, 3), (4, 5)], "a gap");
     }
 
     #[test]
