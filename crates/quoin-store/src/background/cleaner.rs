@@ -442,7 +442,7 @@ impl Replica {
         let change = Change::Renew { node: u64::MAX };
         let lost: Vec<Edit> = lost.into_iter().map(|lba| Edit { lba, blocks: 1, change }).collect();
         self.update_views(core, &lost, &[])?;
-        let views = self.kept_views();
+        let views = self.kept_views(core);
         self.live_of(core, &views, candidates)
     }
 
