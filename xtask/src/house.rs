@@ -73,6 +73,11 @@ const BANNED_WORDS: [(&str, &str); 5] = [
     ("doubtful", "disk failed"),
 ];
 
+/// Openings of a sentence that name nothing: a comment begins with the noun that it is about.
+const OPENINGS: [&str; 6] = ["What", "Who", "Whoever", "Whether", "One that", "Those"];
+/// The store's comments are older than that rule, and are not held to it.
+const OLDER_COMMENTS: &str = "crates/quoin-store";
+
 /// Fields of one type where state is to be owned by parts: files stay small because types are.
 const FIELDS_MAX: usize = 20;
 const PARTED: [&str; 3] =
@@ -231,6 +236,18 @@ fn banned_in(line: &str) -> Vec<(&'static str, &'static str)> {
     BANNED_WORDS.iter().copied().filter(|(word, _)| is_in(word)).collect()
 }
 
+/// Returns how a line of a comment begins, where that is one of [`OPENINGS`]. Within a sentence none
+/// of them has a capital.
+fn opening_of(line: &str) -> Option<&'static str> {
+    let comment = line.trim_start().strip_prefix("//")?;
+    let text = comment.strip_prefix(['/', '!']).unwrap_or(comment).trim_start();
+    let begins = |opening: &&str| {
+        let rest = text.strip_prefix(*opening);
+        rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric()))
+    };
+    OPENINGS.iter().copied().find(begins)
+}
+
 /// Checks that codes of the CSI services are chosen in one place.
 fn refusal_violations() -> Result<Vec<String>> {
     let root = workspace_root();
@@ -265,6 +282,12 @@ fn violations_in(path: &Path, text: &str) -> Vec<String> {
     for (index, line) in text.lines().enumerate() {
         for mark in UNFINISHED.iter().filter(|mark| line.contains(**mark)) {
             violations.push(format!("{}: `{mark}`", place(path, index + 1)));
+        }
+        let is_held = !path.starts_with(root.join(OLDER_COMMENTS));
+        if let Some(opening) = opening_of(line).filter(|_| is_held) {
+            let at = place(path, index + 1);
+            violations
+                .push(format!("{at}: a comment begins with `{opening}` and not with its noun"));
         }
         for (word, instead) in banned_in(line) {
             let at = place(path, index + 1);
@@ -317,6 +340,17 @@ mod tests {
         assert_eq!(found("let doors = DoorError::from(guest_of(self));"), ["door", "guest"]);
         assert_eq!(found("// vouched for"), ["vouch"]);
         assert!(found("outdoor voucher, indoors, guesting").is_empty());
+    }
+
+    #[test]
+    fn a_comment_that_begins_without_its_noun_is_found() {
+        assert_eq!(opening_of("    /// Whether it is there."), Some("Whether"));
+        assert_eq!(opening_of("//! Those that came."), Some("Those"));
+        assert_eq!(opening_of("// One that came"), Some("One that"));
+        for sound in ["/// Whole blocks.", "// One of them", "// a place: what it is", "let a = 1;"]
+        {
+            assert_eq!(opening_of(sound), None, "{sound}");
+        }
     }
 
     #[test]

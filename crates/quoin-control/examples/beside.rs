@@ -62,7 +62,7 @@ impl Pool {
         }
     }
 
-    /// What changed since the last report, all at first.
+    /// Changes since the last report, all at first.
     fn report(&mut self) -> PoolReport {
         let since = self.number;
         self.number += 1;

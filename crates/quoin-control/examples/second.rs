@@ -1,5 +1,5 @@
-//! What a second costs a controller of 2,000 volumes on 30 pools, half of them in use:
-//! `cargo run --release -p quoin-control --example second`.
+//! The cost of a second to a controller of 2,000 volumes on 30 pools, half of them in use: `cargo
+//! run --release -p quoin-control --example second`.
 
 #[allow(dead_code, reason = "tests take the rest")]
 #[path = "../tests/control/cluster.rs"]

@@ -115,6 +115,7 @@ fn shown_by(what: &str) -> &'static str {
         "volume" => ": `quoin volume list` shows those that do",
         "pool" => ": `quoin pool list` shows those that do",
         "node" => ": `quoin node list` shows those that do",
+        "group snapshot" => ": `quoin snapshot group list` shows those that do",
         "snapshot" => ": `quoin snapshot list` shows those that do",
         "schedule" => ": `quoin schedule list` shows those that do",
         "admin" => ": `quoin admin list` shows those that do",

@@ -40,7 +40,7 @@ pub use run::{
     run, serve,
 };
 pub use snapshot::history::check_part;
-pub use state::{events, records, revert_records, snapshot_records, store};
+pub use state::{events, group_records, records, revert_records, snapshot_records, store};
 pub use status::health;
 pub use status::metrics::Metrics;
 pub use volume::attach::Publish;

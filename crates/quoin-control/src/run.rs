@@ -173,7 +173,7 @@ fn identity_dir(dir: &Path) -> PathBuf {
     dir.join("identity")
 }
 
-/// Whether `dir` holds a cluster: what [`init`] does last is there.
+/// Returns true if `dir` holds a cluster: what [`init`] does last is there.
 pub fn is_initialised(dir: &Path) -> bool {
     dir.join(RECORDS_FILE).exists()
 }
@@ -241,7 +241,7 @@ pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
     for entry in entries {
         let entry = entry.map_err(|source| Error::File { path: dir.to_owned(), source })?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        // What is written beside a file before it takes its name has a dot before that name.
+        // A copy that is written beside a file before it takes its name has a dot before that name.
         if !OWN.iter().any(|own| name.trim_start_matches('.').starts_with(own)) {
             return Err(Error::Foreign { path: dir.to_owned(), entry: name });
         }
@@ -357,7 +357,7 @@ pub async fn serve(
         () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.state.check_term(),
         served = async { tokio::try_join!(local, remote) } => served.map(drop),
         () = tend(controller.clone()) => Ok(()),
-        // Whoever holds a connection open does not hold up a shutdown.
+        // A client that holds a connection open does not hold up a shutdown.
         () = async { down(shutdown.clone()).await; tokio::time::sleep(Duration::from_secs(3)).await } => Ok(()),
     }
 }
@@ -381,6 +381,7 @@ fn server(
 async fn tend(controller: Arc<Controller>) {
     let mut working = controller.work.spawn(&controller.state);
     working.spawn(work(controller.snapshots.keeper.clone()));
+    working.spawn(work(controller.snapshots.groups.clone()));
     working.spawn(work(controller.snapshots.schedules.clone()));
     let certificates =
         every_tick("certificates", || controller.membership.members.tend_certificates());

@@ -228,6 +228,46 @@ impl Backend {
         Ok((page.snapshots, page.next_token))
     }
 
+    /// Makes snapshots of these volumes at one point, or finds the group of this name and volumes.
+    pub async fn create_group_snapshot(
+        &self,
+        name: &str,
+        volume_ids: &[String],
+    ) -> Result<api::GroupSnapshot, Status> {
+        if let Some(unknown) = volume_ids.iter().find(|id| !is_id(id)) {
+            return Err(crate::refusal::no_volume(unknown));
+        }
+        let volumes = volume_ids.iter().filter_map(|id| by_id(id)).collect();
+        let wanted = api::CreateGroupSnapshotRequest { name: name.to_owned(), volumes };
+        let answer = self.client.clone().create_group_snapshot(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// Deletes a group snapshot with its members; an unknown one counts as deleted.
+    pub async fn delete_group_snapshot(&self, id: &str) -> Result<(), Status> {
+        let wanted = api::DeleteGroupSnapshotRequest { group: group_by_id(id) };
+        match self.client.clone().delete_group_snapshot(Self::request(wanted)).await {
+            Ok(_) => Ok(()),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    /// Returns the group snapshot, or `None` if it does not exist.
+    pub async fn find_group_snapshot(
+        &self,
+        id: &str,
+    ) -> Result<Option<api::GroupSnapshot>, Status> {
+        if !is_id(id) {
+            return Ok(None);
+        }
+        let wanted = api::GetGroupSnapshotRequest { group: group_by_id(id) };
+        match self.client.clone().get_group_snapshot(Self::request(wanted)).await {
+            Ok(answer) => Ok(Some(answer.into_inner())),
+            Err(status) if status.code() == Code::NotFound => Ok(None),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
     pub async fn publish_volume(
         &self,
         wanted: api::PublishVolumeRequest,
@@ -301,6 +341,10 @@ impl Backend {
 /// Returns a volume reference of the control API by id.
 pub fn by_id(id: &str) -> Option<VolumeRef> {
     Some(VolumeRef { id: id.to_owned(), name: String::new() })
+}
+
+fn group_by_id(id: &str) -> Option<api::GroupSnapshotRef> {
+    Some(api::GroupSnapshotRef { id: id.to_owned(), name: String::new() })
 }
 
 fn snapshot_by_id(id: &str) -> Option<api::SnapshotRef> {

@@ -1,8 +1,8 @@
 //! Health as the interface has it (edition 1.13), from the judgements of the control plane, of the
 //! node library, and of this node's way to the pools.
 //!
-//! What is wrong is decided elsewhere; here it becomes messages. A judgement that cannot be made is
-//! an error: callers take an empty answer for a recovery.
+//! Faults are judged elsewhere; here it becomes messages. A judgement that cannot be made is an
+//! error: callers take an empty answer for a recovery.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -40,7 +40,7 @@ pub fn of_controller(volume: &api::Volume) -> Result<VolumeHealth, Status> {
         let status = match condition.severity() {
             volume_condition::Severity::DataLoss => VolumeHealthErrorType::DataLoss,
             volume_condition::Severity::Inaccessible => VolumeHealthErrorType::Inaccessible,
-            // One that a newer control plane has is not hidden.
+            // A condition that only a newer control plane has is not hidden.
             _ => VolumeHealthErrorType::Degraded,
         };
         entry(status, &condition.reason, &condition.message)
@@ -109,7 +109,7 @@ impl Pools {
     }
 }
 
-/// Whether any pool is reached; otherwise why not.
+/// Succeeds if any pool is reached.
 async fn reached(addresses: &[String]) -> Result<(), String> {
     let mut tries = JoinSet::new();
     for address in addresses.iter().take(POOLS_MAX) {

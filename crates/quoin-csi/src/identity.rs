@@ -55,6 +55,7 @@ impl Identity for IdentityService {
         let capabilities = [
             service(service::Type::ControllerService),
             service(service::Type::VolumeAccessibilityConstraints),
+            service(service::Type::GroupControllerService),
             service(service::Type::SnapshotMetadataService),
             service(service::Type::SnapshotAccessibilityConstraints),
             Type::VolumeExpansion(VolumeExpansion {

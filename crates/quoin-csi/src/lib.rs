@@ -17,7 +17,7 @@ mod context;
 mod controller;
 mod encryption;
 mod endpoint;
-mod group;
+mod group_controller;
 mod health;
 mod identity;
 mod in_flight;

@@ -20,7 +20,7 @@ use tonic::transport::Server;
 use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::controller::ControllerService;
-use crate::group::GroupService;
+use crate::group_controller::GroupService;
 use crate::health::Pools;
 use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
@@ -204,7 +204,7 @@ impl Plugin {
             .add_service(IdentityServer::new(IdentityService(self.clone())))
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))
-            .add_service(GroupControllerServer::new(GroupService))
+            .add_service(GroupControllerServer::new(GroupService(self.clone())))
             .add_service(SnapshotMetadataServer::new(MetadataService(self.clone())))
             .serve_with_incoming_shutdown(connections, stopped(shutdown.clone()));
         tokio::select! {

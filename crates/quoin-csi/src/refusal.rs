@@ -63,6 +63,23 @@ pub fn no_snapshot(snapshot_id: &str) -> Status {
     Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))
 }
 
+/// Refuses an unknown group snapshot: 5.
+pub fn no_group_snapshot(group_snapshot_id: &str) -> Status {
+    Status::not_found(format!("group snapshot {group_snapshot_id:?} does not exist"))
+}
+
+/// Refuses a list of members that is not the group's: 3.
+pub fn other_members(group_snapshot_id: &str) -> Status {
+    let why = format!("is not the list of the snapshots of group {group_snapshot_id:?}");
+    invalid("snapshot_ids", why)
+}
+
+/// Reports a group snapshot that is wanted and not cut yet: 14, as for one snapshot.
+pub fn group_not_cut(name: &str, waiting_for: &str) -> Status {
+    let what = format!("group snapshot {name:?} is not cut yet; it waits for {waiting_for}");
+    Status::unavailable(what)
+}
+
 /// Reports a snapshot that is wanted and not cut yet: 14, so that the caller asks again.
 pub fn not_cut(name: &str, waiting_for: &str) -> Status {
     Status::unavailable(format!("snapshot {name:?} is not cut yet; it waits for {waiting_for}"))

@@ -167,7 +167,7 @@ async fn an_invalid_request_about_snapshots_is_refused_with_its_code_and_changes
         assert_eq!(code(&world.controller.list_snapshots(request).await), Code::Aborted, "{token}");
     }
     assert!(world.listed(ListSnapshotsRequest::default()).await.0.is_empty());
-    // What sidecars add is nobody's parameter, and names may be of any script.
+    // Keys that sidecars add are nobody's parameters, and names may be of any script.
     let sidecar = of_parameters(&[("csi.storage.k8s.io/volumesnapshot/name", "claim")]);
     world.controller.create_snapshot(sidecar).await.unwrap();
     world.snap(&volume, &"名".repeat(42)).await;

@@ -124,7 +124,7 @@ pub async fn hand_over_within(
 /// Binds the socket in `directory`; one that a dead target left is replaced.
 ///
 /// # Errors
-/// Those of the system.
+/// Errors of the system.
 pub fn bind(directory: &Path) -> std::io::Result<UnixListener> {
     use std::os::unix::fs::PermissionsExt;
     let path = directory.join(SOCKET);

@@ -20,8 +20,8 @@ const RAW_BYTES: usize = 32;
 pub(crate) const DATA_KEY_BYTES: usize = 64;
 pub(crate) const KEY_CHECK_BYTES: usize = 32;
 
-/// What a user keeps: a passphrase, from which a slow function derives a key, or 256 random bits,
-/// which need none.
+/// Key that a user keeps: a passphrase, from which a slow function derives a key, or 256 random
+/// bits, which need none.
 #[derive(Clone)]
 pub enum UserKey {
     Passphrase(Zeroizing<Vec<u8>>),

@@ -285,7 +285,7 @@ impl KeySlot {
             .map_err(|_| Error::Form("a key slot's nonce has 12 bytes"))
     }
 
-    /// What the tag protects beside the data key.
+    /// Bytes that the tag protects beside the data key.
     fn authenticated(&self) -> Vec<u8> {
         let derivation = match self.derivation {
             Derivation::Hkdf => [0; 4],

@@ -6,7 +6,7 @@ pub mod hex_bytes {
     use serde::{Deserialize, Deserializer, Serializer};
 
     /// # Errors
-    /// Those of the serializer.
+    /// Errors of the serializer.
     pub fn serialize<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&hex::encode(bytes))
     }
@@ -29,7 +29,7 @@ pub mod bare_key {
     use crate::key::DATA_KEY_BYTES;
 
     /// # Errors
-    /// Those of the serializer.
+    /// Errors of the serializer.
     pub fn serialize<S: Serializer>(key: &DataKey, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&Zeroizing::new(hex::encode(key.bytes())))
     }
@@ -55,7 +55,7 @@ pub mod bare_key_or_none {
     struct Bare(#[serde(with = "super::bare_key")] DataKey);
 
     /// # Errors
-    /// Those of the serializer.
+    /// Errors of the serializer.
     pub fn serialize<S: Serializer>(
         key: &Option<DataKey>,
         serializer: S,

@@ -100,7 +100,7 @@ pub struct PeerStream {
     _place: Place,
 }
 
-/// What a connection is counted against.
+/// Limits that a connection is counted against.
 enum Place {
     Member { _slot: Slot<Peer> },
     Newcomer { _slot: ConnectionSlot },

@@ -85,7 +85,8 @@ impl Belief {
         Ok(grant.term)
     }
 
-    /// Whether a session that was believed may open now: a newer term may have been heard of since.
+    /// Returns true if a session that was believed may open now: a newer term may have been heard
+    /// of since.
     pub(crate) fn still_opens(&self, term: Term) -> bool {
         match self {
             Belief::Grants(identity) => !identity.terms().compare_with(term).is_refused(),

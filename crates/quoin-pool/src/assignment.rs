@@ -43,8 +43,8 @@ pub struct Fence {
 /// A larger record is not kept; a controller sends none.
 const RECORD_BYTES_MAX: usize = 64 << 10;
 
-/// Whether what a replica is to keep about its volume is news against what it keeps. A controller
-/// with an older record than the one that was told last must not take that away.
+/// Returns true if what a replica is to keep about its volume is news against what it keeps. A
+/// controller with an older record than the one that was told last must not take that away.
 pub fn is_news(kept: &[u8], told: &[u8]) -> bool {
     let generation = |bytes| control::Keepsake::decode(bytes).map_or(0, |k| k.generation);
     kept != told && generation(told) >= generation(kept)
@@ -89,6 +89,8 @@ pub struct PoolState {
     pub space: Space,
     /// Reason why it takes no more, and the way out; empty: there is none.
     pub warning: &'static str,
+    /// The metadata ring has no room for another replica.
+    pub ring_full: bool,
     /// Counts by which the controller recognises an older state of the disk.
     pub counts: PoolCounts,
     /// The next mark is on its way to the media: there will be a report to make.

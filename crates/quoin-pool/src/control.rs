@@ -194,7 +194,7 @@ impl Control {
     /// The last words of a pool that was shut down.
     pub async fn leave(&self) {
         let counts = *self.counts.lock().expect("never held across a panic");
-        // What it holds is told while it serves; so is the count of starts.
+        // Its replicas are told while it serves; so is the count of starts.
         let counts = PoolCounts { starts: 0, ..counts };
         let state = PoolState { counts, ..PoolState::default() };
         self.report_once(state, true, &mut Told::new()).await;
@@ -218,6 +218,7 @@ impl Control {
             used_bytes: state.space.used_bytes,
             free_bytes: state.space.free_bytes,
             warning: state.warning.to_owned(),
+            ring_full: state.ring_full,
             start_counter: state.counts.starts,
             start_nonce: state.counts.nonce,
             mark: state.counts.mark,

@@ -24,11 +24,11 @@ pub trait PoolFacts {
     fn mark(&self) -> u64 {
         0
     }
-    /// Whether something was promised or acknowledged since the mark was raised last.
+    /// Returns true if something was promised or acknowledged since the mark was raised last.
     fn has_changed_since_mark(&self) -> bool {
         false
     }
-    /// Whether the next mark was asked for and is not on media yet.
+    /// Returns true if the next mark was asked for and is not on media yet.
     fn is_mark_rising(&self) -> bool {
         false
     }
@@ -47,11 +47,11 @@ pub trait PoolFacts {
         at: ScrubAt,
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError>;
-    /// Whether the pool can take little more; `was`: what it said last.
+    /// Returns true if the pool can take little more; `was`: what it said last.
     fn is_short(&self, was: bool) -> bool;
     /// Looks whether the file system below the pool is short of room.
     fn look_below(&mut self) {}
-    /// Whether that is why the pool is short.
+    /// Returns true if that is why the pool is short.
     fn is_short_below(&self) -> bool {
         false
     }

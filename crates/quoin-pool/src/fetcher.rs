@@ -27,7 +27,7 @@ pub struct Fetchers {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What a thread works with.
+/// Means of a thread.
 #[derive(Clone)]
 struct Work {
     reader: Reader,

@@ -14,7 +14,7 @@ pub struct Held {
     pub identity: ReplicaIdentity,
     pub meta: ReplicaMeta,
     pub state: StoreState,
-    /// Those of users.
+    /// Snapshots of users.
     pub snapshots: Vec<SnapshotInfo>,
 }
 

@@ -133,8 +133,8 @@ impl Place {
         Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
     }
 
-    /// Whether a pool is to be made on a disk that is there: it was asked for, and the disk is
-    /// blank. One that holds something else than a pool is refused, with the name of that.
+    /// Returns true if a pool is to be made on a disk that is there: it was asked for, and the disk
+    /// is blank. One that holds something else than a pool is refused, with the name of that.
     fn is_to_be_made(&self, disk: &FileDisk) -> Result<bool, Error> {
         if !self.format || !matches!(Pool::peek(disk), Err(PoolError::Foreign)) {
             return Ok(false);

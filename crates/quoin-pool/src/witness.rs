@@ -137,7 +137,7 @@ fn read(place: &Path) -> Option<u128> {
 
 fn write(place: &Path, number: u128) -> io::Result<()> {
     if std::fs::symlink_metadata(place).is_ok() {
-        // One that could not be read as a whole.
+        // A file that could not be read as a whole.
         std::fs::remove_file(place)?;
     }
     let mut options = std::fs::File::options();

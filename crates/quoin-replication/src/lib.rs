@@ -7,6 +7,7 @@
 //! `docs/replication.md`; names here are its names, and the types that cross the crates are
 //! those of `quoin-types`.
 
+pub mod group_point;
 pub mod pool_host;
 pub mod primary;
 pub mod recognition;

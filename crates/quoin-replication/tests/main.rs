@@ -14,6 +14,7 @@ mod codec;
 mod copying;
 mod edges;
 mod fence;
+mod holds;
 mod hostile;
 mod increments;
 mod late_answers;

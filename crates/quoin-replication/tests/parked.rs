@@ -59,7 +59,7 @@ fn a_read_that_waits_for_the_disk_holds_back_neither_writes_nor_later_reads() {
     assert!(sent.iter().any(applied), "{sent:?}");
     one.pool.slow_reads.on = false;
     assert_eq!(answered(&one.send(session, read(8, 0))), [(8, 2, 2)]);
-    // What it is answered with is what the replica holds by now, and so it says.
+    // The answer is the content that the replica holds by now, and says so.
     assert_eq!(answered(&fetched(&mut one, 1)), [(7, 2, 2)]);
     assert!(!is_parked(&mut one));
     assert_eq!(fetched(&mut one, 1), [], "it was answered once");

@@ -115,6 +115,24 @@ fn no_snapshot_is_answered_before_it_is_on_media_of_cf() {
     assert!(made(&c, 7).is_some());
 }
 
+/// All members have the entry and two of three disks still work on it: commit and lease alone are no
+/// proof that the snapshot outlives a power cut.
+#[test]
+fn a_snapshot_that_every_member_has_and_one_disk_alone_is_not_answered() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.do_ok(Operation::Flush);
+    c.hosts[1..].iter_mut().for_each(|host| host.holds_syncs = true);
+    wish(&mut c, 7, SnapshotWish::Make);
+    c.run(std::time::Duration::from_secs(1));
+    assert_eq!(c.read(0, 4096), vec![1; 4096], "its lease is live");
+    assert!(c.hosts.iter_mut().all(|host| host.snapshots() == 1), "all have applied it");
+    assert_eq!(outcomes(&c, 7), []);
+    c.hosts[1].holds_syncs = false;
+    c.run(std::time::Duration::from_secs(3));
+    assert!(made(&c, 7).is_some());
+}
+
 #[test]
 fn a_rebuilt_replica_has_the_snapshots_that_it_missed() {
     let mut c = Cluster::new(3, config());

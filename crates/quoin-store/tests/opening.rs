@@ -5,12 +5,10 @@
 
 use crate::common;
 use std::collections::BTreeMap;
-use std::io::IoSlice;
 
-use crate::common::{GUID, World, options};
+use crate::common::{GUID, World, options, repeat};
 use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError};
-use quoin_store::memory_disk::DiskEvent;
 use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
 use quoin_types::Lsn;
 
@@ -209,18 +207,6 @@ fn a_log_that_ends_in_the_middle_of_a_header_claims_nothing() {
     world.disk.break_block(header + 1);
     let found = found(&world.disk, claim.cookie).expect("a pool");
     assert!(found.position < whole.position && !found.claims, "{found:?}");
-}
-
-fn repeat(disk: &MemoryDisk, events: &[DiskEvent]) {
-    for event in events {
-        match event {
-            DiskEvent::Write { offset, bytes } => {
-                disk.write_at(*offset, &[IoSlice::new(bytes)]).expect("a write");
-            }
-            DiskEvent::Discard { offset, length } => disk.discard(*offset, *length),
-            DiskEvent::Sync => disk.sync().expect("a sync"),
-        }
-    }
 }
 
 /// Opens again after a kill at each event of an open, and of the open after that, and compares.

@@ -4,7 +4,7 @@ use crate::common;
 use crate::common::{BLOCKS, GUID, options};
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
-use quoin_types::Epoch;
+use quoin_types::{Epoch, ReplicaGuid};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -254,5 +254,71 @@ fn promise_and_cut_power(seed: u64) {
 fn no_promise_is_lost_by_a_power_cut_while_the_ring_is_stated_anew() {
     for seed in 0..40 {
         promise_and_cut_power(seed);
+    }
+}
+
+/// Replicas of a pool whose state takes more than what a disk writes at once.
+const MANY: usize = 60;
+
+/// First writes and syncs of an open, among which the state is written anew.
+const OPENING_EVENTS: usize = 8;
+
+/// Cuts the power, and again within the open that follows.
+fn cut_power_within_opens(seed: u64) {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let (disk, mut pool) = common::new_pool(8 << 20);
+    let guid = |number: usize| ReplicaGuid(1 + number as u128);
+    for number in 0..MANY {
+        pool.create(common::identity(guid(number)), ReplicaMeta::default(), BLOCKS).expect("room");
+    }
+    common::sync(&mut pool);
+    let mut promised = [0; MANY];
+    let mut acknowledged = promised;
+    for _ in 0..1200 {
+        match random.random_range(0..40) {
+            0..6 => {
+                if let Some(ticket) = pool.sync_wanted() {
+                    let result = pool.disk().sync();
+                    acknowledged = promised;
+                    pool.sync_finished(ticket, result).expect("a sync");
+                }
+            }
+            6 => {
+                disk.power_cut(|| random.random_bool(0.5));
+                let whole = disk.fork();
+                whole.record();
+                drop(Pool::open(whole.clone(), options()).expect("nothing is lost of the ring"));
+                let events = whole.events();
+                let begun = random.random_range(0..=events.len().min(OPENING_EVENTS));
+                common::repeat(&disk, &events[..begun]);
+                disk.power_cut(|| random.random_bool(0.5));
+                pool = Pool::open(disk.clone(), options()).expect("nothing is lost of the ring");
+                for number in 0..MANY {
+                    let found = pool.replica(guid(number)).expect("it").meta().promised.0;
+                    let may = acknowledged[number]..=promised[number];
+                    assert!(may.contains(&found), "epoch {found}, not one of {may:?}");
+                    promised[number] = found;
+                }
+                acknowledged = promised;
+            }
+            _ => {
+                let number = random.random_range(0..MANY);
+                promised[number] += 1;
+                let mut replica = pool.replica(guid(number)).expect("it");
+                let promised = Epoch(promised[number]);
+                let meta = ReplicaMeta { promised, ..replica.meta().clone() };
+                replica.put_meta(meta).expect("a promise");
+                pool.request_sync();
+            }
+        }
+    }
+}
+
+/// A switch that the first power cut left half done is undone before the state is written anew: a
+/// state that the second one tears is never taken for one that was whole.
+#[test]
+fn no_ring_is_refused_because_the_power_went_again_while_it_was_opened() {
+    for seed in 0..40 {
+        cut_power_within_opens(seed);
     }
 }

@@ -114,7 +114,7 @@ pub fn take(
         return;
     }
     if message.partial {
-        // What was said before of a volume that cannot be understood now does not hold any more.
+        // An earlier assignment of a volume that cannot be understood now does not hold any more.
         let named = message.targets.iter().map(|target| &target.volume_id).chain(&message.removed);
         for volume in named.filter_map(|named| id::<VolumeId>("volume", named).ok()) {
             known.remove(&volume);

@@ -10,16 +10,16 @@ use std::time::{Duration, SystemTime};
 use prost_types::Timestamp;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
-    CommandOutcome, CommandRefused, PullPart, PulledPart, SnapshotMade, SnapshotRange,
-    SnapshotRemoved, TargetCommand, VolumeReverted, WatchCommandsRequest, command_outcome,
-    command_refused, target_command,
+    CommandOutcome, CommandRefused, PointCut, PointHeld, PointReleased, PullPart, PulledPart,
+    SnapshotGone, SnapshotMade, SnapshotRange, SnapshotRemoved, TargetCommand, VolumeReverted,
+    WatchCommandsRequest, command_outcome, command_refused, target_command,
 };
 use quoin_identity::convert::id;
 use quoin_replication::primary::{
-    ChangedRange, ChangesAnswer, ChangesRequest, RevertOutcome, SnapshotOutcome, SnapshotWish,
-    USER_SNAPSHOTS_MAX,
+    ChangedRange, ChangesAnswer, ChangesRequest, PointOutcome, PointWish, RevertOutcome,
+    SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
 };
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{PointId, SnapshotId};
 use quoin_types::message::{Content, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, VolumeId, crc32c};
 use tokio::sync::watch;
@@ -34,7 +34,7 @@ const RETRY: Duration = Duration::from_millis(500);
 const UNKNOWN_RETRY: Duration = Duration::from_secs(30);
 const CALL_MAX: Duration = Duration::from_secs(5);
 
-/// What a volume's state machine made of a wish.
+/// Outcome of a wish in a volume's state machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Answer {
     pub id: SnapshotId,
@@ -48,9 +48,20 @@ pub struct Answer {
 /// Something to do with a volume that is served here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Command {
-    Snapshot { id: SnapshotId, wish: SnapshotWish },
-    Revert { snapshot: SnapshotId, attempt: SnapshotId },
+    Snapshot {
+        id: SnapshotId,
+        wish: SnapshotWish,
+    },
+    Revert {
+        snapshot: SnapshotId,
+        attempt: SnapshotId,
+    },
     Pull(ChangesRequest),
+    /// A step of a point over several volumes.
+    Point {
+        point: PointId,
+        wish: PointWish,
+    },
 }
 
 /// The command of a message; `None`: this version does not know it.
@@ -60,6 +71,7 @@ pub enum Command {
 fn command(message: &TargetCommand) -> Result<Option<(VolumeId, Command)>, String> {
     use target_command::What;
     let snapshot = |text: &str| id::<SnapshotId>("snapshot", text);
+    let point = |wish| Ok::<_, String>(Command::Point { point: id("point", &message.id)?, wish });
     let command = match &message.what {
         Some(What::MakeSnapshot(make)) => {
             Command::Snapshot { id: snapshot(&make.snapshot_id)?, wish: SnapshotWish::Make }
@@ -72,6 +84,14 @@ fn command(message: &TargetCommand) -> Result<Option<(VolumeId, Command)>, Strin
             attempt: id("command", &message.id)?,
         },
         Some(What::PullPart(pull)) => Command::Pull(changes(&message.id, pull)?),
+        Some(What::HoldPoint(hold)) => point(PointWish::Hold { for_ms: hold.for_ms })?,
+        Some(What::CutPoint(cut)) => {
+            point(PointWish::Cut { snapshot: snapshot(&cut.snapshot_id)? })?
+        }
+        Some(What::ReleasePoint(_)) => point(PointWish::Release)?,
+        Some(What::ConfirmSnapshot(confirm)) => {
+            Command::Snapshot { id: snapshot(&confirm.snapshot_id)?, wish: SnapshotWish::Confirm }
+        }
         None => return Ok(None),
     };
     Ok(Some((id("volume", &message.volume_id)?, command)))
@@ -103,6 +123,44 @@ fn pull_id(token: u64) -> String {
 
 fn refused(reason: command_refused::Reason, message: impl Into<String>) -> CommandRefused {
     CommandRefused { reason: reason.into(), message: message.into() }
+}
+
+/// Why no snapshot is made.
+fn refused_snapshot(outcome: SnapshotOutcome) -> CommandRefused {
+    use command_refused::Reason;
+    match outcome {
+        SnapshotOutcome::TooMany => {
+            let message = format!("the volume has {USER_SNAPSHOTS_MAX} snapshots");
+            refused(Reason::TooManySnapshots, message)
+        }
+        _ => refused(
+            Reason::Unspecified,
+            "the pool of an in-sync replica runs a version without snapshots: update it",
+        ),
+    }
+}
+
+/// The outcome of a step of a point, as it is reported.
+fn step_outcome(
+    node: &str,
+    volume: VolumeId,
+    point: PointId,
+    outcome: PointOutcome,
+) -> CommandOutcome {
+    let what = match outcome {
+        PointOutcome::Held => command_outcome::What::PointHeld(PointHeld {}),
+        PointOutcome::Cut { snapshot, lsn, epoch } => command_outcome::What::PointCut(PointCut {
+            snapshot_id: snapshot.to_string(),
+            lsn: lsn.0,
+            epoch: epoch.0,
+        }),
+        PointOutcome::Refused(outcome) => command_outcome::What::Refused(refused_snapshot(outcome)),
+        PointOutcome::Released { unbroken } => {
+            command_outcome::What::PointReleased(PointReleased { unbroken })
+        }
+    };
+    let (id, volume_id) = (point.to_string(), volume.to_string());
+    CommandOutcome { id, node: node.to_owned(), volume_id, what: Some(what) }
 }
 
 /// The outcome of a Revert, as it is reported.
@@ -205,15 +263,13 @@ fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
             let snapshot_id = snapshot_id.clone();
             command_outcome::What::SnapshotRemoved(SnapshotRemoved { snapshot_id })
         }
-        SnapshotOutcome::TooMany => command_outcome::What::Refused(CommandRefused {
-            reason: command_refused::Reason::TooManySnapshots.into(),
-            message: format!("the volume has {USER_SNAPSHOTS_MAX} snapshots"),
-        }),
-        SnapshotOutcome::Unsupported => command_outcome::What::Refused(CommandRefused {
-            reason: command_refused::Reason::Unspecified.into(),
-            message: "the pool of an in-sync replica runs a version without snapshots: update it"
-                .to_owned(),
-        }),
+        SnapshotOutcome::Gone => {
+            let snapshot_id = snapshot_id.clone();
+            command_outcome::What::SnapshotGone(SnapshotGone { snapshot_id })
+        }
+        refusal @ (SnapshotOutcome::TooMany | SnapshotOutcome::Unsupported) => {
+            command_outcome::What::Refused(refused_snapshot(refusal))
+        }
     };
     CommandOutcome {
         id: snapshot_id,
@@ -248,7 +304,7 @@ impl Control {
     }
 
     async fn obey_once(&self) -> Result<(), Status> {
-        let request = WatchCommandsRequest { node: self.options.node.clone() };
+        let request = WatchCommandsRequest { node: self.options.node.clone(), points: true };
         let mut client = AgentClient::new(self.channel.clone());
         let mut commands = client.watch_commands(request).await?.into_inner();
         while let Some(command) = commands.message().await? {
@@ -274,6 +330,12 @@ impl Control {
     /// the next outcome is reported.
     pub async fn report_outcome(&self, volume: VolumeId, answer: Answer) {
         self.report_ended(volume, outcome(&self.options.node, volume, &answer)).await;
+    }
+
+    /// As [`Self::report_outcome`], of a step of a point.
+    pub async fn report_step(&self, volume: VolumeId, point: PointId, outcome: PointOutcome) {
+        let outcome = step_outcome(&self.options.node, volume, point, outcome);
+        self.report_ended(volume, outcome).await;
     }
 
     /// As [`Self::report_outcome`], of a Revert.
@@ -336,6 +398,27 @@ mod tests {
         let meant = Command::Revert { snapshot: SnapshotId(5), attempt };
         let message = message(&attempt.to_string(), Some(revert));
         assert_eq!(command(&message), Ok(Some((VolumeId(7), meant))));
+    }
+
+    #[test]
+    fn a_step_of_a_point_is_understood_and_reported_under_the_point_s_id() {
+        use quoin_api::control::{CutPoint, HoldPoint};
+        use target_command::What;
+        let point = PointId(9);
+        let of = |what| command(&message(&point.to_string(), Some(what))).unwrap().unwrap().1;
+        let hold = of(What::HoldPoint(HoldPoint { for_ms: 70 }));
+        assert_eq!(hold, Command::Point { point, wish: PointWish::Hold { for_ms: 70 } });
+        let snapshot_id = SnapshotId(5).to_string();
+        let cut = of(What::CutPoint(CutPoint { snapshot_id }));
+        let wish = PointWish::Cut { snapshot: SnapshotId(5) };
+        assert_eq!(cut, Command::Point { point, wish });
+        let without_an_id = message("x", Some(What::ReleasePoint(Default::default())));
+        assert!(command(&without_an_id).is_err());
+        let released = PointOutcome::Released { unbroken: true };
+        let told = step_outcome("n1", VolumeId(7), point, released);
+        assert_eq!(told.id, point.to_string());
+        let unbroken = command_outcome::What::PointReleased(PointReleased { unbroken: true });
+        assert_eq!(told.what, Some(unbroken));
     }
 
     #[test]

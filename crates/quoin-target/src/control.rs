@@ -240,7 +240,8 @@ impl Control {
     /// Leads from the volume's socket here to the target of another node.
     fn relay(&self, id: VolumeId, assigned: &Assigned, at: &ServedAt) {
         if at.address.is_empty() {
-            return self.relays.release(id);
+            // A controller that has just started does not know it yet.
+            return self.relays.leave(id, &at.node);
         }
         let to = Destination {
             node: at.node.clone(),
@@ -388,6 +389,10 @@ impl Control {
                 Ask::Answered { volume, answer } => {
                     let control = self.clone();
                     tokio::spawn(async move { control.report_outcome(volume, answer).await });
+                }
+                Ask::Stepped { volume, point, outcome } => {
+                    let control = self.clone();
+                    tokio::spawn(async move { control.report_step(volume, point, outcome).await });
                 }
                 Ask::Reverted { volume, attempt, outcome } => {
                     let control = self.clone();

@@ -74,6 +74,10 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             tracing::info!(%volume, %id, ?outcome, "a snapshot is answered");
             return;
         }
+        PrimaryNote::Point { point, outcome } => {
+            tracing::debug!(%volume, %point, ?outcome, "a step of a point is answered");
+            return;
+        }
         PrimaryNote::Reverted { attempt, outcome } => {
             tracing::info!(%volume, %attempt, ?outcome, "a Revert is answered");
             return;

@@ -106,6 +106,17 @@ impl Relays {
         Ok(())
     }
 
+    /// Ends the relay of a volume where it leads to another node than this.
+    pub fn leave(&self, id: VolumeId, unless: &str) {
+        let leads_there = {
+            let running = self.running.lock().expect("never held across a panic");
+            running.get(&id).is_some_and(|relay| relay.destination.borrow().node == unless)
+        };
+        if !leads_there {
+            self.release(id);
+        }
+    }
+
     /// Ends the relay of a volume, if there is one.
     pub fn release(&self, id: VolumeId) {
         let relay = self.running.lock().expect("never held across a panic").remove(&id);

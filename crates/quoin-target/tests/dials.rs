@@ -85,7 +85,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(12) {
         let dials = target.metrics.dials.get();
-        // One that cannot be called back any more for each volume, at the very most.
+        // A dial that cannot be called back any more for each volume, at the very most.
         assert!(dials <= VOLUMES as i64 + 4, "{dials} dials for {VOLUMES} volumes");
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -79,7 +79,7 @@ fn open_of(volume: VolumeId, member: Member, lease_ms: u32) -> ToReplica {
     }
 }
 
-/// What a controller tells a pool of both volumes, of which ours is fenced.
+/// The assignment of both volumes to a pool, of which ours is fenced.
 fn assigned(phase: Phase, fence: Fence) -> PoolInput {
     let wanted = [(OURS, IN_OURS, fence), (OTHERS, IN_OTHERS, Fence::default())];
     let wanted = wanted.map(|(volume, member, fence)| Wanted {
@@ -580,7 +580,7 @@ fn a_detach_lets_an_open_session_write_sync_and_close_and_a_removal_cuts_it() {
         pool.send(assigned(Phase::Keep, fence(6, at_once)));
         assert_eq!(refused(&pool, key(5, 2)), (Epoch(6), Failure::Fenced));
         if at_once {
-            // What it was told before is still on its way.
+            // Messages that it was sent before are still on their way.
             while let Some(message) = session.next() {
                 assert!(matches!(message, FromReplica::Applied { .. }), "{message:?}");
             }

@@ -164,7 +164,7 @@ fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
     });
     write(&mut client, 150, 160);
 
-    // What it caught up with is served without another one.
+    // The entries that it caught up with are served without another one.
     pools.remove(0).stop();
     write(&mut client, 160, 170);
     for n in 0..170 {
@@ -176,7 +176,7 @@ fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
     }
 }
 
-/// What is kept of 16 MiB that were written and flushed while one of three pools was away.
+/// Bytes that are kept of 16 MiB that were written and flushed while one of three pools was away.
 fn kept_for_one_that_is_away(catch_up_bytes: usize) -> i64 {
     let volume = Plain::new(3, 2, 2);
     let (control, membership) = (volume.control.clone(), volume.membership.clone());

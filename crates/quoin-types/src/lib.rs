@@ -18,7 +18,7 @@ pub mod time;
 
 pub use entry::{Chain, Entry, EntryKind, View};
 pub use ids::{
-    BulkKey, Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId,
+    BulkKey, Epoch, GroupId, Incarnation, Lsn, PointId, PoolId, Position, ReplicaGuid, ReplicaId,
     SessionKey, SnapshotId, TermId, VolumeId,
 };
 pub use membership::{Desired, Durability, Member, Membership, Newcomer};

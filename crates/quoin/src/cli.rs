@@ -84,7 +84,7 @@ enum Command {
     /// The controllers on other hosts that commands talk to, by name.
     #[command(subcommand)]
     Context(contexts::ContextCommand),
-    /// What happened, and with -w what happens.
+    /// Events so far, and with -w those that come.
     Events(events::EventOptions),
     /// The cluster as a whole.
     #[command(subcommand)]

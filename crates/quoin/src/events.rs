@@ -111,7 +111,8 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
     }
 }
 
-/// Whether the code is of a connection that ended, or of a controller that is still starting.
+/// Returns true if the code is of a connection that ended, or of a controller that is still
+/// starting.
 fn is_passing(code: Code) -> bool {
     matches!(code, Code::Unavailable | Code::Unknown | Code::Internal | Code::Cancelled)
 }

@@ -47,7 +47,7 @@ pub enum PoolCommand {
         #[command(flatten)]
         leaving: LeavingOptions,
     },
-    /// What a pool holds, read with nothing of Quoin running.
+    /// Contents of a pool, read with nothing of Quoin running.
     #[command(after_help = "Example:\n  quoin pool inspect /var/lib/quoin/shelf-3/data")]
     Inspect(crate::offline::OfflineOptions),
     /// Read every block and checksum of a pool that nothing serves; changes nothing.
@@ -88,7 +88,7 @@ pub enum NodeCommand {
     Set {
         /// Its name, as `quoin node list` shows it.
         node: String,
-        /// Whether it may create, delete and publish any volume, as CSI's controller service does;
+        /// True if it may create, delete and publish any volume, as CSI's controller service does;
         /// without that it sees the volumes that are attached to it, and no others.
         #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set)]
         manages_volumes: bool,

@@ -77,7 +77,7 @@ struct BackupView {
     cluster_id: String,
     volumes: usize,
     size_bytes: u64,
-    /// Whether the authority's private key is in it.
+    /// True if the authority's private key is in it.
     authority: bool,
     /// Older backups that went (`--keep`).
     #[serde(skip_serializing_if = "Vec::is_empty")]

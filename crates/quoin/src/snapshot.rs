@@ -3,6 +3,7 @@
 mod archive;
 mod diff;
 mod export;
+mod group;
 mod pull;
 mod revert;
 
@@ -36,7 +37,9 @@ pub enum SnapshotCommand {
     /// is while the volume changes. It is the same on every replica, and takes no space of its own
     /// until the volume is written.
     #[command(after_help = "Examples:\n  quoin snapshot create db --name before-upgrade\n  \
-                            quoin snapshot create db    named by the volume and the time\n\
+                            quoin snapshot create db    named by the volume and the time\n  \
+                            quoin snapshot create --group before-upgrade db log    both at one \
+                            point\n\
                             A file system in use is cut as by a power failure; `fsfreeze -f` before, \
                             and `-u` after,\nmakes it clean. quoin schedule makes snapshots at \
                             intervals.")]
@@ -56,6 +59,11 @@ pub enum SnapshotCommand {
         /// The volume's name or id.
         volume: Option<String>,
     },
+    /// Snapshots of several volumes at one point, which belong together: no volume's has a write
+    /// that came after a write which another volume's lacks. `quoin snapshot create --group` makes
+    /// them.
+    #[command(subcommand)]
+    Group(group::GroupCommand),
     /// Make a volume show a snapshot's content again. What was written since is lost, unless another
     /// snapshot has it. The volume's size stays, and so do all snapshots.
     #[command(after_help = revert::HELP)]
@@ -92,8 +100,13 @@ pub enum SnapshotCommand {
 
 #[derive(Args)]
 pub struct CreateOptions {
-    /// The volume's name or id.
-    volume: String,
+    /// The volume's name or id; several with --group.
+    #[arg(required = true)]
+    volumes: Vec<String>,
+    /// Make snapshots of all these volumes at one point, as the group of this name. Their IO is held
+    /// for a moment, in which the targets of all of them cut together.
+    #[arg(long, value_name = "NAME", value_parser = parse_own_name, conflicts_with = "name")]
+    group: Option<String>,
     /// The snapshot's name, which no other in the cluster has: up to 128 bytes, no control
     /// characters [default: the volume's and the time].
     #[arg(long, value_parser = parse_own_name)]
@@ -111,7 +124,7 @@ pub struct SnapshotView {
     pub id: String,
     pub volume: String,
     pub volume_id: String,
-    /// Whether the volume is deleted, and its snapshots are kept.
+    /// True if the volume is deleted, and its snapshots are kept.
     pub volume_deleted: bool,
     pub phase: String,
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -122,6 +135,8 @@ pub struct SnapshotView {
     pub lsn: u64,
     /// The schedule that made it; empty: a user or an orchestrator did.
     pub schedule: String,
+    /// The group snapshot that it is a member of; empty: it stands alone.
+    pub group: String,
 }
 
 impl From<Snapshot> for SnapshotView {
@@ -138,6 +153,7 @@ impl From<Snapshot> for SnapshotView {
             size_bytes: snapshot.size_bytes,
             lsn: snapshot.lsn,
             schedule: snapshot.schedule,
+            group: snapshot.group_name.unwrap_or_default(),
         }
     }
 }
@@ -164,6 +180,7 @@ impl SnapshotView {
             ("size", self.size()),
             ("LSN", if self.lsn == 0 { String::new() } else { self.lsn.to_string() }),
             ("schedule", self.schedule.clone()),
+            ("group", self.group.clone()),
         ])
     }
 }
@@ -219,6 +236,9 @@ pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Forma
         SnapshotCommand::Verify { .. } | SnapshotCommand::Unpack(_) => {
             unreachable!("they need no cluster")
         }
+        SnapshotCommand::Create(CreateOptions { volumes, group: Some(group), no_wait, .. }) => {
+            group::create(&mut cluster, group, &volumes, no_wait, client, format).await
+        }
         SnapshotCommand::Revert(options) => {
             revert::run(&mut cluster, options, client, format).await
         }
@@ -227,6 +247,7 @@ pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Forma
             export::run(&mut cluster, &options, client, format).await
         }
         SnapshotCommand::Create(options) => create(&mut cluster, options, client, format).await,
+        SnapshotCommand::Group(command) => group::run(command, &mut cluster, format).await,
         SnapshotCommand::Get { snapshot } => {
             let view = SnapshotView::from(get(&mut cluster, &snapshot).await?);
             output::print_one(format, &view, || view.text())
@@ -238,7 +259,7 @@ pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Forma
             };
             let mut rows: Vec<_> =
                 list(&mut cluster, of).await?.into_iter().map(SnapshotView::from).collect();
-            // One that is not cut yet is the newest.
+            // A snapshot that is not cut yet is the newest.
             let age = |row: &SnapshotView| (row.cut_at.is_empty(), row.cut_at.clone(), row.lsn);
             rows.sort_by_key(|row| (row.volume.clone(), age(row), row.name.clone()));
             let nothing = match &volume {
@@ -273,7 +294,14 @@ async fn create(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    let volume = get_volume(cluster, &options.volume).await?;
+    let [volume] = &options.volumes[..] else {
+        bail!(
+            "{} volumes are named: with --group NAME they get snapshots at one point; without it, one \
+             command makes a snapshot of one volume",
+            options.volumes.len()
+        );
+    };
+    let volume = get_volume(cluster, volume).await?;
     let volume_name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let name = options.name.unwrap_or_else(|| name_by_time(&volume_name));
     let request = CreateSnapshotRequest {

@@ -17,7 +17,8 @@ pub enum TargetCommand {
 
 #[derive(Subcommand)]
 pub enum Ask {
-    /// What the target of a volume was given at its start and goes by now, in its own words.
+    /// Configuration that the target of a volume was given at its start and goes by now, in its own
+    /// words.
     ///
     /// The replication factor (RF), how many replicas hold a write (CF), how many are desired (DRF)
     /// and the replicas it knows, with their pools. What is asked for and not so yet stands beside it.
@@ -113,7 +114,7 @@ struct DesiredView {
     consistency_factor: u32,
     membership_version: u64,
     changing: String,
-    /// Whether the target has received it.
+    /// True if the target has received it.
     told: bool,
 }
 

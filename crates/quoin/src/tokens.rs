@@ -29,7 +29,7 @@ pub enum TokenCommand {
 
 #[derive(Args)]
 pub struct TokenOptions {
-    /// What may join with it.
+    /// Role that may join with it.
     #[arg(long, value_parser = ["pool", "node", "admin"])]
     role: String,
     /// Minutes until it expires.

@@ -60,7 +60,7 @@ fn data_key(dev: &Dev, volume: &str) -> (String, Vec<u8>) {
     (digits, raw)
 }
 
-/// Whether a file contains these bytes; what it never wrote is left out.
+/// Returns true if a file contains these bytes; what it never wrote is left out.
 fn has(path: &Path, pattern: &[u8]) -> bool {
     use rustix::fs::{SeekFrom, seek};
 

@@ -122,7 +122,7 @@ fn unanswered(dev: &Dev, load: &Load, change: &[&str], newcomers: usize) -> (i64
         let new = replicas.as_array().unwrap().iter().filter(|r| r["known"] == false);
         (new.filter(|r| r["phase"] == "Rebuilding").count() == newcomers).then_some(())
     });
-    // What was recorded is on its way to the target while some thread of the controller runs.
+    // The record is on its way to the target while some thread of the controller runs.
     dev.eventually("the target is told", || is_asleep(controller).then_some(()));
     signal(controller, "STOP");
     signal(target, "CONT");

@@ -27,6 +27,7 @@ mod failing_disks;
 mod figures;
 mod floods;
 mod full;
+mod group_snapshots;
 mod handover;
 mod heal;
 mod health;

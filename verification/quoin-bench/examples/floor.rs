@@ -12,9 +12,8 @@ enum Arguments {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     match Arguments::parse() {
         Arguments::BenchPart(part) => quoin_bench::run_part(&part)?,
-        Arguments::Run(options) => {
-            let options =
-                quoin_bench::Options { floor_only: options.nbd_socket.is_none(), ..options };
+        Arguments::Run(mut options) => {
+            options.subject.floor_only = options.subject.nbd_socket.is_none();
             quoin_bench::run(&options, &std::env::current_exe()?)?;
         }
     }

@@ -19,8 +19,8 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(20);
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let (changed, absence) = (options.delta_mib << 20, options.absence);
-    eprintln!("measuring {NAME} with {} MiB changed in {absence} s", options.delta_mib);
+    let (changed, absence) = (options.rebuild.delta_mib << 20, options.rebuild.absence);
+    eprintln!("measuring {NAME} with {} MiB changed in {absence} s", options.rebuild.delta_mib);
     let product = Product::start(quoin, directory)?;
     let socket = product.volume(VOLUME, Class::Cache, changed * VOLUME_SHARE)?;
     let mut generator = Generator::connect(&socket)?;
@@ -44,9 +44,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     Ok(vec![
         // The goal allows for the map's rounding, but not for the three quarters that did not
         // change.
-        fact("moved", moved / mib, "MiB", options.delta_mib as f64 * 1.1),
+        fact("moved", moved / mib, "MiB", options.rebuild.delta_mib as f64 * 1.1),
         // Most of the time passes until the pool runs and the target has connected to it again.
-        fact("time", took.as_secs_f64(), "s", 10.0 + options.delta_mib as f64 / 100.0),
+        fact("time", took.as_secs_f64(), "s", 10.0 + options.rebuild.delta_mib as f64 / 100.0),
     ])
 }
 

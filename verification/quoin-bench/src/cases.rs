@@ -46,9 +46,9 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
     if !CASES.iter().any(|case| options.wants(case.name)) {
         return Ok(Vec::new());
     }
-    let size_bytes = options.size_mib << 20;
-    let product = match options.nbd_socket {
-        None if !options.floor_only => {
+    let size_bytes = options.measure.size_mib << 20;
+    let product = match options.subject.nbd_socket {
+        None if !options.subject.floor_only => {
             Some(Product::start(quoin, &scratch.join("quoin")).inspect_err(|_| {
                 keep_log(scratch);
             })?)
@@ -72,9 +72,9 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
         eprintln!("preparing {name}: filling both sides");
         let floor = Floor::start(quoin, &scratch.join(folder), class, size_bytes)?;
         let mut floor_load = Generator::connect(&floor.socket)?;
-        let (socket, pids) = match (&product, &options.nbd_socket) {
+        let (socket, pids) = match (&product, &options.subject.nbd_socket) {
             (Some(product), _) => (Some(product.volume(name, class, size_bytes)?), product.pids()),
-            (None, Some(socket)) => (Some(socket.clone()), options.pids.clone()),
+            (None, Some(socket)) => (Some(socket.clone()), options.subject.pids.clone()),
             (None, None) => (None, Vec::new()),
         };
         let mut quoin_load = socket.as_deref().map(Generator::connect).transpose()?;
@@ -94,7 +94,8 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
                 depth: case.depth,
                 time: options.time(),
             };
-            let comparison = compare(&mut floor_side, quoin_side.as_mut(), load, options.pairs)?;
+            let comparison =
+                compare(&mut floor_side, quoin_side.as_mut(), load, options.measure.pairs)?;
             results.push(CaseResult { name: case.name, comparison });
         }
     }

@@ -14,7 +14,7 @@ use crate::{Class, Error, Options};
 pub const NAME: &str = "write-4k-qd32-encrypted";
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResult, Error> {
-    let size_bytes = options.size_mib << 20;
+    let size_bytes = options.measure.size_mib << 20;
     let product = Product::start(quoin, &directory.join("quoin"))?;
     let key_file = directory.join("key");
     let key = "5a".repeat(32);
@@ -37,6 +37,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResu
     };
     let mut plain_side = Side { generator: &mut plain, pids: product.pids() };
     let mut encrypted_side = Side { generator: &mut encrypted, pids: product.pids() };
-    let comparison = compare(&mut plain_side, Some(&mut encrypted_side), load, options.pairs)?;
+    let comparison =
+        compare(&mut plain_side, Some(&mut encrypted_side), load, options.measure.pairs)?;
     Ok(CaseResult { name: NAME, comparison })
 }

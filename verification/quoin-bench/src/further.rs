@@ -19,6 +19,23 @@ const FULL_CACHE_WRITES: u64 = 4;
 const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(2);
 
+/// Sizes of the cases without a floor.
+#[derive(clap::Args, Clone, Debug)]
+pub struct FurtherOptions {
+    /// Volumes of the idle case
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub volumes: usize,
+    /// Seconds for which the idle case measures them, after half as many in which they settle
+    #[arg(long, default_value_t = 20.0, value_name = "SECONDS", value_parser = crate::seconds)]
+    pub idle_seconds: f64,
+    /// Size of the volume that fills the pools' caches, in GiB; 128 MiB of cache hold 25
+    #[arg(long, default_value_t = 32, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub cache_gib: u64,
+    /// Data of the cold start case, in GiB
+    #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub data_gib: u64,
+}
+
 /// One figure of Quoin alone.
 pub struct Fact {
     pub name: String,
@@ -31,15 +48,15 @@ pub struct Fact {
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     let mut facts = Vec::new();
     if options.wants("idle") {
-        eprintln!("measuring idle with {} attached volumes", options.volumes);
+        eprintln!("measuring idle with {} attached volumes", options.further.volumes);
         facts.extend(idle(options, quoin, &directory.join("idle"))?);
     }
     if options.wants("full-cache") {
-        eprintln!("measuring full-cache with {} GiB", options.cache_gib);
-        facts.push(full_cache(quoin, &directory.join("cache"), options.cache_gib)?);
+        eprintln!("measuring full-cache with {} GiB", options.further.cache_gib);
+        facts.push(full_cache(quoin, &directory.join("cache"), options.further.cache_gib)?);
     }
     if options.wants("cold-start") {
-        let (bytes, room) = (options.data_gib << 30, free_bytes(directory)?);
+        let (bytes, room) = (options.further.data_gib << 30, free_bytes(directory)?);
         // The data once, and as much again for clean-up and the pool's own needs.
         if room < 2 * bytes {
             eprintln!(
@@ -47,11 +64,11 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
                  smaller --data-gib",
                 directory.display(),
                 room >> 30,
-                options.data_gib * 2
+                options.further.data_gib * 2
             );
         } else {
-            eprintln!("measuring cold-start with {} GiB", options.data_gib);
-            facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
+            eprintln!("measuring cold-start with {} GiB", options.further.data_gib);
+            facts.extend(cold_start(quoin, &directory.join("cold"), options.further.data_gib)?);
         }
     }
     // Short names: they contain sockets, whose paths have a limit.
@@ -85,7 +102,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
 
 /// CPU and memory of a Quoin whose volumes are attached and not used.
 fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let (volumes, seconds) = (options.volumes, options.idle_seconds);
+    let (volumes, seconds) = (options.further.volumes, options.further.idle_seconds);
     let product = Product::start(quoin, directory)?;
     let mut connections = Vec::new();
     for number in 0..volumes {

@@ -21,6 +21,17 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// Size of each volume, where the data is not larger.
 const VOLUME_BYTES: u64 = 16 << 20;
 
+/// Size of the case.
+#[derive(clap::Args, Clone, Debug)]
+pub struct HealOptions {
+    /// Volumes of the case that loses a pool
+    #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u64).range(3..=10_000))]
+    pub heal_volumes: u64,
+    /// Data in each of them, in MiB
+    #[arg(long, default_value_t = 8, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub heal_mib: u64,
+}
+
 /// A volume with known content.
 struct Filled {
     name: String,
@@ -70,10 +81,10 @@ impl Filled {
 }
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let (volumes, bytes) = (options.heal_volumes, options.heal_mib << 20);
-    eprintln!("measuring {NAME} with {volumes} volumes of {} MiB of data", options.heal_mib);
+    let (volumes, bytes) = (options.heal.heal_volumes, options.heal.heal_mib << 20);
+    eprintln!("measuring {NAME} with {volumes} volumes of {} MiB of data", options.heal.heal_mib);
     // Placement counts whole volumes; the files are sparse.
-    let pool_mib = (volumes * (VOLUME_BYTES >> 20).max(options.heal_mib)).max(1024);
+    let pool_mib = (volumes * (VOLUME_BYTES >> 20).max(options.heal.heal_mib)).max(1024);
     let (size, after) = (format!("{pool_mib}MiB"), format!("{}s", REPLACE_AFTER.as_secs()));
     let flags = ["--pools", POOLS, "--pool-size", &size, "--replace-after", &after];
     let product = Product::start_with(quoin, directory, &flags)?;

@@ -82,6 +82,24 @@ pub struct Options {
     /// Only cases whose names contain this text
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
+    #[command(flatten)]
+    pub measure: MeasureOptions,
+    #[command(flatten)]
+    pub subject: SubjectOptions,
+    #[command(flatten)]
+    pub further: further::FurtherOptions,
+    /// Data of each sustained case, in MiB, over a volume of a third of that [default: 12288, with --quick 1536]
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(96..=1 << 20))]
+    pub sustained_mib: Option<u64>,
+    #[command(flatten)]
+    pub rebuild: rebuild::RebuildOptions,
+    #[command(flatten)]
+    pub heal: heal::HealOptions,
+}
+
+/// Measurements of the IO cases.
+#[derive(clap::Args, Clone, Debug)]
+pub struct MeasureOptions {
     /// Seconds of each measurement [default: 3, with --quick 1.2]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub seconds: Option<f64>,
@@ -94,45 +112,27 @@ pub struct Options {
     /// Directory for the files of both sides (they must share one disk)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
+}
+
+/// The sides that are measured.
+#[derive(clap::Args, Clone, Debug)]
+pub struct SubjectOptions {
     /// Measure a Quoin that runs already, through this NBD socket, instead of one of its own
     #[arg(long, value_name = "SOCKET", requires = "pids")]
     pub nbd_socket: Option<PathBuf>,
     /// Process ids of that Quoin, separated by commas
     #[arg(long, value_name = "PIDS", value_delimiter = ',')]
     pub pids: Vec<u32>,
-    /// Volumes of the idle case
-    #[arg(long, default_value_t = 100, value_name = "N")]
-    pub volumes: usize,
-    /// Seconds for which the idle case measures them, after half as many in which they settle
-    #[arg(long, default_value_t = 20.0, value_name = "SECONDS", value_parser = seconds)]
-    pub idle_seconds: f64,
-    /// Size of the volume that fills the pools' caches, in GiB; 128 MiB of cache hold 25
-    #[arg(long, default_value_t = 32, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
-    pub cache_gib: u64,
-    /// Data of the cold start case, in GiB
-    #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
-    pub data_gib: u64,
-    /// Data of each sustained case, in MiB, over a volume of a third of that [default: 12288, with --quick 1536]
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(96..=1 << 20))]
-    pub sustained_mib: Option<u64>,
-    /// Data of the rebuild case, in MiB
-    #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
-    pub rebuild_mib: u64,
-    /// Data that changes while a replica is away in the case delta-rebuild, in MiB
-    #[arg(long, default_value_t = 256, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
-    pub delta_mib: u64,
-    /// Seconds of the replica's absence
-    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = seconds)]
-    pub absence: f64,
-    /// Volumes of the case that loses a pool
-    #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u64).range(3..=10_000))]
-    pub heal_volumes: u64,
-    /// Data in each of them, in MiB
-    #[arg(long, default_value_t = 8, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
-    pub heal_mib: u64,
     /// Only the floor
     #[arg(long)]
     pub floor_only: bool,
+}
+
+impl SubjectOptions {
+    /// A Quoin of the benchmark's own is measured.
+    fn is_own(&self) -> bool {
+        self.nbd_socket.is_none() && !self.floor_only
+    }
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
@@ -148,7 +148,7 @@ impl Options {
         // More pairs rather than longer ones: a disturbance of one of five does not change the
         // median.
         let usual = if self.quick { 1.2 } else { 3.0 };
-        Duration::from_secs_f64(self.seconds.unwrap_or(usual))
+        Duration::from_secs_f64(self.measure.seconds.unwrap_or(usual))
     }
 
     /// Returns whether `--only` includes the case.
@@ -160,16 +160,16 @@ impl Options {
 /// Runs the benchmark; `quoin` is the binary of Quoin's processes and the floor's (the floor by its
 /// hidden command `bench-part`).
 pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
-    let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+    let base = options.measure.dir.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
     interrupt::clean_up_when_interrupted(scratch.0.clone())?;
     let mut results = cases::run(options, quoin, &scratch.0)?;
     // They take their time, so a quick run has them where they are asked for.
     let is_asked = !options.quick || options.only.is_some();
-    if is_asked && options.nbd_socket.is_none() && !options.floor_only {
+    if is_asked && options.subject.is_own() {
         results.extend(sustained::run(options, quoin, &scratch.0.join("sustained"))?);
     }
-    let whole = !(options.quick || options.floor_only || options.nbd_socket.is_some());
+    let whole = !options.quick && options.subject.is_own();
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
     }

@@ -39,7 +39,7 @@ pub fn during_rebuild(
     quoin: &Path,
     directory: &Path,
 ) -> Result<Vec<Fact>, Error> {
-    let mut mib = options.rebuild_mib;
+    let mut mib = options.rebuild.rebuild_mib;
     loop {
         eprintln!("measuring {name} with {mib} MiB");
         if let Some(facts) =
@@ -47,7 +47,7 @@ pub fn during_rebuild(
         {
             return Ok(facts);
         }
-        if mib >= GROWN_MAX * options.rebuild_mib {
+        if mib >= GROWN_MAX * options.rebuild.rebuild_mib {
             return Err(Error::Failed(format!(
                 "the rebuild of {mib} MiB was over before it could be timed: use a larger \
                  --rebuild-mib, or fewer --seconds"

@@ -18,9 +18,23 @@ const POOL: &str = "pool-c";
 const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(20);
 
+/// Sizes of the cases in which a replica is rebuilt.
+#[derive(clap::Args, Clone, Debug)]
+pub struct RebuildOptions {
+    /// Data of the rebuild case, in MiB
+    #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
+    pub rebuild_mib: u64,
+    /// Data that changes while a replica is away in the case delta-rebuild, in MiB
+    #[arg(long, default_value_t = 256, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
+    pub delta_mib: u64,
+    /// Seconds of the replica's absence
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = crate::seconds)]
+    pub absence: f64,
+}
+
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResult, Error> {
-    let size_bytes = options.rebuild_mib << 20;
-    eprintln!("measuring {NAME} with {} MiB", options.rebuild_mib);
+    let size_bytes = options.rebuild.rebuild_mib << 20;
+    eprintln!("measuring {NAME} with {} MiB", options.rebuild.rebuild_mib);
     let floor = sequential_floor(options, quoin, &directory.join("floor"), size_bytes)?;
     let product = Product::start(quoin, &directory.join("quoin"))?;
     let socket = product.volume("rebuild", Class::Cache, size_bytes)?;
@@ -49,7 +63,7 @@ fn sequential_floor(
         time: options.time(),
     };
     let mut side = Side { generator: &mut generator, pids: floor.pids() };
-    Ok(compare(&mut side, None, load, options.pairs)?.floor)
+    Ok(compare(&mut side, None, load, options.measure.pairs)?.floor)
 }
 
 /// Measures from the first report of the new replica, so that no restart is counted, until it is in

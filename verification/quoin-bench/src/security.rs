@@ -30,7 +30,7 @@ fn measure(
     name: &'static str,
     mode: &str,
 ) -> Result<CaseResult, Error> {
-    let size_bytes = options.size_mib << 20;
+    let size_bytes = options.measure.size_mib << 20;
     let flags = ["--network-only", "--data-security", mode];
     let product = Product::start_with(quoin, &directory.join("quoin"), &flags)?;
     eprintln!("preparing {name}: filling both sides");
@@ -49,6 +49,6 @@ fn measure(
     };
     let mut floor_side = Side { generator: &mut floor_load, pids: floor.pids() };
     let mut quoin_side = Side { generator: &mut quoin_load, pids: product.pids() };
-    let comparison = compare(&mut floor_side, Some(&mut quoin_side), load, options.pairs)?;
+    let comparison = compare(&mut floor_side, Some(&mut quoin_side), load, options.measure.pairs)?;
     Ok(CaseResult { name, comparison })
 }

@@ -22,7 +22,7 @@ impl State {
         EMPTY
     }
 
-    /// Whether `history` begins with all of `part`.
+    /// Returns true if `history` begins with all of `part`.
     pub fn contains(&self, history: Place, part: Place) -> bool {
         let lsn = self.lsn(part);
         lsn <= self.lsn(history) && self.prefix(history, lsn) == part
@@ -60,13 +60,13 @@ impl State {
         (at.attempt != 0).then(|| (at, *self.entry(at)))
     }
 
-    /// Whether the history ends in a marked View: an epoch that lost a tail and had no IO.
+    /// Returns true if the history ends in a marked View: an epoch that lost a tail and had no IO.
     pub fn ends_marked(&self, at: Place) -> bool {
         at.attempt != 0 && self.entry(at).kind == MARKED_VIEW
     }
 
-    /// Whether this attempt, or one before it under which no client could be answered, opened
-    /// with a marked View: neither owes what CF caches lost at once.
+    /// Returns true if this attempt, or one before it under which no client could be answered,
+    /// opened with a marked View: neither owes what CF caches lost at once.
     pub fn tail_may_be_lost(&self, mut history: Place) -> bool {
         while history.attempt != 0 {
             let attempt = self.attempt(history.attempt);

@@ -13,6 +13,7 @@
 //! | [`mutants`] | each rule as a switch that breaks it |
 //! | [`explore`] | search, traces, walks |
 //! | [`terms`] | two controllers: a model of its own |
+//! | [`points`] | points over several volumes: a model of its own |
 //!
 //! `docs/proof.md` states which steps are merged, and why that hides nothing.
 
@@ -25,6 +26,7 @@ mod history;
 mod io;
 pub mod mutants;
 mod open;
+pub mod points;
 mod settle;
 pub mod state;
 pub mod step;

@@ -11,7 +11,7 @@ macro_rules! mutants {
         pub enum Mutant { $(#[doc = $breaks] $name,)* }
 
         impl Mutant {
-    /// Whether it lets an attempt do harm without CF promises.
+    /// Returns true if it lets an attempt do harm without CF promises.
     pub(crate) fn gives_power(self) -> bool {
         matches!(
             self,

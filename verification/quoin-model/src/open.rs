@@ -429,7 +429,7 @@ impl Model {
     }
 }
 
-/// Whether CF of its known list have not promised a newer epoch.
+/// Returns true if CF of its known list have not promised a newer epoch.
 fn is_powerful(s: &State, a: usize) -> bool {
     let attempt = &s.attempts[a];
     let free = members(attempt.rule.known).filter(|r| {

@@ -50,7 +50,8 @@ impl Model {
         }
     }
 
-    /// Whether the View at this index is durable on CF of its own in-sync set, under its rules.
+    /// Returns true if the View at this index is durable on CF of its own in-sync set, under its
+    /// rules.
     fn is_active(&self, s: &State, a: usize, index: u8) -> bool {
         self.is_active_by(s, a, index, s.attempts[a].entries[usize::from(index) - 1].in_sync)
     }

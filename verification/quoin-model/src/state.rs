@@ -107,7 +107,7 @@ pub struct Rule {
     pub rf: u8,
 }
 
-/// What clients of an attempt have been answered.
+/// Answers to the clients of an attempt.
 #[derive(
     Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -270,7 +270,7 @@ impl State {
         (0..attempts).find(|a| self.attempts[*a].phase == UNUSED)
     }
 
-    /// Whether the session between the two is open at both ends.
+    /// Returns true if the session between the two is open at both ends.
     pub fn is_live(&self, a: usize, r: usize) -> bool {
         let replica = &self.replicas[r];
         usize::from(replica.promised) == a + 1

@@ -158,7 +158,7 @@ impl World {
         self.broken == Some(broken)
     }
 
-    /// Whether a pool refuses the term of a grant.
+    /// Returns true if a pool refuses the term of a grant.
     fn refuses(&self, term: Term, known: Term) -> bool {
         match term.standing(known) {
             Standing::Former => !self.is(Broken::FormerBelieved),

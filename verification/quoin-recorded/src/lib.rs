@@ -49,7 +49,7 @@ impl Recorded {
         versions.into_iter().map(|v| Self { folder: folder(v), raise }).collect()
     }
 
-    /// Whether these bytes are what was recorded under this name.
+    /// Asserts that these bytes are what was recorded under this name.
     ///
     /// # Panics
     /// Where they are not, with what to do about it.

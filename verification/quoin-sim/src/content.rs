@@ -47,8 +47,8 @@ pub fn make(run: u64, tag: Tag, first_sector: u64, sectors: u64) -> Bytes {
     bytes.freeze()
 }
 
-/// Whether all words of `bytes` are this one; without a branch for each, as every byte that is ever
-/// read goes through here.
+/// Returns true if all words of `bytes` are this one; without a branch for each, as every byte that
+/// is ever read goes through here.
 fn holds(bytes: &[u8], word: [u8; 8]) -> bool {
     let differs = |word: u64, other: &[u8]| {
         word ^ u64::from_le_bytes(other.try_into().expect("chunks of 8 bytes"))

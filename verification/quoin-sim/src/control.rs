@@ -83,7 +83,7 @@ impl Record {
         }
     }
 
-    /// Whether a change is one that operators (still) ask for.
+    /// Returns true if a change is one that operators (still) ask for.
     fn wishes(&self, next: &Membership) -> bool {
         let (now, desired) = (&self.membership, &self.desired);
         let mut added = next.known.iter().filter(|m| !now.contains(**m));

@@ -169,7 +169,7 @@ pub struct SimDisk {
 enum Survival {
     Nothing,
     Everything,
-    /// Those before one instant: a cache that kept its order.
+    /// Writes before one instant: a cache that kept its order.
     Prefix(u64),
     /// Page by page.
     Pages,

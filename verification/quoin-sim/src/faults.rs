@@ -12,7 +12,7 @@ use quoin_replication::Step;
 
 use crate::random::Random;
 use crate::schedule::{Instant, SECOND};
-use crate::swarm::Shape;
+use crate::shape::FaultShape;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $text:literal),* $(,)?) => {
@@ -181,7 +181,7 @@ pub fn plan(
     profile: Profile,
     clocks_stop: bool,
     horizon: Instant,
-    shape: Option<&Shape>,
+    shape: Option<&FaultShape>,
     random: &mut Random,
 ) -> Vec<Planned> {
     let mut weights: Vec<u32> =
@@ -190,7 +190,7 @@ pub fn plan(
     let mut patience = 6000;
     if let Some(shape) = shape {
         narrow(&mut weights, shape.kinds, random);
-        count = random.between(shape.faults.0, shape.faults.1);
+        count = random.between(shape.count.0, shape.count.1);
         patience = 600;
     }
     let mut planned: Vec<Planned> = (0..count)
@@ -258,7 +258,8 @@ mod tests {
             let profile = profiles[seed as usize / 9 % 3];
             let shape = Swarm::ALL[seed as usize % Swarm::ALL.len()].shape(&mut random);
             let stops = seed % 4 < 2;
-            for planned in plan(profile, stops, 30 * SECOND, shape.as_ref(), &mut random) {
+            let shape = shape.as_ref().map(|shape| &shape.faults);
+            for planned in plan(profile, stops, 30 * SECOND, shape, &mut random) {
                 let media_only = matches!(planned.kind, FaultKind::Rot | FaultKind::Wipe);
                 assert!(!media_only || profile != Profile::Power);
                 counts.add(planned.kind);

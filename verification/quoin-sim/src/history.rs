@@ -93,7 +93,7 @@ impl History {
         self.ops.is_empty()
     }
 
-    /// Whether a write with this tag was ever made to this sector.
+    /// Returns true if a write with this tag was ever made to this sector.
     pub fn wrote(&self, tag: Tag, sector: u64) -> bool {
         let (block, at) = (sector / SECTORS as u64, (sector % SECTORS as u64) as usize);
         tag == 0
@@ -152,8 +152,8 @@ impl History {
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
             let open = op.answered == NEVER && (op.target == serving || !over(op));
             if !open {
-                // What was answered and is lost comes back where the target that answered it
-                // lives: it writes again what it still has.
+                // A write that was answered and is lost comes back where the target that answered
+                // it lives: it writes again what it still has.
                 if let Draft::Write { sector, sectors, .. } = op.draft
                     && op.target == serving
                 {

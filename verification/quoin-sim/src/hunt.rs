@@ -32,7 +32,7 @@ pub struct Limits {
     pub time: Duration,
     /// Test binaries of the crates, built with the defects.
     pub tests: Vec<PathBuf>,
-    /// Whether the model is asked as well.
+    /// True if the model is asked as well.
     pub model: bool,
     /// Hunts as if nothing were known.
     pub afresh: bool,

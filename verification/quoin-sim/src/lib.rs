@@ -43,6 +43,7 @@ pub mod random;
 pub mod real;
 pub mod scaleup;
 pub mod schedule;
+pub mod shape;
 pub mod shrink;
 pub mod source;
 pub mod stats;
@@ -73,6 +74,9 @@ pub struct Report {
 
 /// Runs one seed. A panic of the core or the store is a violation like any other.
 pub fn run(options: RunOptions) -> Report {
+    if options.swarm == Swarm::Groups {
+        return run_group(options);
+    }
     let mut world = None;
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         world.insert(world::World::new(options)).run();
@@ -87,14 +91,32 @@ pub fn run(options: RunOptions) -> Report {
         None => Report::default(),
     };
     if let Err(panic) = outcome {
+        report.panicked(options.seed, panic.as_ref());
+    }
+    report
+}
+
+impl Report {
+    fn panicked(&mut self, seed: u64, panic: &(dyn std::any::Any + Send)) {
         let text = panic
             .downcast_ref::<String>()
             .cloned()
             .or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
             .unwrap_or_else(|| "a panic without words".into());
-        report.stats.seeds = 1;
-        report.violation =
-            Some(Violation { seed: options.seed, rule: "Panic".into(), detail: text });
+        self.stats.seeds = 1;
+        self.violation = Some(Violation { seed, rule: "Panic".into(), detail: text });
+    }
+}
+
+/// Runs one seed of several volumes.
+fn run_group(options: RunOptions) -> Report {
+    let mut groups = None;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        groups.insert(world::Groups::new(options)).run();
+    }));
+    let mut report = groups.map_or_else(Report::default, |groups| groups.report(options.seed));
+    if let Err(panic) = outcome {
+        report.panicked(options.seed, panic.as_ref());
     }
     report
 }

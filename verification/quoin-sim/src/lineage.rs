@@ -268,7 +268,7 @@ impl Lineage {
     /// of their entry.
     pub fn image(&self, run: u64, path: &Path, upto: Lsn) -> BTreeMap<u64, (Lsn, Tags)> {
         let mut image = BTreeMap::new();
-        // What each snapshot that a later Revert goes back to holds.
+        // Contents of each snapshot that a later Revert goes back to.
         let reverts = |entry: &&SharedEntry| match entry.kind {
             EntryKind::Revert { id } => Some(id),
             _ => None,
@@ -316,6 +316,18 @@ impl Lineage {
             }
         }
         there
+    }
+
+    /// Writes of which a history carries anything.
+    pub fn writes_on(&self, run: u64, path: &Path) -> BTreeSet<Tag> {
+        let mut writes = BTreeSet::new();
+        for entry in self.entries_of(path).filter(|entry| entry.kind == EntryKind::Write) {
+            for (i, bytes) in entry.data.chunks(BLOCK_SIZE).enumerate() {
+                let tags = content::tags_of_block(run, entry.lba + i as u64, bytes);
+                writes.extend(tags.unwrap_or(ZERO).into_iter().filter(|tag| *tag != 0));
+            }
+        }
+        writes
     }
 
     fn entries_of<'a>(&'a self, path: &'a Path) -> impl Iterator<Item = &'a SharedEntry> {

@@ -163,7 +163,7 @@ impl Search {
         Self { must, may, readers, writers }
     }
 
-    /// Whether a read that is not in order yet shows this tag at this sector.
+    /// Returns true if a read that is not in order yet shows this tag at this sector.
     fn is_wanted(&self, state: &State, tag: Tag, sector: usize) -> bool {
         self.readers.get(&(tag, sector)).is_some_and(|reads| any_left(state, reads))
     }
@@ -172,7 +172,7 @@ impl Search {
         sectors_of(mask).all(|i| !self.is_wanted(state, tag, i))
     }
 
-    /// Whether a write that is not in order yet can put this tag at this sector.
+    /// Returns true if a write that is not in order yet can put this tag at this sector.
     fn can_be_written(&self, state: &State, tag: Tag, sector: usize) -> bool {
         let may = |((mask, invoked), used): (&(u8, Vec<u64>), &u16)| {
             tag == 0 && mask & (1 << sector) != 0 && usize::from(*used) < invoked.len()
@@ -181,7 +181,8 @@ impl Search {
             || self.may.iter().zip(&state.used).any(may)
     }
 
-    /// Whether overwriting these sectors leaves every read still to come with a way to be right.
+    /// Returns true if overwriting these sectors leaves every read still to come with a way to be
+    /// right.
     fn may_overwrite(&self, state: &State, mask: u8, tag: Tag) -> bool {
         sectors_of(mask).all(|i| {
             let held = state.content[i];
@@ -293,7 +294,7 @@ impl Search {
     }
 }
 
-/// Whether one of these operations (in order of invocation) is not in order yet.
+/// Returns true if one of these operations (in order of invocation) is not in order yet.
 fn any_left(state: &State, ops: &[usize]) -> bool {
     ops.iter().rev().take_while(|op| **op / 64 >= state.word).any(|op| !state.has(*op))
 }

@@ -19,9 +19,9 @@ use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Posit
 use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
+use crate::shape::PoolShape;
 use crate::source::{Living, Source, Turn};
 use crate::storage::{Faults, Faulty, Outage, Scrubbed, Space, Storage};
-use crate::swarm::PoolShape;
 
 /// Small enough that checkpoints and clean-up happen within a run.
 const DISK_BYTES: u64 = 64 << 20;
@@ -469,7 +469,8 @@ impl Storage for RealStorage {
         }
         let pool = self.pool()?;
         pool.look_again();
-        // What one round frees, the next one may write to, and what it empties is recorded there.
+        // The next round may write to units that one round frees, and records those that it
+        // empties.
         for _ in 0..ROUNDS_OF_CLEAN_UP {
             pool.settle()?;
             while pool.background_due() != Due::Idle {

@@ -9,7 +9,7 @@ use quoin_types::{Member, Membership};
 /// Situation that a rule is about, counted whenever the rule is checked in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Situation {
-    // Who may connect.
+    // Admission of connections.
     /// As many as are desired sit already; an unlisted one with quorum off comes.
     FullAndUnlisted,
     FullAndUnlistedWithQuorum,
@@ -33,10 +33,10 @@ pub enum Situation {
     ListShortWithQuorum,
     ListShortAndRefused,
     Unasked,
-    // Who is on which list.
+    // Members of the lists.
     UnlistedBesideTheList,
     UnlistedFed,
-    // Who has a say.
+    // Members that have a say.
     ReadBesideQuorumOff,
     WriteBesideQuorumOff,
     QuorumOffLost,

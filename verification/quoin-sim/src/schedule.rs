@@ -61,6 +61,17 @@ impl<E> Schedule<E> {
         self.at(self.now.saturating_add(delay), event);
     }
 
+    /// Time of the next event.
+    pub fn next_at(&self) -> Option<Instant> {
+        self.heap.peek().map(|Reverse(due)| due.at)
+    }
+
+    /// Moves time on to an instant before the next event.
+    pub fn move_to(&mut self, at: Instant) {
+        let next = self.next_at().unwrap_or(at);
+        self.now = self.now.max(at.min(next));
+    }
+
     /// The next event; time moves to it.
     pub fn take(&mut self) -> Option<E> {
         let Reverse(due) = self.heap.pop()?;

@@ -71,7 +71,7 @@ impl Shrunk {
     }
 }
 
-/// Who a line of the trace is of.
+/// Actor of a line of the trace.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Actor {
     Clients,
@@ -191,7 +191,7 @@ pub fn draw(report: &Report) -> String {
     out
 }
 
-/// Whether a line names this operation, and not one whose number only begins like it.
+/// Returns true if a line names this operation, and not one whose number only begins like it.
 fn names(text: &str, operation: u64) -> bool {
     text.split(|c: char| !c.is_ascii_digit()).any(|word| word.parse() == Ok(operation))
 }

@@ -108,6 +108,8 @@ counters! {
         /// Times that the durability was changed.
         durability_changes,
         reverts,
+        /// Points over several volumes that counted.
+        points,
         /// Snapshots that were read part by part.
         pulls,
         /// Changes of membership that targets made, and gave up.
@@ -217,6 +219,7 @@ impl fmt::Display for Summary {
         let durability_changes = s.operators.durability_changes;
         writeln!(f, "durability changed           {durability_changes:>12}")?;
         writeln!(f, "reverts                      {:>12}", s.operators.reverts)?;
+        writeln!(f, "points over several volumes  {:>12}", s.operators.points)?;
         writeln!(f, "snapshots read in parts      {:>12}", s.operators.pulls)?;
         writeln!(
             f,

@@ -138,7 +138,7 @@ pub trait Storage {
     fn replace(&mut self, _random: &mut Random) -> Result<(), StoreError> {
         Ok(())
     }
-    /// Whether the pool is short of room; `was`: what it said last.
+    /// Returns true if the pool is short of room; `was`: what it said last.
     fn is_short(&self, _was: bool) -> bool {
         false
     }
@@ -155,11 +155,11 @@ pub trait Storage {
     fn mark(&self) -> u64 {
         0
     }
-    /// Whether something was promised or acknowledged since the mark was raised last.
+    /// Returns true if something was promised or acknowledged since the mark was raised last.
     fn has_changed_since_mark(&self) -> bool {
         false
     }
-    /// Whether the next mark was asked for and is not on media yet.
+    /// Returns true if the next mark was asked for and is not on media yet.
     fn is_mark_rising(&self) -> bool {
         false
     }

@@ -6,9 +6,10 @@
 //! follow each other within fractions of a second, and end as soon. [`Swarm::Few`] takes any few
 //! kinds of faults; the others take those after which one part of the protocol must hold.
 
-use crate::faults::FaultKind::{self, *};
+use crate::faults::FaultKind::*;
 use crate::random::Random;
 use crate::schedule::{MICROSECOND, MILLISECOND};
+use crate::shape::{FaultShape, LoadShape, PoolShape, RoomShape, Shape, TimeShape, Wanted};
 
 /// The distribution that the seeds of a run draw from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -69,6 +70,8 @@ pub enum Swarm {
     Holes,
     /// Volumes that are clones of a snapshot, of a source that goes on beside them and goes away.
     Clones,
+    /// Several volumes with points over them, whose targets are replaced between any two steps.
+    Groups,
 }
 
 impl Swarm {
@@ -100,6 +103,7 @@ impl Swarm {
         Swarm::Limits,
         Swarm::Holes,
         Swarm::Clones,
+        Swarm::Groups,
     ];
 
     pub fn name(self) -> &'static str {
@@ -131,6 +135,7 @@ impl Swarm {
             Swarm::Limits => "limits",
             Swarm::Holes => "holes",
             Swarm::Clones => "clones",
+            Swarm::Groups => "groups",
         }
     }
 
@@ -146,535 +151,569 @@ impl Swarm {
             Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
             Swarm::Takeovers => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (OwnerIsolated, 20),
-                    (Failover, 10),
-                    (TargetPause, 8),
-                    (DelayStorm, 10),
-                    (PartitionOneWay, 6),
-                    (Partition, 3),
-                    (ReplicaCrash, 6),
-                    (ConnectionCut, 4),
-                    (ControlLate, 4),
-                    (ClockDrift, 4),
-                    (TargetCrash, 3),
-                    (PowerSome, 8),
-                ],
-                lease_ms: &[500, 500, 1000],
-                delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (OwnerIsolated, 20),
+                        (Failover, 10),
+                        (TargetPause, 8),
+                        (DelayStorm, 10),
+                        (PartitionOneWay, 6),
+                        (Partition, 3),
+                        (ReplicaCrash, 6),
+                        (ConnectionCut, 4),
+                        (ControlLate, 4),
+                        (ClockDrift, 4),
+                        (TargetCrash, 3),
+                        (PowerSome, 8),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape {
+                    lease_ms: &[500, 500, 1000],
+                    delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
+                    ..small.times
+                },
+                ..small
+            },
+            Swarm::Groups => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (2, 2)],
+                apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (Failover, 16),
+                        (OwnerIsolated, 10),
+                        (TargetCrash, 6),
+                        (TargetPause, 8),
+                        (TargetShutdown, 4),
+                        (DelayStorm, 6),
+                        (Partition, 4),
+                        (PartitionOneWay, 4),
+                        (ReplicaCrash, 6),
+                        (ConnectionCut, 6),
+                        (ControlLate, 4),
+                    ],
+                    count: (4, 14),
+                    horizon_ms: (4_000, 10_000),
+                    ..small.faults
+                },
+                times: TimeShape { lease_ms: &[500, 1000], ..small.times },
+                load: LoadShape { clients: (2, 4), ..small.load },
                 ..small
             },
             Swarm::Detaches => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (Failover, 30),
-                    (ConnectionCut, 12),
-                    (ReplicaCrash, 8),
-                    (TargetShutdown, 8),
-                    (ControlLate, 6),
-                    (ControlLost, 3),
-                    (OwnerIsolated, 6),
-                    (Partition, 4),
-                    (TargetPause, 4),
-                    (PowerOne, 4),
-                    (PowerSome, 3),
-                ],
-                lease_ms: &[500, 1000],
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (Failover, 30),
+                        (ConnectionCut, 12),
+                        (ReplicaCrash, 8),
+                        (TargetShutdown, 8),
+                        (ControlLate, 6),
+                        (ControlLost, 3),
+                        (OwnerIsolated, 6),
+                        (Partition, 4),
+                        (TargetPause, 4),
+                        (PowerOne, 4),
+                        (PowerSome, 3),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape { lease_ms: &[500, 1000], ..small.times },
                 ..small
             },
             Swarm::Controllers => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (OwnerIsolated, 24),
-                    (Failover, 20),
-                    (TargetCrash, 8),
-                    (TargetPause, 6),
-                    (ReplicaCrash, 12),
-                    (Partition, 6),
-                    (PartitionOneWay, 6),
-                    (ConnectionCut, 8),
-                    (ControlLate, 4),
-                    (PowerOne, 4),
-                    (PowerSome, 3),
-                ],
-                lease_ms: &[500, 1000],
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (OwnerIsolated, 24),
+                        (Failover, 20),
+                        (TargetCrash, 8),
+                        (TargetPause, 6),
+                        (ReplicaCrash, 12),
+                        (Partition, 6),
+                        (PartitionOneWay, 6),
+                        (ConnectionCut, 8),
+                        (ControlLate, 4),
+                        (PowerOne, 4),
+                        (PowerSome, 3),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape { lease_ms: &[500, 1000], ..small.times },
                 ..small
             },
             Swarm::Hosts => Shape {
                 factors: &[(3, 2), (3, 2), (3, 1), (5, 3), (4, 3)],
-                kinds: &[
-                    (PoolStalls, 16),
-                    (TargetStalls, 10),
-                    (BlackHole, 8),
-                    (ReadErrorsApart, 10),
-                    (OrderForAnother, 3),
-                    (Failover, 14),
-                    (OwnerIsolated, 10),
-                    (TargetCrash, 6),
-                    (ReplicaCrash, 8),
-                    (ReplicaPause, 6),
-                    (DiskSyncError, 14),
-                    (DiskWriteError, 4),
-                    (DiskRolledBack, 24),
-                    (Rot, 6),
-                    (ConnectionCut, 4),
-                    (BulkCut, 3),
-                    (PowerSome, 3),
-                ],
                 blocks: &[16, 64],
-                sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
-                lease_ms: &[500, 1000],
-                drop_after_ms: (100, 600),
                 window_bytes: Some(256 << 10),
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (PoolStalls, 16),
+                        (TargetStalls, 10),
+                        (BlackHole, 8),
+                        (ReadErrorsApart, 10),
+                        (OrderForAnother, 3),
+                        (Failover, 14),
+                        (OwnerIsolated, 10),
+                        (TargetCrash, 6),
+                        (ReplicaCrash, 8),
+                        (ReplicaPause, 6),
+                        (DiskSyncError, 14),
+                        (DiskWriteError, 4),
+                        (DiskRolledBack, 24),
+                        (Rot, 6),
+                        (ConnectionCut, 4),
+                        (BulkCut, 3),
+                        (PowerSome, 3),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape {
+                    sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
+                    lease_ms: &[500, 1000],
+                    drop_after_ms: (100, 600),
+                    ..small.times
+                },
                 ..small
             },
             Swarm::Idle => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (TargetCrash, 20),
-                    (Failover, 8),
-                    (OwnerIsolated, 6),
-                    (ReplicaCrash, 15),
-                    (ReplicaPause, 12),
-                    (Partition, 8),
-                    (PowerOne, 5),
-                ],
-                think_ns: (300 * MILLISECOND, 900 * MILLISECOND),
-                faults: (16, 32),
-                horizon_ms: (6_000, 15_000),
-                ios_min: 30,
+                faults: FaultShape {
+                    kinds: &[
+                        (TargetCrash, 20),
+                        (Failover, 8),
+                        (OwnerIsolated, 6),
+                        (ReplicaCrash, 15),
+                        (ReplicaPause, 12),
+                        (Partition, 8),
+                        (PowerOne, 5),
+                    ],
+                    count: (16, 32),
+                    horizon_ms: (6_000, 15_000),
+                    ..small.faults
+                },
+                load: LoadShape {
+                    think_ns: (300 * MILLISECOND, 900 * MILLISECOND),
+                    ios_min: 30,
+                    ..small.load
+                },
                 ..small
             },
             Swarm::Churn => Shape {
                 wanted: Wanted::Power,
                 factors: &[(3, 2), (3, 2), (4, 3), (2, 1)],
-                kinds: &[
-                    (ReplicaPause, 10),
-                    (ReplicaCrash, 8),
-                    (Partition, 12),
-                    (PartitionOneWay, 10),
-                    (OwnerIsolated, 12),
-                    (Failover, 6),
-                    (TargetCrash, 8),
-                    (PowerSome, 6),
-                    (PowerOne, 4),
-                    (ConnectionCut, 5),
-                    (BulkCut, 4),
-                    (BulkSlow, 3),
-                ],
-                faults: (16, 32),
-                horizon_ms: (6_000, 15_000),
-                lease_ms: &[500, 1000, 2000],
-                drop_after_ms: (80, 300),
-                think_ns: (3 * MILLISECOND, 60 * MILLISECOND),
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (ReplicaPause, 10),
+                        (ReplicaCrash, 8),
+                        (Partition, 12),
+                        (PartitionOneWay, 10),
+                        (OwnerIsolated, 12),
+                        (Failover, 6),
+                        (TargetCrash, 8),
+                        (PowerSome, 6),
+                        (PowerOne, 4),
+                        (ConnectionCut, 5),
+                        (BulkCut, 4),
+                        (BulkSlow, 3),
+                    ],
+                    count: (16, 32),
+                    horizon_ms: (6_000, 15_000),
+                    ..small.faults
+                },
+                times: TimeShape {
+                    lease_ms: &[500, 1000, 2000],
+                    drop_after_ms: (80, 300),
+                    ..small.times
+                },
+                load: LoadShape { think_ns: (3 * MILLISECOND, 60 * MILLISECOND), ..small.load },
                 ..small
             },
             Swarm::Rollbacks => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (ControlRolledBack, 20),
-                    (Failover, 14),
-                    (OwnerIsolated, 8),
-                    (TargetCrash, 8),
-                    (TargetPause, 8),
-                    (ReplicaCrash, 4),
-                    (ControlLate, 6),
-                    (ControlLost, 4),
-                ],
+                faults: FaultShape {
+                    kinds: &[
+                        (ControlRolledBack, 20),
+                        (Failover, 14),
+                        (OwnerIsolated, 8),
+                        (TargetCrash, 8),
+                        (TargetPause, 8),
+                        (ReplicaCrash, 4),
+                        (ControlLate, 6),
+                        (ControlLost, 4),
+                    ],
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::Closes => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (TargetShutdown, 20),
-                    (ReplicaShutdown, 6),
-                    (PowerOne, 12),
-                    (PowerSome, 10),
-                    (PowerAll, 6),
-                    (ReplicaCrash, 6),
-                    (SlowDisk, 8),
-                    (StuckDisk, 14),
-                    (ConnectionCut, 6),
-                    (Failover, 5),
-                ],
-                faults: (16, 32),
-                horizon_ms: (12_000, 25_000),
-                haste: 2,
-                sync_ns: &[MILLISECOND, 30 * MILLISECOND],
+                faults: FaultShape {
+                    kinds: &[
+                        (TargetShutdown, 20),
+                        (ReplicaShutdown, 6),
+                        (PowerOne, 12),
+                        (PowerSome, 10),
+                        (PowerAll, 6),
+                        (ReplicaCrash, 6),
+                        (SlowDisk, 8),
+                        (StuckDisk, 14),
+                        (ConnectionCut, 6),
+                        (Failover, 5),
+                    ],
+                    count: (16, 32),
+                    horizon_ms: (12_000, 25_000),
+                    haste: 2,
+                    ..small.faults
+                },
+                times: TimeShape { sync_ns: &[MILLISECOND, 30 * MILLISECOND], ..small.times },
                 ..small
             },
             Swarm::Blackouts => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (PowerAll, 12),
-                    (PowerSome, 12),
-                    (Partition, 8),
-                    (PartitionOneWay, 6),
-                    (ConnectionCut, 10),
-                    (ReplicaCrash, 10),
-                    (OwnerIsolated, 6),
-                    (SlowDisk, 5),
-                ],
-                clients: (3, 8),
                 blocks: &[4, 8],
-                think_ns: (MILLISECOND, 4 * MILLISECOND),
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (PowerAll, 12),
+                        (PowerSome, 12),
+                        (Partition, 8),
+                        (PartitionOneWay, 6),
+                        (ConnectionCut, 10),
+                        (ReplicaCrash, 10),
+                        (OwnerIsolated, 6),
+                        (SlowDisk, 5),
+                    ],
+                    ..small.faults
+                },
+                load: LoadShape {
+                    clients: (3, 8),
+                    think_ns: (MILLISECOND, 4 * MILLISECOND),
+                    ..small.load
+                },
                 ..small
             },
-            Swarm::FullPools => Shape {
-                kinds: &[
-                    (PowerAllFull, 20),
-                    (FullPool, 6),
-                    (ReplicaPause, 6),
-                    (DelayStorm, 3),
-                    (ConnectionCut, 2),
-                    (ReplicaCrash, 2),
-                ],
-                sync_ns: &[30 * MILLISECOND, 60 * MILLISECOND],
-                full_to_the_block: true,
-                stops_without_room: true,
-                ..Swarm::Blackouts.shape(random)?
-            },
+            Swarm::FullPools => {
+                let blackouts = Swarm::Blackouts.shape(random)?;
+                Shape {
+                    faults: FaultShape {
+                        kinds: &[
+                            (PowerAllFull, 20),
+                            (FullPool, 6),
+                            (ReplicaPause, 6),
+                            (DelayStorm, 3),
+                            (ConnectionCut, 2),
+                            (ReplicaCrash, 2),
+                        ],
+                        ..blackouts.faults
+                    },
+                    times: TimeShape {
+                        sync_ns: &[30 * MILLISECOND, 60 * MILLISECOND],
+                        ..blackouts.times
+                    },
+                    room: RoomShape {
+                        full_to_the_block: true,
+                        stops_without_room: true,
+                        ..blackouts.room
+                    },
+                    ..blackouts
+                }
+            }
             Swarm::PowerCuts => Shape {
                 wanted: Wanted::Power,
                 factors: &[(3, 2), (3, 2), (3, 2), (2, 2), (3, 1)],
-                kinds: &[
-                    (PowerAll, 12),
-                    (PowerSome, 10),
-                    (PowerOne, 10),
-                    (TargetCrash, 8),
-                    (ReplicaCrash, 4),
-                    (SlowDisk, 8),
-                    (StuckDisk, 3),
-                    (DiskSyncError, 4),
-                    (DiskWriteError, 2),
-                    (TargetShutdown, 4),
-                    (ReplicaShutdown, 3),
-                    (Failover, 4),
-                    (ConnectionCut, 3),
-                ],
-                sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
                 apart: random.percent(50),
-                flushes: 15,
-                fua_percent: 20,
+                faults: FaultShape {
+                    kinds: &[
+                        (PowerAll, 12),
+                        (PowerSome, 10),
+                        (PowerOne, 10),
+                        (TargetCrash, 8),
+                        (ReplicaCrash, 4),
+                        (SlowDisk, 8),
+                        (StuckDisk, 3),
+                        (DiskSyncError, 4),
+                        (DiskWriteError, 2),
+                        (TargetShutdown, 4),
+                        (ReplicaShutdown, 3),
+                        (Failover, 4),
+                        (ConnectionCut, 3),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape {
+                    sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
+                    ..small.times
+                },
+                load: LoadShape { flushes: 15, fua_percent: 20, ..small.load },
                 ..small
             },
             Swarm::Replacements => Shape {
                 wanted: Wanted::Media,
                 factors: &[(3, 2), (3, 2), (4, 3)],
-                kinds: &[
-                    (Wipe, 20),
-                    (ControlLost, 10),
-                    (ControlLate, 6),
-                    (ControlRolledBack, 10),
-                    (TargetCrash, 8),
-                    (Failover, 8),
-                    (OwnerIsolated, 4),
-                    (Operator, 6),
-                    (ReplicaPause, 4),
-                    (ReplicaCrash, 6),
-                    (PartitionOneWay, 3),
-                    (DiskRolledBack, 2),
-                ],
-                horizon_ms: (6_000, 14_000),
+                faults: FaultShape {
+                    kinds: &[
+                        (Wipe, 20),
+                        (ControlLost, 10),
+                        (ControlLate, 6),
+                        (ControlRolledBack, 10),
+                        (TargetCrash, 8),
+                        (Failover, 8),
+                        (OwnerIsolated, 4),
+                        (Operator, 6),
+                        (ReplicaPause, 4),
+                        (ReplicaCrash, 6),
+                        (PartitionOneWay, 3),
+                        (DiskRolledBack, 2),
+                    ],
+                    horizon_ms: (6_000, 14_000),
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::Members => Shape {
                 wanted: Wanted::Power,
                 factors: &[(3, 2), (3, 2), (1, 1), (2, 2), (4, 3), (3, 1)],
-                kinds: &[
-                    (ControlLost, 12),
-                    (ControlLate, 8),
-                    (ControlRolledBack, 4),
-                    (TargetCrash, 12),
-                    (Failover, 8),
-                    (OwnerIsolated, 6),
-                    (TargetPause, 4),
-                    (ReplicaCrash, 10),
-                    (ReplicaPause, 6),
-                    (PowerSome, 6),
-                    (PowerOne, 4),
-                    (PartitionOneWay, 4),
-                    (ConnectionCut, 4),
-                    (BulkCut, 4),
-                    (BulkSlow, 3),
-                ],
-                horizon_ms: (6_000, 14_000),
+                faults: FaultShape {
+                    kinds: &[
+                        (ControlLost, 12),
+                        (ControlLate, 8),
+                        (ControlRolledBack, 4),
+                        (TargetCrash, 12),
+                        (Failover, 8),
+                        (OwnerIsolated, 6),
+                        (TargetPause, 4),
+                        (ReplicaCrash, 10),
+                        (ReplicaPause, 6),
+                        (PowerSome, 6),
+                        (PowerOne, 4),
+                        (PartitionOneWay, 4),
+                        (ConnectionCut, 4),
+                        (BulkCut, 4),
+                        (BulkSlow, 3),
+                    ],
+                    horizon_ms: (6_000, 14_000),
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::UnexpectedPeers => Shape {
                 wanted: Wanted::Media,
                 factors: &[(3, 2), (3, 2), (4, 3), (5, 3)],
-                kinds: &[
-                    (Wipe, 20),
-                    (ReplicaCrash, 12),
-                    (PartitionOneWay, 6),
-                    (ConnectionCut, 6),
-                    (PowerOne, 4),
-                    (TargetCrash, 6),
-                    (Failover, 4),
-                    (ControlLost, 6),
-                    (ControlLate, 4),
-                ],
-                horizon_ms: (6_000, 14_000),
+                faults: FaultShape {
+                    kinds: &[
+                        (Wipe, 20),
+                        (ReplicaCrash, 12),
+                        (PartitionOneWay, 6),
+                        (ConnectionCut, 6),
+                        (PowerOne, 4),
+                        (TargetCrash, 6),
+                        (Failover, 4),
+                        (ControlLost, 6),
+                        (ControlLate, 4),
+                    ],
+                    horizon_ms: (6_000, 14_000),
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::Recoveries => Shape {
                 wanted: Wanted::Power,
                 factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3), (5, 2), (5, 2), (5, 2)],
-                kinds: &[
-                    (OwnerIsolated, 14),
-                    (TargetCrash, 8),
-                    (Failover, 8),
-                    (ControlLost, 6),
-                    (ControlLate, 8),
-                    (TargetPause, 6),
-                    (ReplicaCrash, 10),
-                    (ReplicaPause, 6),
-                    (PowerOne, 4),
-                    (PartitionOneWay, 6),
-                    (Partition, 4),
-                    (ConnectionCut, 4),
-                ],
-                horizon_ms: (6_000, 14_000),
                 apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (OwnerIsolated, 14),
+                        (TargetCrash, 8),
+                        (Failover, 8),
+                        (ControlLost, 6),
+                        (ControlLate, 8),
+                        (TargetPause, 6),
+                        (ReplicaCrash, 10),
+                        (ReplicaPause, 6),
+                        (PowerOne, 4),
+                        (PartitionOneWay, 6),
+                        (Partition, 4),
+                        (ConnectionCut, 4),
+                    ],
+                    horizon_ms: (6_000, 14_000),
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::Memory => Swarm::Rebuilds.shape(random)?,
             Swarm::Limits => Shape {
                 wanted: Wanted::Power,
                 factors: &[(3, 2), (3, 2), (2, 2), (3, 1)],
-                kinds: &[
-                    (TargetCrash, 14),
-                    (TargetPause, 14),
-                    (Failover, 10),
-                    (OwnerIsolated, 6),
-                    (ClockDrift, 6),
-                    (ReplicaCrash, 8),
-                    (ConnectionCut, 6),
-                    (Partition, 4),
-                    (PowerOne, 4),
-                    (SlowDisk, 4),
-                ],
-                faults: (6, 16),
-                think_ns: (MILLISECOND, 60 * MILLISECOND),
-                clients: (2, 8),
+                faults: FaultShape {
+                    kinds: &[
+                        (TargetCrash, 14),
+                        (TargetPause, 14),
+                        (Failover, 10),
+                        (OwnerIsolated, 6),
+                        (ClockDrift, 6),
+                        (ReplicaCrash, 8),
+                        (ConnectionCut, 6),
+                        (Partition, 4),
+                        (PowerOne, 4),
+                        (SlowDisk, 4),
+                    ],
+                    count: (6, 16),
+                    ..small.faults
+                },
+                load: LoadShape {
+                    think_ns: (MILLISECOND, 60 * MILLISECOND),
+                    clients: (2, 8),
+                    ..small.load
+                },
                 ..small
             },
-            Swarm::Holes => Shape {
-                kinds: &[
-                    (ReplicaCrash, 10),
-                    (BulkCut, 10),
-                    (BulkSlow, 6),
-                    (ConnectionCut, 6),
-                    (ReplicaPause, 6),
-                    (SlowDisk, 4),
-                    (PowerOne, 6),
-                    (TargetCrash, 3),
-                    (Failover, 2),
-                ],
-                faults: (4, 12),
-                pool: Some(PoolShape {
-                    disk_bytes: 512 << 20,
-                    cache_bytes: 4 << 20,
-                    checkpoint_bytes: 1 << 20,
-                    log_keep_bytes: 256 << 10,
-                    ..PoolShape::TIGHT
-                }),
-                ..Swarm::Rebuilds.shape(random)?
-            },
-            Swarm::Clones => Shape {
-                factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
-                pool: Some(PoolShape::TIGHT),
-                ..Swarm::Rebuilds.shape(random)?
-            },
-            Swarm::Snapshots | Swarm::Exports => Shape {
-                factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
-                ..Swarm::Rebuilds.shape(random)?
-            },
+            Swarm::Holes => {
+                let rebuilds = Swarm::Rebuilds.shape(random)?;
+                Shape {
+                    faults: FaultShape {
+                        kinds: &[
+                            (ReplicaCrash, 10),
+                            (BulkCut, 10),
+                            (BulkSlow, 6),
+                            (ConnectionCut, 6),
+                            (ReplicaPause, 6),
+                            (SlowDisk, 4),
+                            (PowerOne, 6),
+                            (TargetCrash, 3),
+                            (Failover, 2),
+                        ],
+                        count: (4, 12),
+                        ..rebuilds.faults
+                    },
+                    room: RoomShape {
+                        pool: Some(PoolShape {
+                            disk_bytes: 512 << 20,
+                            cache_bytes: 4 << 20,
+                            checkpoint_bytes: 1 << 20,
+                            log_keep_bytes: 256 << 10,
+                            ..PoolShape::TIGHT
+                        }),
+                        ..rebuilds.room
+                    },
+                    ..rebuilds
+                }
+            }
+            Swarm::Snapshots | Swarm::Exports => {
+                let rebuilds = Swarm::Rebuilds.shape(random)?;
+                Shape { factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)], ..rebuilds }
+            }
+            Swarm::Clones => {
+                let rebuilds = Swarm::Rebuilds.shape(random)?;
+                Shape {
+                    factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
+                    room: RoomShape { pool: Some(PoolShape::TIGHT), ..rebuilds.room },
+                    ..rebuilds
+                }
+            }
             Swarm::Rebuilds => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (ReplicaPause, 12),
-                    (ReplicaCrash, 10),
-                    (PowerSome, 8),
-                    (Partition, 6),
-                    (PartitionOneWay, 6),
-                    (ConnectionCut, 8),
-                    (BulkCut, 8),
-                    (BulkSlow, 6),
-                    (PowerOne, 8),
-                    (PowerAll, 3),
-                    (TargetCrash, 6),
-                    (Failover, 4),
-                    (SlowDisk, 4),
-                    (StuckDisk, 4),
-                ],
                 blocks: &[32, 64, 128],
                 // Little more than all clients have on their way.
                 window_bytes: Some(256 << 10),
-                drop_after_ms: (100, 500),
-                horizon_ms: (5_000, 12_000),
+                faults: FaultShape {
+                    kinds: &[
+                        (ReplicaPause, 12),
+                        (ReplicaCrash, 10),
+                        (PowerSome, 8),
+                        (Partition, 6),
+                        (PartitionOneWay, 6),
+                        (ConnectionCut, 8),
+                        (BulkCut, 8),
+                        (BulkSlow, 6),
+                        (PowerOne, 8),
+                        (PowerAll, 3),
+                        (TargetCrash, 6),
+                        (Failover, 4),
+                        (SlowDisk, 4),
+                        (StuckDisk, 4),
+                    ],
+                    horizon_ms: (5_000, 12_000),
+                    ..small.faults
+                },
+                times: TimeShape { drop_after_ms: (100, 500), ..small.times },
                 ..small
             },
             Swarm::Damage => Shape {
                 wanted: Wanted::Media,
                 factors: &[(3, 2), (3, 2), (4, 3)],
-                kinds: &[
-                    (Rot, 20),
-                    (DiskReadError, 8),
-                    (ReplicaCrash, 6),
-                    (PowerOne, 6),
-                    (ConnectionCut, 5),
-                    (PartitionOneWay, 3),
-                    (Wipe, 3),
-                    (DiskRolledBack, 8),
-                    (TargetCrash, 5),
-                    (ReplicaPause, 4),
-                ],
                 blocks: &[8, 16, 64],
-                pool: Some(PoolShape {
-                    rot_any_percent: *random.pick(&[5, 20, 60]),
-                    ..PoolShape::TIGHT
-                }),
+                faults: FaultShape {
+                    kinds: &[
+                        (Rot, 20),
+                        (DiskReadError, 8),
+                        (ReplicaCrash, 6),
+                        (PowerOne, 6),
+                        (ConnectionCut, 5),
+                        (PartitionOneWay, 3),
+                        (Wipe, 3),
+                        (DiskRolledBack, 8),
+                        (TargetCrash, 5),
+                        (ReplicaPause, 4),
+                    ],
+                    ..small.faults
+                },
+                room: RoomShape {
+                    pool: Some(PoolShape {
+                        rot_any_percent: *random.pick(&[5, 20, 60]),
+                        ..PoolShape::TIGHT
+                    }),
+                    ..small.room
+                },
                 ..small
             },
             Swarm::Liars => Shape {
                 wanted: Wanted::Liar,
-                kinds: &[
-                    (LostWrite, 12),
-                    (MisdirectedWrite, 12),
-                    (ReplicaCrash, 8),
-                    (PowerOne, 6),
-                    (TargetCrash, 4),
-                ],
+                faults: FaultShape {
+                    kinds: &[
+                        (LostWrite, 12),
+                        (MisdirectedWrite, 12),
+                        (ReplicaCrash, 8),
+                        (PowerOne, 6),
+                        (TargetCrash, 4),
+                    ],
+                    ..small.faults
+                },
                 ..small
             },
             Swarm::Pressure => Shape {
                 wanted: Wanted::Power,
-                kinds: &[
-                    (FullPool, 8),
-                    (PowerSome, 8),
-                    (PowerOne, 8),
-                    (PowerAll, 6),
-                    (ReplicaCrash, 8),
-                    (TargetCrash, 3),
-                    (DiskReadError, 3),
-                ],
                 blocks: &[64, 256],
-                holes: 12,
-                long_blocks: 64,
-                pool: Some(PoolShape {
-                    disk_bytes: 14 << 20,
-                    unit_blocks: 128,
-                    ..PoolShape::TIGHT
-                }),
+                faults: FaultShape {
+                    kinds: &[
+                        (FullPool, 8),
+                        (PowerSome, 8),
+                        (PowerOne, 8),
+                        (PowerAll, 6),
+                        (ReplicaCrash, 8),
+                        (TargetCrash, 3),
+                        (DiskReadError, 3),
+                    ],
+                    ..small.faults
+                },
+                load: LoadShape { holes: 12, long_blocks: 64, ..small.load },
+                room: RoomShape {
+                    pool: Some(PoolShape {
+                        disk_bytes: 14 << 20,
+                        unit_blocks: 128,
+                        ..PoolShape::TIGHT
+                    }),
+                    ..small.room
+                },
                 ..small
             },
         })
-    }
-}
-
-/// Which losses a run may have (`faults::Profile`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Wanted {
-    AsDrawn,
-    Power,
-    Media,
-    Liar,
-}
-
-/// The pools of a run.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PoolShape {
-    pub disk_bytes: u64,
-    /// How often rot hits any page, the store's own included, and not clients' data.
-    pub rot_any_percent: u64,
-    pub unit_blocks: u32,
-    pub cache_bytes: u64,
-    pub checkpoint_bytes: u64,
-    pub log_keep_bytes: u64,
-}
-
-impl PoolShape {
-    const TIGHT: PoolShape = PoolShape {
-        disk_bytes: 64 << 20,
-        rot_any_percent: 20,
-        unit_blocks: 512,
-        cache_bytes: 64 << 10,
-        checkpoint_bytes: 32 << 10,
-        log_keep_bytes: 16 << 10,
-    };
-}
-
-/// Parameters that a small world is drawn from.
-#[derive(Clone, Debug)]
-pub struct Shape {
-    pub wanted: Wanted,
-    /// RF and CF.
-    pub factors: &'static [(u8, u8)],
-    /// Faults with their weights; none: any few.
-    pub kinds: &'static [(FaultKind, u32)],
-    pub faults: (u64, u64),
-    pub horizon_ms: (u64, u64),
-    pub blocks: &'static [u64],
-    pub lease_ms: &'static [u32],
-    pub drop_after_ms: (u64, u64),
-    pub window_bytes: Option<usize>,
-    pub delay_ns: &'static [u64],
-    pub sync_ns: &'static [u64],
-    pub think_ns: (u64, u64),
-    pub clients: (u64, u64),
-    /// Targets have hosts of their own, and reads lean on leases.
-    pub apart: bool,
-    /// Weights of flushes and holes among the requests; 0: as drawn.
-    pub flushes: u32,
-    pub holes: u32,
-    pub fua_percent: u64,
-    pub long_blocks: u64,
-    pub pool: Option<PoolShape>,
-    /// The store in memory: in a full pool it takes no block more, while the real one has what is
-    /// left of its segment.
-    pub full_to_the_block: bool,
-    /// Pools stop for a moment as they refuse entries for room.
-    pub stops_without_room: bool,
-    pub ios_min: u64,
-    /// By how much faults and outages are shorter than in a broad run.
-    pub haste: u64,
-}
-
-impl Shape {
-    fn small(random: &mut Random) -> Self {
-        Self {
-            wanted: Wanted::AsDrawn,
-            factors: &[(3, 2)],
-            kinds: &[],
-            faults: (8, 24),
-            horizon_ms: (3_000, 9_000),
-            blocks: &[4, 8, 16],
-            lease_ms: &[500, 1000],
-            drop_after_ms: (150, 1500),
-            window_bytes: None,
-            delay_ns: &[30 * MICROSECOND, 200 * MICROSECOND, MILLISECOND, 5 * MILLISECOND],
-            sync_ns: &[100 * MICROSECOND, MILLISECOND, 5 * MILLISECOND],
-            think_ns: (MILLISECOND, 15 * MILLISECOND),
-            clients: (2, 5),
-            apart: false,
-            flushes: 0,
-            holes: 0,
-            fua_percent: 0,
-            long_blocks: 8,
-            pool: random.percent(70).then_some(PoolShape::TIGHT),
-            full_to_the_block: false,
-            stops_without_room: false,
-            ios_min: 250,
-            haste: 4,
-        }
     }
 }
 

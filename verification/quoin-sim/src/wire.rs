@@ -84,7 +84,7 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// Whether the connection must end because of what came.
+    /// Returns true if the connection must end because of what came.
     pub fn is_refused(&self) -> bool {
         self.refused.is_some()
     }

@@ -9,7 +9,7 @@ use quoin_types::block::Operation;
 
 use crate::content::{self, SECTOR, SECTORS, Tag};
 use crate::random::Random;
-use crate::swarm::Shape;
+use crate::shape::LoadShape;
 
 /// One request as drawn, in sectors of 512 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -117,7 +117,7 @@ impl Workload {
     }
 
     /// A small world's habits in the place of what was drawn.
-    pub fn take(&mut self, shape: &Shape) {
+    pub fn take(&mut self, shape: &LoadShape) {
         self.long_blocks = self.long_blocks.min(shape.long_blocks);
         self.fua_percent = self.fua_percent.max(shape.fua_percent);
         self.weights[4] = self.weights[4].max(shape.flushes);

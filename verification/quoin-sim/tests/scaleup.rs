@@ -38,8 +38,8 @@ fn held_in(situations: &[Situation]) {
     assert!(never.is_empty(), "never arose: {never:?}");
 }
 
-/// Those that lose a seat have their quorum off here; that ones whose quorum is on come after them
-/// is a matter of the core's tests.
+/// Replicas that lose a seat have their quorum off here; that ones whose quorum is on come after
+/// them is a matter of the core's tests.
 ///
 /// Proves SCALE-ADMIT-03, SCALE-ADMIT-04, SCALE-ADMIT-05, SCALE-ADMIT-06.
 #[test]

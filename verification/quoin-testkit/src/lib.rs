@@ -11,7 +11,7 @@ mod starting;
 pub use skipped::skipped;
 pub use starting::attempts_while_processes_start;
 
-/// Whether a tool is there; says so where it is not, because the test then proves nothing.
+/// Returns true if a tool is there; says so where it is not, because the test then proves nothing.
 pub fn have(tool: &str) -> bool {
     let found = std::env::var_os("PATH").is_some_and(|path| {
         std::env::split_paths(&path).any(|directory| directory.join(tool).is_file())

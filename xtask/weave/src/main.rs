@@ -31,7 +31,7 @@ pub mod woven {
     /// A bit for each that was written there.
     static WRITTEN: [AtomicU32; 512] = [const { AtomicU32::new(0) }; 512];
 
-    /// Whether it is this one.
+    /// Returns true if it is this one.
     pub fn on(number: u32) -> bool {
         if let Some(file) = &*REACHED {
             let (word, bit) = (&WRITTEN[number as usize / 32], 1 << (number % 32));

@@ -34,7 +34,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Services {
-    /// What `next` gives at once, and again after each change that concerns the stream.
+    /// Sends what `next` gives at once, and again after each change that concerns the stream.
     fn follow<T: Send + 'static>(
         &self,
         caller: Caller,
@@ -112,7 +112,7 @@ impl Agent for Services {
         &self,
         request: Request<WatchCommandsRequest>,
     ) -> Result<Response<Self::WatchCommandsStream>, Status> {
-        let name = request.get_ref().node.clone();
+        let WatchCommandsRequest { node: name, points } = request.get_ref().clone();
         self.act(&request, Role::Node, &name)?;
         let caller = self.caller(&request)?;
         let place = self.stream_place(&caller)?;
@@ -122,7 +122,7 @@ impl Agent for Services {
             let _place = place;
             let controller = &services.controller;
             let mut changes = controller.state.changes_of(Concern::Node(name.clone()));
-            let mut commands = controller.snapshots.commands.of_node(&name);
+            let mut commands = controller.snapshots.commands.of_node(&name, points);
             let mut begun = commands.begun();
             loop {
                 if let Err(error) = services.still(&caller) {

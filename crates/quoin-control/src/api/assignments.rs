@@ -31,7 +31,7 @@ pub(crate) fn spec(record: &VolumeRecord) -> VolumeSpec {
     VolumeSpec { size_bytes: record.size_bytes, ..VolumeSpec::from(&record.spec) }
 }
 
-/// What a pool is to hold or to remove of a volume.
+/// Replicas of a volume that a pool is to hold or to remove.
 fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
     let assignment = |id: String, guid: String, phase: ReplicaPhase| ReplicaAssignment {
         volume_id: volume.id.0.to_string(),
@@ -138,7 +138,7 @@ impl Assignments {
         }
     }
 
-    /// What a node's target is told of a volume; `None`: it has nothing to do with it.
+    /// The assignment of a volume to a node's target; `None`: it has nothing to do with it.
     fn target(&self, volume: &VolumeRecord, node: &str) -> Option<TargetAssignment> {
         let owner = volume.owner.as_deref().filter(|_| volume.phase.is_kept())?;
         let attachment = volume.attachments.iter().find(|a| a.node == node);

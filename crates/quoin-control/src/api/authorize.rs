@@ -22,7 +22,7 @@ pub(super) enum Scope {
     Node(String),
 }
 
-/// Whoever no transport has named is nobody.
+/// A caller that no transport has named is nobody.
 fn named(extensions: &Extensions) -> Caller {
     extensions.get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
 }
@@ -87,7 +87,7 @@ impl Services {
         }
     }
 
-    /// Who may open the admin socket, and nobody else.
+    /// Lets in those that may open the admin socket, and nobody else.
     pub(super) fn on_this_host<T>(&self, request: &Request<T>, what: &str) -> Result<(), Error> {
         match self.caller(request)? {
             Caller::Local => Ok(()),

@@ -66,7 +66,7 @@ fn scope(pool: &str, node: &str) -> Result<Scope, Error> {
     }
 }
 
-/// What people may know of a token.
+/// The part of a token that people may know.
 fn known(token: &TokenRecord) -> JoinTokenInfo {
     JoinTokenInfo {
         id: token_id(token).to_owned(),
@@ -459,6 +459,59 @@ impl Cluster for Services {
         let seen = page.iter().filter(|s| scope.sees_volume(&self.controller, s.volume.0));
         let snapshots = seen.map(|s| view::snapshot(&self.controller.state, s)).collect();
         Ok(Response::new(ListSnapshotsResponse { snapshots, next_token }))
+    }
+
+    async fn create_group_snapshot(
+        &self,
+        request: Request<CreateGroupSnapshotRequest>,
+    ) -> Result<Response<GroupSnapshot>, Status> {
+        self.manage(&request)?;
+        let CreateGroupSnapshotRequest { name, volumes } = request.into_inner();
+        let groups = &self.controller.snapshots.groups;
+        let group = groups.create(&name, &volumes).await?;
+        let group = groups.cut(group, CUT_TIME).await?;
+        Ok(Response::new(view::group(&self.controller.state, &group)))
+    }
+
+    async fn delete_group_snapshot(
+        &self,
+        request: Request<DeleteGroupSnapshotRequest>,
+    ) -> Result<Response<DeleteGroupSnapshotResponse>, Status> {
+        self.manage(&request)?;
+        let group = request.get_ref().group.as_ref();
+        self.controller.snapshots.groups.delete(group).await?;
+        Ok(Response::new(DeleteGroupSnapshotResponse {}))
+    }
+
+    async fn get_group_snapshot(
+        &self,
+        request: Request<GetGroupSnapshotRequest>,
+    ) -> Result<Response<GroupSnapshot>, Status> {
+        let scope = self.look(&request)?;
+        let reference = request.get_ref().group.as_ref();
+        let group = self.controller.snapshots.groups.get(reference)?;
+        if !group.members.iter().all(|m| scope.sees_volume(&self.controller, m.volume.0)) {
+            let named = reference.map(|r| if r.id.is_empty() { &r.name } else { &r.id });
+            return Err(Error::missing("group snapshot", named.cloned().unwrap_or_default()).into());
+        }
+        Ok(Response::new(view::group(&self.controller.state, &group)))
+    }
+
+    async fn list_group_snapshots(
+        &self,
+        request: Request<ListGroupSnapshotsRequest>,
+    ) -> Result<Response<ListGroupSnapshotsResponse>, Status> {
+        let scope = self.look(&request)?;
+        let ListGroupSnapshotsRequest { max_entries, after } = request.into_inner();
+        let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
+        let page = self.controller.snapshots.groups.list(&after, max_entries as usize)?;
+        let is_full = page.len() == max_entries as usize;
+        let next = page.last().filter(|_| is_full).map(|group| group.id.0.to_string());
+        let seen = page.iter().filter(|group| {
+            group.members.iter().all(|m| scope.sees_volume(&self.controller, m.volume.0))
+        });
+        let groups = seen.map(|group| view::group(&self.controller.state, group)).collect();
+        Ok(Response::new(ListGroupSnapshotsResponse { groups, next: next.unwrap_or_default() }))
     }
 
     async fn revert_volume(

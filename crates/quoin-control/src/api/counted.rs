@@ -12,7 +12,7 @@ use http_body::{Frame, SizeHint};
 use tonic::Status;
 use tonic::body::Body;
 
-/// What one message may have.
+/// Limits of one message.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub message_bytes_max: usize,
@@ -231,7 +231,7 @@ impl Scan {
             };
         let left = self.open.last().copied().unwrap_or_default();
         if is_looked_into {
-            // One that claims more than its message has is refused by the decoder.
+            // A field that claims more than its message has is refused by the decoder.
             self.open.push(length.min(left));
             self.at = At::Tag(Varint::default());
         } else {

@@ -1,4 +1,4 @@
-//! Who may call what, decided by the path before anything of a request's body is read.
+//! Access to calls, decided by the path before anything of a request's body is read.
 //!
 //! A message is decoded whole before a handler sees it, so a handler is too late to turn a stranger
 //! away: the message would have taken its memory by then. Here the caller's role is held against the
@@ -85,6 +85,10 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/DeleteSnapshot", OpenTo::Users, ASKED),
     ("Cluster/GetSnapshot", OpenTo::Users, ASKED),
     ("Cluster/ListSnapshots", OpenTo::Users, ASKED),
+    ("Cluster/CreateGroupSnapshot", OpenTo::Users, ASKED),
+    ("Cluster/DeleteGroupSnapshot", OpenTo::Users, ASKED),
+    ("Cluster/GetGroupSnapshot", OpenTo::Users, ASKED),
+    ("Cluster/ListGroupSnapshots", OpenTo::Users, ASKED),
     ("Cluster/RevertVolume", OpenTo::Users, SMALL),
     ("Cluster/PullSnapshot", OpenTo::Users, SMALL),
     ("Cluster/CreateSchedule", OpenTo::Users, ASKED),
@@ -129,7 +133,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
 
 const PACKAGE: &str = "/quoin.control.v1.";
 
-/// What the call of a path is open to and may carry.
+/// The callers of a path, and the limits of what they may carry.
 fn call(path: &str) -> Option<(OpenTo, Limits)> {
     let call = path.strip_prefix(PACKAGE)?;
     CALLS.iter().find(|(name, ..)| *name == call).map(|(_, open_to, limits)| (*open_to, *limits))

@@ -166,6 +166,7 @@ impl Reports {
             leaving: report.leaving,
             error: report.error.clone(),
             warning: report.warning.clone(),
+            ring_full: report.ring_full,
             capacity_bytes: report.capacity_bytes,
             used_bytes: report.used_bytes,
             free_bytes: report.free_bytes,
@@ -184,6 +185,7 @@ impl Reports {
                     capacity_bytes: before.capacity_bytes,
                     used_bytes: before.used_bytes,
                     free_bytes: before.free_bytes,
+                    ring_full: before.ring_full,
                     replicas: before.replicas,
                     scrub: before.scrub,
                     report: 0,
@@ -195,7 +197,8 @@ impl Reports {
                 seen.replicas = before.replicas;
                 seen.change(listed, removed)
             }
-            // What it builds on is not known here: it says everything with its next report.
+            // The report that it builds on is not known here: it says everything with its next
+            // report.
             before if report.since != 0 => {
                 seen.replicas = before.map(|before| before.replicas).unwrap_or_default();
                 seen.report = 0;
@@ -273,7 +276,7 @@ impl Reports {
                 start_nonce: counts.nonce,
                 mark: counts.mark,
                 scrub_request,
-                // One that leaves before it reached the controller does not know its own.
+                // A pool that leaves before it reached the controller does not know its own.
                 address: match record.address.is_empty() {
                     true => std::mem::take(&mut pool.address),
                     false => record.address.clone(),
@@ -638,7 +641,7 @@ fn with_pool(
     message: &str,
 ) -> String {
     let of_it = |r: &&ReplicaRecord| r.id.0.to_string() == replica_id;
-    // One that moves is in two of them, and its target speaks of either.
+    // A replica that moves is in two of them, and its target speaks of either.
     let pools: Vec<&str> = match (reporter.kind, volume) {
         ("pool", _) => vec![&reporter.name],
         (_, Some(volume)) => {
@@ -685,7 +688,7 @@ fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-/// Whether the text is a host and a port.
+/// Returns true if the text is a host and a port.
 fn is_host_port(text: &str) -> bool {
     let parts = text.rsplit_once(':');
     parts.is_some_and(|(host, port)| {

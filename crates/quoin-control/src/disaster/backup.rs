@@ -23,6 +23,7 @@ use crate::Error;
 use crate::membership::members::Members;
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::state::State;
+use crate::state::group_records::GroupRecord;
 use crate::state::records::{
     CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
     RecoveryRecord, TokenRecord, VolumeRecord, decode,
@@ -86,7 +87,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 16] = [
+    let kinds: [(&str, Reader); 17] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -96,6 +97,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (SnapshotRecord::PREFIX, read::<SnapshotRecord>),
         (SnapshotName::PREFIX, read::<SnapshotName>),
         (ScheduleRecord::PREFIX, read::<ScheduleRecord>),
+        (GroupRecord::PREFIX, read::<GroupRecord>),
         (RevertRecord::PREFIX, read::<RevertRecord>),
         (TokenRecord::PREFIX, read::<TokenRecord>),
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),

@@ -25,7 +25,7 @@ pub fn new_file(directory: &Path, seconds: i64) -> PathBuf {
     files.find(|file| !file.exists()).unwrap_or_else(|| file_of(directory, seconds))
 }
 
-/// Whether this module made the name: the prefix and `YYYYMMDDTHHMMSSZ`.
+/// Returns true if this module made the name: the prefix and `YYYYMMDDTHHMMSSZ`.
 fn is_ours(name: &str) -> bool {
     let Some(time) = name.strip_prefix(PREFIX) else { return false };
     let form = b"DDDDDDDDTDDDDDDZ";

@@ -246,7 +246,7 @@ fn reduce(
     volume.membership = MembershipRecord::from(&next);
     volume.forget_retired();
     volume.fence(false, term)?;
-    // Whoever has it open finds that it is not his any more, and opens it anew.
+    // A target that has it open finds that it is not its own any more, and opens it anew.
     volume.owner = None;
     volume.may_have_lost_ms = now_ms();
     Ok(())

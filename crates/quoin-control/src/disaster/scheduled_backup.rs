@@ -109,7 +109,7 @@ impl BackupSchedule {
                 _ = shutdown.wait_for(|down| *down) => return,
             }
             wait = AGAIN_AFTER.min(self.every);
-            // What comes from a backup itself is none before it agrees with the pools.
+            // A copy of records that come from a backup is none before it agrees with the pools.
             if controller.state.check_ruling().is_err() {
                 continue;
             }

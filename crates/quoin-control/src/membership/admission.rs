@@ -25,7 +25,7 @@ impl Replaced {
         *self.0.lock().expect("no holder of this lock panics") = Some(Instant::now());
     }
 
-    /// Whether a connection began before the replacement: the former authority verified it.
+    /// Returns true if a connection began before the replacement: the former authority verified it.
     fn is_after(&self, connected: Instant) -> bool {
         self.0.lock().expect("no holder of this lock panics").is_some_and(|at| connected <= at)
     }
@@ -59,7 +59,7 @@ fn name_of(role: Role, holder: &str) -> String {
     format!("{role}/{holder}")
 }
 
-/// Who is a member, by keys.
+/// Members, by their keys.
 pub struct Admission {
     state: Arc<State>,
     replaced: Replaced,
@@ -178,7 +178,7 @@ impl Admission {
         self.state.joined.members.update(&name_of(role, name), remove).await.map(drop)
     }
 
-    /// Whether this node may manage volumes that are not attached to it.
+    /// Returns true if this node may manage volumes that are not attached to it.
     pub(crate) fn manages_volumes(&self, node: &str) -> bool {
         let member = self.state.joined.members.get(&name_of(Role::Node, node));
         member.is_some_and(|member| member.manages_volumes && !member.removed)

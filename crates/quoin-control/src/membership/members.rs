@@ -110,8 +110,8 @@ impl Members {
         tokens
     }
 
-    /// Whether the records are doubted since the token was made: another copy of them may say that it
-    /// was used or revoked.
+    /// Returns true if the records are doubted since the token was made: another copy of them may
+    /// say that it was used or revoked.
     fn is_doubted(&self, token: &TokenRecord) -> bool {
         let doubt = self.state.term.recovery.get(RecoveryRecord::NAME);
         doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)

@@ -126,7 +126,7 @@ impl Terms {
         }
     }
 
-    /// Whether what is said is ordered by records that rule.
+    /// Returns true if what is said is ordered by records that rule.
     pub(crate) fn claims(&self) -> bool {
         self.state.check_ruling().is_ok() && !self.state.term.recovering.load(Ordering::Relaxed)
     }
@@ -203,7 +203,7 @@ impl Terms {
         Recovering(&self.state)
     }
 
-    /// Whether a member heard of a term that this one is not above.
+    /// Returns true if a member heard of a term that this one is not above.
     pub(crate) fn is_overtaken(&self) -> bool {
         let (own, heard) = (self.state.term(), *self.state.term.heard());
         heard != own && heard.number >= own.number && heard != Term::default()

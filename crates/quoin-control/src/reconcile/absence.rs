@@ -8,7 +8,7 @@ use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::records::VolumeRecord;
 
-/// Who is away, by the events so far.
+/// Members that are away, by the events so far.
 pub struct Absence {
     state: Arc<State>,
     /// ("pool" or "node", name).

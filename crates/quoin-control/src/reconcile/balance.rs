@@ -188,7 +188,7 @@ fn gain(from: &Candidate, to: &Candidate, movable: &Movable, apart: i128) -> Opt
     is_worth_it.then_some(lowers)
 }
 
-/// Whether the rules of new replicas allow the replica in this pool.
+/// Returns true if the rules of new replicas allow the replica in this pool.
 fn fits(movable: &Movable, to: &Candidate, pools: &[Candidate]) -> bool {
     let Movable { volume, guid, barred, .. } = movable;
     if barred.contains(&to.name) {

@@ -60,7 +60,7 @@ pub struct Healer {
     memory: Mutex<Memory>,
 }
 
-/// What the healer works on.
+/// Work of the healer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(crate) enum Step {
     Volume(VolumeId),
@@ -165,7 +165,7 @@ impl Healer {
         self.memory().counts
     }
 
-    /// Whether replicas should be elsewhere and wait for it.
+    /// Returns true if replicas should be elsewhere and wait for it.
     pub(crate) fn is_busy(&self) -> bool {
         let memory = self.memory();
         memory.needs.values().map(Vec::len).sum::<usize>() > memory.stuck.len()
@@ -543,8 +543,8 @@ struct Room {
     free: Vec<Candidate>,
 }
 
-/// Whether a replica counts nowhere yet, and no user named its pool. A move that evens out pools is
-/// given up instead.
+/// Returns true if a replica counts nowhere yet, and no user named its pool. A move that evens out
+/// pools is given up instead.
 fn is_free_to_go(volume: &VolumeRecord, replica: &ReplicaRecord) -> bool {
     !volume.is_known(replica) && !replica.placed && replica.cause != Cause::Balance
 }
@@ -555,7 +555,7 @@ pub(crate) fn in_sync(volume: &VolumeRecord, status: &VolumeStatus) -> usize {
     pairs.filter(|(r, s)| volume.is_known(r) && s.phase == "InSync").count()
 }
 
-/// Whether another change of the volume's replicas is under way.
+/// Returns true if another change of the volume's replicas is under way.
 fn is_changing_beside(volume: &VolumeRecord, guid: ReplicaGuid) -> bool {
     let newcomer = |r: &ReplicaRecord| r.guid.0 != guid && !volume.is_known(r);
     volume.replicas.iter().any(|replica| replica.leaving || newcomer(replica))

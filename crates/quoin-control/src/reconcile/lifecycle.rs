@@ -21,7 +21,7 @@ use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
 
-/// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
+/// Answers of pools about the incarnations of one volume: (pool, GUID) → state.
 type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
 type News = (Severity, Object, &'static str, String);
 
@@ -183,7 +183,8 @@ impl Lifecycle {
         self.conditions.look(volume);
         let status = crate::status::shown(&self.state, volume);
         let now = status.health;
-        // Who was taken in since the target's last report is not in that: the next one tells.
+        // A replica that was taken in since the target's last report is not in that: the next one
+        // tells.
         let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
         if matches!(now, "Unknown" | "Opening") || (now == "Degraded" && is_passing()) {
             return;
@@ -212,8 +213,8 @@ impl Lifecycle {
         self.state.announce(&Concerned::Status);
     }
 
-    /// Whether all that keeps a volume from being whole are replicas that its target has not spoken
-    /// of yet, its last report being older than the membership that has them.
+    /// Returns true if all that keeps a volume from being whole are replicas that its target has
+    /// not spoken of yet, its last report being older than the membership that has them.
     fn is_not_yet_told(&self, volume: &VolumeRecord, status: &VolumeStatus) -> bool {
         let observed = self.state.observed();
         let Some(seen) = crate::status::serving(&self.state, &observed, volume) else {
@@ -232,8 +233,8 @@ impl Lifecycle {
     }
 }
 
-/// Whether a volume that is attached nowhere is only being opened and worked on, with all of its
-/// replicas there: nobody's IO waits, and a target that does not get on is replaced.
+/// Returns true if a volume that is attached nowhere is only being opened and worked on, with all
+/// of its replicas there: nobody's IO waits, and a target that does not get on is replaced.
 fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
     let is_there =
         |status: &ReplicaStatus| ["InSync", "CatchingUp", "Rebuilding"].contains(&status.phase);
@@ -277,7 +278,7 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, are_own: bool, news: &mut 
             }
             let name = volume.spec.name.clone();
             let known = volume.membership.known.clone();
-            // Those whose place another record takes are not made anew where they were.
+            // Replicas whose place another record takes are not made anew where they were.
             let followed: Vec<_> = volume
                 .replicas
                 .iter()

@@ -157,7 +157,7 @@ impl Parts {
         tasks.spawn(work(self.tender.clone()));
         tasks.spawn(work(evening));
         tasks.spawn(rounds(state.clone()));
-        // What was left over by the last process comes first.
+        // Work that the last process left over comes first.
         for volume in state.volumes.list() {
             self.lifecycle.queue().add(volume.id.0, Duration::ZERO);
             state.look_at(&[volume]);

@@ -1,4 +1,4 @@
-//! Whether pools are reached at the addresses that they tell.
+//! Reach of pools at the addresses that they tell.
 //!
 //! A pool may report, and so be alive, and still be out of reach: behind a firewall, or with an
 //! address that only its own host understands. Nothing is placed on it and nothing is expected of
@@ -54,7 +54,7 @@ pub(crate) enum Turn {
 /// The ways to all pools, as far as they are known.
 #[derive(Debug, Default)]
 pub struct Reach {
-    /// Whether this controller dials; one that does not takes every address as it is told.
+    /// True if this controller dials; one that does not takes every address as it is told.
     dials: bool,
     pools: HashMap<String, Standing>,
     /// Notified when a pool is to be dialled now.
@@ -255,7 +255,7 @@ impl Dialler {
         }
     }
 
-    /// Whether some member is on another host than the pool.
+    /// Returns true if some member is on another host than the pool.
     fn has_hosts_beside(&self, pool: &str) -> bool {
         let Some(own) = self.state.pools.get(pool).map(|pool| pool.node.clone()) else {
             return false;

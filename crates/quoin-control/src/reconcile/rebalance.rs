@@ -216,7 +216,7 @@ impl Balancer {
         })
     }
 
-    /// Whether what pools say they use is to become less.
+    /// Returns true if what pools say they use is to become less.
     fn is_deleting(&self) -> bool {
         let shrinking = self.state.volumes.indexed(|index| Some(index.shrinking()));
         let observed = self.state.observed();
@@ -283,7 +283,8 @@ impl Balancer {
         movables
     }
 
-    /// Whether a volume is whole, nothing of it is being changed, and its policy lets it move.
+    /// Returns true if a volume is whole, nothing of it is being changed, and its policy lets it
+    /// move.
     fn is_still(&self, Standing { volume, status }: &Standing) -> bool {
         self.state.replace_after(volume) != ReplaceAfter::Never
             && status.health == "Online"

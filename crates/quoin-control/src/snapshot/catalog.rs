@@ -6,7 +6,7 @@ use std::time::Duration;
 use quoin_api::control::{self as api, SnapshotRef, VolumeRef};
 use quoin_replication::primary::USER_SNAPSHOTS_MAX;
 use quoin_types::VolumeId;
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{GroupId, SnapshotId};
 
 use crate::Error;
 use crate::state::events::{Object, Severity};
@@ -111,7 +111,7 @@ impl Snapshots {
         if count >= USER_SNAPSHOTS_MAX {
             return Err(too_many(&volume.spec.name));
         }
-        self.record(&volume, name, schedule).await
+        self.record(&volume, name, schedule, None).await
     }
 
     /// Records that a snapshot is wanted for a copy of the volume under this name, or finds the one
@@ -152,13 +152,15 @@ impl Snapshots {
         self.wish(snapshot).await
     }
 
-    async fn record(
+    /// Records an attempt. The caller holds the lock of changes.
+    pub(super) async fn record(
         &self,
         volume: &VolumeRecord,
         name: &str,
         schedule: &str,
+        group: Option<Text<GroupId>>,
     ) -> Result<Arc<SnapshotRecord>, Error> {
-        let snapshot = wished(volume, name.to_owned(), schedule);
+        let snapshot = SnapshotRecord { group, ..wished(volume, name.to_owned(), schedule) };
         let tables = &self.state.snapshots;
         let named = SnapshotName { snapshot_name: name.to_owned(), snapshot_id: snapshot.id };
         let taken = tables.names.create(named.clone()).await?.is_err();
@@ -249,9 +251,28 @@ impl Snapshots {
     pub async fn delete(&self, reference: Option<&SnapshotRef>) -> Result<(), Error> {
         let _changing = self.state.snapshots.changing.lock().await;
         match self.get(reference) {
-            Ok(snapshot) => self.remove(&snapshot, "").await,
+            Ok(snapshot) => {
+                self.refuse_member(&snapshot)?;
+                self.remove(&snapshot, "").await
+            }
             Err(Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(error),
+        }
+    }
+
+    /// A member of a group is deleted with all the others: alone it would leave a group that is none.
+    fn refuse_member(&self, snapshot: &SnapshotRecord) -> Result<(), Error> {
+        let group = snapshot.group.and_then(|id| self.state.snapshots.group(id.0));
+        match group.filter(|group| group.is_listed()) {
+            None => Ok(()),
+            Some(group) => {
+                let rule = format!(
+                    "{:?} belongs to group snapshot {:?}, whose snapshots are deleted together: \
+                     `quoin snapshot group delete`",
+                    snapshot.name, group.name
+                );
+                Err(Error::invalid("snapshot", rule))
+            }
         }
     }
 
@@ -377,6 +398,7 @@ fn wished(volume: &VolumeRecord, name: String, schedule: &str) -> SnapshotRecord
         wished_ms: now_ms(),
         cut: None,
         schedule: schedule.to_owned(),
+        group: None,
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),
@@ -406,7 +428,10 @@ pub(crate) async fn give_up_attempts(state: &State) -> Result<usize, Error> {
     let _changing = state.snapshots.changing.lock().await;
     let mut given_up = 0;
     for attempt in state.snapshots.records.list() {
-        if attempt.phase != SnapshotPhase::Wished {
+        // A group that counts has its cuts in its own record.
+        let group = attempt.group.and_then(|id| state.snapshots.group(id.0));
+        let is_cut = group.is_some_and(|group| group.cut_of(attempt.id.0).is_some());
+        if attempt.phase != SnapshotPhase::Wished || is_cut {
             continue;
         }
         let give_up = |snapshot: &mut SnapshotRecord| {

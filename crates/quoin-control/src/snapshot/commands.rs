@@ -10,19 +10,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{
-    self as api, CommandOutcome, MakeSnapshot, PulledPart, RemoveSnapshot, TargetCommand,
-    command_outcome, target_command,
+    self as api, CommandOutcome, ConfirmSnapshot, CutPoint, HoldPoint, MakeSnapshot, PulledPart,
+    ReleasePoint, RemoveSnapshot, TargetCommand, command_outcome, target_command,
 };
-use quoin_types::VolumeId;
-use quoin_types::ids::SnapshotId;
+use quoin_replication::group_point::{PointAnswer, PointCommand};
+use quoin_replication::primary::{PointOutcome, SnapshotOutcome};
+use quoin_types::entry::Chain;
+use quoin_types::ids::{GroupId, PointId, SnapshotId};
+use quoin_types::message::SnapshotHead;
+use quoin_types::{Epoch, Lsn, VolumeId};
 use tokio::time::Instant;
 
 use super::catalog::{about, too_many};
+use super::groups::Groups;
+use super::points::Points;
 use super::reverts;
 use crate::Error;
 use crate::state::State;
 use crate::state::events::Severity;
-use crate::state::records::{Record, VolumeRecord};
+use crate::state::records::{Record, Text, VolumeRecord};
 use crate::state::revert_records::RevertPhase;
 use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
 use crate::text;
@@ -31,15 +37,20 @@ use crate::volume::spec::SIZE_BYTES_MAX;
 
 /// Time after which a command without an outcome is sent again.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
+/// The same of a step of a point, for which other volumes hold their answers back.
+const REPEAT_STEP_AFTER: Duration = Duration::from_millis(200);
 /// Commands that a stream sends in one look.
 const COMMANDS_MAX: usize = 256;
 /// A target's clock that is ahead by more is not believed.
 const AHEAD_MAX_MS: u64 = 24 * 3600 * 1000;
+const LSN_MAX: u64 = quoin_types::LSN_MAX.0;
 
 /// Commands and their outcomes.
 #[derive(Clone)]
 pub struct Commands {
     state: Arc<State>,
+    groups: Arc<Groups>,
+    points: Arc<Points>,
 }
 
 /// Commands of one node, as one stream has sent them.
@@ -48,6 +59,8 @@ pub struct CommandStream {
     node: String,
     /// Time of the last sending of each, by the snapshot's record name.
     sent: BTreeMap<String, (SnapshotPhase, Instant)>,
+    /// The same of steps of points.
+    steps_sent: BTreeMap<(PointId, VolumeId), (PointCommand, Instant)>,
     /// The same of Reverts, by their commands.
     sent_reverts: Sent<(SnapshotId, RevertPhase)>,
     /// The same of parts that are to be read, by their numbers.
@@ -82,15 +95,18 @@ struct Due {
 }
 
 impl Commands {
-    pub(crate) fn new(state: Arc<State>) -> Self {
-        Self { state }
+    pub(crate) fn new(state: Arc<State>, groups: Arc<Groups>, points: Arc<Points>) -> Self {
+        Self { state, groups, points }
     }
 
-    pub fn of_node(&self, node: &str) -> CommandStream {
+    /// The stream of a node's target. `knows_points`: the commands of points may be sent.
+    pub fn of_node(&self, node: &str, knows_points: bool) -> CommandStream {
+        self.points.follows(node, knows_points);
         CommandStream {
             commands: self.clone(),
             node: node.to_owned(),
             sent: BTreeMap::new(),
+            steps_sent: BTreeMap::new(),
             sent_reverts: Sent(BTreeMap::new()),
             sent_pulls: Sent(BTreeMap::new()),
         }
@@ -108,7 +124,58 @@ impl Commands {
             volume.is_some_and(|volume| is_served_by(&volume, node))
         };
         let here = open.into_iter().filter(is_served);
-        here.flat_map(|volume| self.state.snapshots.open_of(volume)).collect()
+        // Members of a group are cut together, by the steps of a point.
+        let is_alone =
+            |s: &Arc<SnapshotRecord>| s.phase != SnapshotPhase::Wished || s.group.is_none();
+        here.flat_map(|volume| self.state.snapshots.open_of(volume)).filter(is_alone).collect()
+    }
+
+    /// Steps of points that this node's target is to take now.
+    fn steps_at(&self, node: &str) -> Vec<(PointId, VolumeId, PointCommand)> {
+        if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
+            return Vec::new();
+        }
+        self.points.commands(|volume| {
+            let volume = self.state.volumes.get(&volume.to_string());
+            volume.is_some_and(|volume| is_served_by(&volume, node))
+        })
+    }
+
+    /// Has those looked at that a step of a point concerns.
+    fn moved(&self, group: GroupId, volumes: &[VolumeId]) {
+        volumes.iter().for_each(|volume| self.state.tell_target(*volume));
+        self.groups.look_at_group(group);
+    }
+
+    /// Takes in the outcome of a step; false: it is none of a point that is under way.
+    fn stepped(&self, volume: VolumeId, id: &str, outcome: PointOutcome) -> bool {
+        let Ok(point) = id.parse::<PointId>() else { return false };
+        let answer = PointAnswer::Step(outcome);
+        let moved = self.points.answered(Instant::now(), volume, point, answer);
+        if let Some((group, volumes)) = &moved {
+            self.moved(*group, volumes);
+        }
+        moved.is_some()
+    }
+
+    /// Takes in what was said of a group's snapshot while it is made; false: it is none.
+    fn settled(
+        &self,
+        snapshot: &SnapshotRecord,
+        outcome: SnapshotOutcome,
+        size_bytes: u64,
+    ) -> bool {
+        let Some(Text(group)) = snapshot.group else { return false };
+        if snapshot.phase != SnapshotPhase::Wished {
+            return false;
+        }
+        let answer = PointAnswer::Snapshot { id: snapshot.id.0, outcome };
+        let (now, volume) = (Instant::now(), snapshot.volume.0);
+        let moved = self.points.snapshot_answered(now, volume, group, answer, size_bytes);
+        if let Some(volumes) = moved {
+            self.moved(group, &volumes);
+        }
+        true
     }
 
     /// Takes in the outcome of a command, if the node is the one that serves the volume. Anything
@@ -130,7 +197,39 @@ impl Commands {
             Some(What::VolumeReverted(reverted)) => {
                 reverts::done(&self.state, volume, &outcome.id, reverted.lsn).await
             }
-            Some(What::Refused(refused)) => self.refused(volume, &outcome.id, refused).await,
+            Some(What::PointHeld(_)) => {
+                self.stepped(volume, &outcome.id, PointOutcome::Held);
+                Ok(())
+            }
+            Some(What::PointCut(cut)) => {
+                let snapshot: SnapshotId =
+                    crate::api::reports::id("snapshot_id", &cut.snapshot_id)?;
+                check_lsn(cut.lsn)?;
+                let (lsn, epoch) = (Lsn(cut.lsn), Epoch(cut.epoch));
+                self.stepped(volume, &outcome.id, PointOutcome::Cut { snapshot, lsn, epoch });
+                Ok(())
+            }
+            Some(What::PointReleased(released)) => {
+                let unbroken = released.unbroken;
+                self.stepped(volume, &outcome.id, PointOutcome::Released { unbroken });
+                Ok(())
+            }
+            Some(What::SnapshotGone(gone)) => {
+                if let Some(snapshot) = self.snapshot(volume, &gone.snapshot_id) {
+                    self.settled(&snapshot, SnapshotOutcome::Gone, 0);
+                }
+                Ok(())
+            }
+            Some(What::Refused(refused)) => {
+                let why = match refused.reason() {
+                    api::command_refused::Reason::TooManySnapshots => SnapshotOutcome::TooMany,
+                    _ => SnapshotOutcome::Unsupported,
+                };
+                if self.stepped(volume, &outcome.id, PointOutcome::Refused(why)) {
+                    return Ok(());
+                }
+                self.refused(volume, &outcome.id, refused).await
+            }
             // An outcome of a later version, of a command that this one does not send.
             None => Ok(()),
         }
@@ -155,6 +254,14 @@ impl Commands {
     async fn made(&self, volume: VolumeId, made: &api::SnapshotMade) -> Result<(), Error> {
         let Some(snapshot) = self.snapshot(volume, &made.snapshot_id) else { return Ok(()) };
         let cut = cut(&snapshot, made)?;
+        let head = made
+            .epoch
+            .zip(made.chain)
+            .map(|(epoch, chain)| SnapshotHead { epoch: Epoch(epoch), chain: Chain(chain) });
+        let outcome = SnapshotOutcome::Made { lsn: Lsn(cut.lsn), head };
+        if self.settled(&snapshot, outcome, cut.size_bytes) {
+            return Ok(());
+        }
         let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.made(cut));
         let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
         if let Some((snapshot, true)) = updated {
@@ -221,11 +328,16 @@ fn is_served_by(volume: &VolumeRecord, node: &str) -> bool {
     volume.phase.is_kept() && volume.owner.as_deref() == Some(node)
 }
 
+fn check_lsn(lsn: u64) -> Result<(), Error> {
+    match lsn {
+        1..=LSN_MAX => Ok(()),
+        lsn => Err(Error::invalid("lsn", format!("{lsn} is out of range"))),
+    }
+}
+
 /// The cut as it is recorded. What a target reports is bounded, not believed.
 fn cut(snapshot: &SnapshotRecord, made: &api::SnapshotMade) -> Result<Cut, Error> {
-    if made.lsn == 0 || made.lsn > quoin_types::LSN_MAX.0 {
-        return Err(Error::invalid("lsn", format!("{} is out of range", made.lsn)));
-    }
+    check_lsn(made.lsn)?;
     if made.size_bytes > SIZE_BYTES_MAX {
         return Err(Error::invalid("size_bytes", format!("{} is out of range", made.size_bytes)));
     }
@@ -263,27 +375,64 @@ fn command(snapshot: &SnapshotRecord, term: &[u8]) -> TargetCommand {
     }
 }
 
+fn step(point: PointId, volume: VolumeId, step: PointCommand, term: &[u8]) -> TargetCommand {
+    use target_command::What;
+    let (id, what) = match step {
+        PointCommand::Hold { for_ms } => (point.to_string(), What::HoldPoint(HoldPoint { for_ms })),
+        PointCommand::Cut { snapshot } => {
+            let snapshot_id = snapshot.to_string();
+            (point.to_string(), What::CutPoint(CutPoint { snapshot_id }))
+        }
+        PointCommand::Release => (point.to_string(), What::ReleasePoint(ReleasePoint {})),
+        PointCommand::Confirm { snapshot } => {
+            let snapshot_id = snapshot.to_string();
+            (snapshot_id.clone(), What::ConfirmSnapshot(ConfirmSnapshot { snapshot_id }))
+        }
+    };
+    TargetCommand { id, volume_id: volume.to_string(), term: term.to_vec(), what: Some(what) }
+}
+
 impl CommandStream {
+    /// Steps of points to send now, and the time after which to look again.
+    fn steps(&mut self, now: Instant, term: &[u8]) -> (Vec<TargetCommand>, Option<Duration>) {
+        let due = self.commands.steps_at(&self.node);
+        let is_due = |key: &(PointId, VolumeId)| due.iter().any(|(p, v, _)| (*p, *v) == *key);
+        self.steps_sent.retain(|key, _| is_due(key));
+        let mut commands = Vec::new();
+        for (point, volume, what) in &due {
+            let sent = self.steps_sent.get(&(*point, *volume));
+            let is_sent = sent.is_some_and(|(before, at)| {
+                before == what && now.duration_since(*at) < REPEAT_STEP_AFTER
+            });
+            if !is_sent {
+                self.steps_sent.insert((*point, *volume), (*what, now));
+                commands.push(step(*point, *volume, *what, term));
+            }
+        }
+        (commands, (!due.is_empty()).then_some(REPEAT_STEP_AFTER))
+    }
+
     /// Commands to send now, and the time after which to look again; `None`: after a change.
     pub fn next(&mut self, now: Instant, term: &[u8]) -> (Vec<TargetCommand>, Option<Duration>) {
         let open = self.commands.open_at(&self.node);
         let names: std::collections::BTreeSet<String> =
             open.iter().map(|snapshot| snapshot.name()).collect();
         self.sent.retain(|name, _| names.contains(name));
-        let mut commands = Vec::new();
+        let (mut commands, steps_pause) = self.steps(now, term);
+        let most = commands.len() + COMMANDS_MAX;
         for snapshot in &open {
             let name = snapshot.name();
             let is_sent = self.sent.get(&name).is_some_and(|(phase, at)| {
                 *phase == snapshot.phase && now.duration_since(*at) < REPEAT_AFTER
             });
-            if !is_sent && commands.len() < COMMANDS_MAX {
+            if !is_sent && commands.len() < most {
                 self.sent.insert(name, (snapshot.phase, now));
                 commands.push(command(snapshot, term));
             }
         }
         let others = self.others(now, term);
         commands.extend(others.commands);
-        (commands, (!open.is_empty() || others.any_open).then_some(REPEAT_AFTER))
+        (commands, steps_pause.or((!open.is_empty() || others.any_open).then_some(REPEAT_AFTER)))
     }
 }
 

@@ -1,5 +1,5 @@
-//! What follows from the end of a volume for its snapshots, and from the end of its snapshots for a
-//! volume that is Retained.
+//! The end of a volume for its snapshots, and the end of its snapshots for a volume that is
+//! Retained.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use quoin_types::VolumeId;
 use tokio::time::Instant;
 
+use super::groups::Groups;
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::events::Severity;
@@ -24,6 +25,7 @@ const COPY_WITHIN_MS: u64 = 600_000;
 /// Reconciler of volumes that end with their snapshots.
 pub struct SnapshotKeeper {
     state: Arc<State>,
+    groups: Arc<Groups>,
     queue: Arc<Queue<VolumeId>>,
 }
 
@@ -39,20 +41,21 @@ impl Reconciler for SnapshotKeeper {
     async fn reconcile(&self, volume: &VolumeId, _: Instant) -> Result<Next, Error> {
         if self.state.check_ruling().is_ok() {
             self.look(*volume).await?;
+            self.groups.look_at(*volume);
         }
         Ok(Next::Rest)
     }
 }
 
 impl SnapshotKeeper {
-    pub(crate) fn new(state: Arc<State>) -> Self {
+    pub(crate) fn new(state: Arc<State>, groups: Arc<Groups>) -> Self {
         let queue = queue_of_volumes(&state, PAUSE);
         // A crash may have left snapshots of a volume that has no record any more, which nothing
         // else brings here.
         for snapshot in state.snapshots.records.list() {
             queue.add(snapshot.volume.0, PAUSE);
         }
-        Self { state, queue }
+        Self { state, groups, queue }
     }
 
     /// Looks at every volume, and at every one that only snapshots are left of.

@@ -4,6 +4,8 @@
 //! a stream of small commands and takes the outcomes in; a command is repeated until its outcome is
 //! recorded. A volume that is attached nowhere is lent a target for it ([`crate::reconcile::tending`]).
 //!
+//! Snapshots of several volumes at one point are a group ([`groups`]).
+//!
 //! A volume goes back to one of its snapshots by the same commands ([`reverts`]), and the content of
 //! snapshots is read by them, part by part ([`history`]).
 //!
@@ -12,8 +14,11 @@
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
+mod group_attempts;
+pub(crate) mod groups;
 pub mod history;
 pub(crate) mod keeper;
+pub(crate) mod points;
 pub(crate) mod recovery;
 pub(crate) mod reverts;
 pub(crate) mod schedules;
@@ -23,10 +28,11 @@ use std::sync::Arc;
 
 use crate::state::State;
 
-/// What users and targets ask of snapshots, and who looks after them.
+/// Parts that answer users and targets about snapshots, and look after them.
 pub struct Parts {
     pub catalog: Arc<catalog::Snapshots>,
     pub schedules: Arc<schedules::Schedules>,
+    pub groups: Arc<groups::Groups>,
     pub reverts: reverts::Reverts,
     pub history: history::History,
     pub commands: commands::Commands,
@@ -36,12 +42,15 @@ pub struct Parts {
 impl Parts {
     pub(crate) fn new(state: &Arc<State>) -> Self {
         let catalog = Arc::new(catalog::Snapshots::new(state.clone()));
+        let points = Arc::new(points::Points::new());
+        let groups = Arc::new(groups::Groups::new(state.clone(), catalog.clone(), points.clone()));
         Self {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
             reverts: reverts::Reverts::new(state.clone(), catalog.clone()),
             history: history::History::new(state.clone(), catalog.clone()),
-            commands: commands::Commands::new(state.clone()),
-            keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone())),
+            commands: commands::Commands::new(state.clone(), groups.clone(), points),
+            keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone(), groups.clone())),
+            groups,
             catalog,
         }
     }

@@ -3,7 +3,8 @@
 //! Attempts that were under way are given up ([`super::catalog::give_up_attempts`]). Of a volume that
 //! an open quorum of its replicas told of, snapshots without a record get one again, under a name
 //! made of their id, so that they are seen, and keep the volume when it is deleted; records of
-//! snapshots that no replica has are removed.
+//! snapshots that no replica has are removed. A volume that its user had deleted, and that they keep,
+//! is out of users' sight again.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -14,10 +15,10 @@ use super::catalog::about;
 use crate::Error;
 use crate::disaster::salvage::Told;
 use crate::disaster::salvage::decide::{Finding, Held};
-use crate::state::State;
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumeRecord};
+use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::{Cut, SnapshotName, SnapshotPhase, SnapshotRecord};
+use crate::state::{State, about as about_volume};
 use crate::time::now_ms;
 
 /// A snapshot that a replica holds.
@@ -66,16 +67,49 @@ pub(crate) async fn agree<'a>(
     for finding in findings {
         let volume = state.volumes.get(&finding.volume.to_string());
         let Some(volume) = volume.filter(|volume| volume.phase.is_kept()) else { continue };
-        let Some((list, all)) = lists(finding, told) else { continue };
-        for found in list {
-            adopt(state, &volume, found).await?;
+        if let Some((list, all)) = lists(finding, told) {
+            for found in list {
+                adopt(state, &volume, &finding.name, found).await?;
+            }
+            forget_gone(state, finding.volume, &all).await?;
         }
-        forget_gone(state, finding.volume, &all).await?;
+        if finding.was_retained && volume.phase == VolumePhase::Ready {
+            retain(state, &volume, &finding.name).await?;
+        }
     }
     Ok(())
 }
 
-async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> Result<(), Error> {
+/// Takes a volume out of users' sight that one of them had deleted, under the name that it had then.
+/// Without a snapshot in the records nothing would keep it: such a one stays in sight.
+async fn retain(state: &State, volume: &VolumeRecord, name: &str) -> Result<(), Error> {
+    if !state.snapshots.keeps(volume.id.0) {
+        return Ok(());
+    }
+    crate::volume::volumes::free_name(state, volume).await?;
+    let change = |volume: &mut VolumeRecord| {
+        let was_shown = volume.phase == VolumePhase::Ready;
+        if was_shown {
+            volume.phase = VolumePhase::Retained;
+            name.clone_into(&mut volume.spec.name);
+            volume.generation += 1;
+        }
+        Ok(was_shown)
+    };
+    let updated = state.volumes.update(&volume.id.0.to_string(), change).await?;
+    if let Some((volume, true)) = updated {
+        let message = "it was deleted before the records were lost, and is kept for its snapshots";
+        state.events.record(Severity::Normal, about_volume(&volume), "VolumeRetained", message);
+    }
+    Ok(())
+}
+
+async fn adopt(
+    state: &State,
+    volume: &VolumeRecord,
+    volume_name: &str,
+    found: &FoundSnapshot,
+) -> Result<(), Error> {
     let id = found.id.to_string();
     if state.snapshots.records.get(&id).is_some() {
         return Ok(());
@@ -95,7 +129,7 @@ async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> R
         id: Text(found.id),
         name,
         volume: volume.id,
-        volume_name: volume.spec.name.clone(),
+        volume_name: volume_name.to_owned(),
         phase: SnapshotPhase::Ready,
         wished_ms: now_ms,
         cut: Some(Cut {
@@ -107,6 +141,8 @@ async fn adopt(state: &State, volume: &VolumeRecord, found: &FoundSnapshot) -> R
             size_bytes: found.blocks.saturating_mul(BLOCK_SIZE as u64),
         }),
         schedule: String::new(),
+        // Pools do not know it either.
+        group: None,
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),

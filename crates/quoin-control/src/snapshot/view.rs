@@ -6,6 +6,7 @@ use quoin_api::control as api;
 use quoin_types::VolumeId;
 
 use crate::state::State;
+use crate::state::group_records::{GroupPhase, GroupRecord};
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
 use crate::time::{now_ms, timestamp};
@@ -34,6 +35,8 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
         epoch: cut.map_or(0, |cut| cut.epoch),
         chain: cut.map_or(0, |cut| cut.chain),
         schedule: snapshot.schedule.clone(),
+        group_id: listed_group(state, snapshot).map(|group| group.id.0.to_string()),
+        group_name: listed_group(state, snapshot).map(|group| group.name.clone()),
         // The record of a volume stays until its last snapshot is gone.
         accessible_topology: volume
             .as_deref()
@@ -43,7 +46,62 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
     }
 }
 
-/// What a snapshot of the volume waits for.
+/// The group that a snapshot is a member of.
+fn listed_group(state: &State, snapshot: &SnapshotRecord) -> Option<Arc<GroupRecord>> {
+    let group = state.snapshots.group(snapshot.group?.0)?;
+    let is_member = |g: &GroupRecord| g.members.iter().any(|m| m.snapshot == Some(snapshot.id));
+    Some(group).filter(|group| group.is_listed() && is_member(group))
+}
+
+/// The message of a group snapshot.
+pub(crate) fn group(state: &State, group: &GroupRecord) -> api::GroupSnapshot {
+    let members: Vec<api::GroupSnapshotMember> = group
+        .members
+        .iter()
+        .map(|member| {
+            let id = member.snapshot.map(|id| id.0.to_string()).unwrap_or_default();
+            let record = state.snapshots.records.get(&id).filter(|record| record.is_listed());
+            api::GroupSnapshotMember {
+                volume_id: member.volume.0.to_string(),
+                volume_name: member.volume_name.clone(),
+                snapshot: record.map(|record| snapshot(state, &record)),
+                snapshot_id: id,
+            }
+        })
+        .collect();
+    let is_ready = group.phase == GroupPhase::Ready;
+    let is_whole = members.iter().all(|member| member.snapshot.is_some());
+    let cut_ms = Some(group.cut_ms()).filter(|ms| *ms > 0);
+    api::GroupSnapshot {
+        id: group.id.0.to_string(),
+        name: group.name.clone(),
+        phase: match is_ready && !is_whole {
+            true => "Incomplete".to_owned(),
+            false => group.phase.as_str().to_owned(),
+        },
+        waiting_for: if is_ready { String::new() } else { group_waits_for(state, group) },
+        wished_at: Some(timestamp(group.wished_ms)),
+        cut_at: cut_ms.map(timestamp),
+        members,
+    }
+}
+
+/// The reason why a group that is not cut yet waits: the first of its volumes that is not ready for it.
+fn group_waits_for(state: &State, group: &GroupRecord) -> String {
+    for member in &group.members {
+        let volume = state.volumes.get(&member.volume.0.to_string());
+        let serves = volume.as_deref().is_some_and(|volume| {
+            volume.owner.is_some() && crate::status::waiting_for(state, volume).is_empty()
+        });
+        if !serves {
+            let what = waiting_for(state, volume.as_deref());
+            return format!("volume {:?}, which needs {what}", member.volume_name);
+        }
+    }
+    "the targets of its volumes, which hold their IO for a moment together".to_owned()
+}
+
+/// The reason why a snapshot of the volume waits.
 pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
     let Some(volume) = volume else { return "its volume, which is gone".to_owned() };
     let Some(node) = &volume.owner else {

@@ -82,7 +82,7 @@ impl Concerned {
     }
 }
 
-/// What a stream is to look at.
+/// Objects that a stream is to look at.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum News {
     All,

@@ -1,4 +1,4 @@
-//! What became of a volume's grants: which node has the present epoch, and which ones no pool opens.
+//! The fate of a volume's grants: which node has the present epoch, and which ones no pool opens.
 
 use quoin_types::{Epoch, Term};
 use serde::{Deserialize, Serialize};
@@ -20,7 +20,7 @@ pub struct Grants {
     /// Sessions up to this epoch are opened by no pool any more: see [`VolumeRecord::fence`].
     #[serde(default, skip_serializing_if = "is_zero")]
     pub fenced: u64,
-    /// Those that are open do not get time to close either.
+    /// Replicas that are open do not get time to close either.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fenced_at_once: bool,
 }
@@ -55,13 +55,13 @@ impl VolumeRecord {
         Ok(())
     }
 
-    /// Whether there is a grant that its holder may still use.
+    /// Returns true if there is a grant that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
         self.grants.fenced < self.epoch
     }
 
-    /// Whether this node may hold the current grant. Records of former versions and recovered
-    /// records do not say which node holds the epoch.
+    /// Returns true if this node may hold the current grant. Records of former versions and
+    /// recovered records do not say which node holds the epoch.
     pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
         self.is_granted() && (self.grants.holder.is_empty() || self.grants.holder == node)
     }

@@ -4,6 +4,7 @@
 pub mod changes;
 pub mod events;
 pub(crate) mod grants;
+pub mod group_records;
 pub(crate) mod member_records;
 pub(crate) mod observed;
 #[cfg(test)]

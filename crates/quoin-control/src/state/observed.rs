@@ -32,7 +32,7 @@ pub struct ReplicaSeen {
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
     pub repaired: u64,
-    /// Whether a target's lease on it lives.
+    /// Life of a target's lease on it.
     pub hearing: Hearing,
     /// It shares blocks with the source that it was made from.
     pub is_clone: bool,
@@ -58,6 +58,8 @@ pub struct PoolSeen {
     pub error: String,
     /// Reason why it takes no more while it serves on.
     pub warning: String,
+    /// It takes no further replica, whatever space it has.
+    pub ring_full: bool,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
     pub free_bytes: u64,
@@ -169,7 +171,7 @@ pub struct DeviceMade {
 }
 
 impl VolumeSeen {
-    /// Whether more than progress differs from what it said `before`.
+    /// Returns true if more than progress differs from what it said `before`.
     pub fn differs(&self, before: &Self) -> bool {
         let states = |seen: &Self| {
             let states = seen.replicas.iter().map(|(guid, r)| (*guid, r.state.clone()));
@@ -188,7 +190,7 @@ impl VolumeSeen {
             || states(self) != states(before)
     }
 
-    /// Whether the target serves with every replica that it goes by.
+    /// Returns true if the target serves with every replica that it goes by.
     pub fn is_whole(&self) -> bool {
         let mut all = self.replicas.values();
         self.state == "serving"

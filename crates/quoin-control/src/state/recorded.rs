@@ -5,16 +5,19 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use quoin_recorded::Recorded;
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
+use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
 use crate::state::records::*;
 use crate::state::revert_records::{RevertPhase, RevertRecord};
 use crate::state::snapshot_records::{
     Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
 };
 use crate::state::term_records::{SupersededRecord, TermRecord};
+use crate::volume::devices::Use;
+use crate::volume::sharing::Sharing;
 use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 use quoin_api::volume::{
     BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
@@ -145,7 +148,7 @@ fn hold<R: Record + std::fmt::Debug>(name: &str, record: &R) {
     }
 }
 
-/// Whether all that was recorded is said still, and in the same way.
+/// Returns true if all that was recorded is said still, and in the same way.
 fn says(here: &Value, recorded: &Value) -> bool {
     match (here, recorded) {
         (Value::Object(here), Value::Object(recorded)) => recorded
@@ -192,6 +195,31 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     };
     hold("volume-pending", &bare);
     hold("volume-retained", &VolumeRecord { phase: VolumePhase::Retained, ..volume() });
+    let sharer = |node: &str, read_only, sharing| AttachmentRecord {
+        node: node.into(),
+        read_only,
+        usage: "block".into(),
+        device: true,
+        sharing,
+    };
+    let shared = VolumeRecord {
+        spec: Spec {
+            options: VolumeOptions {
+                spread: Spread::Rack,
+                local: Local::Required,
+                ..spec().options
+            },
+            ..spec()
+        },
+        attachments: vec![
+            sharer("node-1", false, Sharing::SingleWriter),
+            sharer("node-2", true, Sharing::ReadOnly),
+            sharer("node-3", true, Sharing::MultiWriter),
+        ],
+        used: Use { by: "*".into(), since_epoch: 5 },
+        ..volume()
+    };
+    hold("volume-shared", &shared);
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
     let source = SourceRecord {
         volume: Text(VolumeId(0xf00)),
@@ -289,6 +317,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         wished_ms: 1_700_000_000_000,
         cut: None,
         schedule: "hourly".into(),
+        group: None,
         failure: "in words".into(),
         used_by: vec![Text(VolumeId(0xf02))],
         made_for: String::new(),
@@ -304,6 +333,28 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         hold(name, &SnapshotRecord { phase, ..snapshot.clone() });
     }
     hold("snapshot-of-a-copy", &SnapshotRecord { made_for: "copy".into(), ..snapshot.clone() });
+    let group = Text(GroupId(0x66));
+    hold("snapshot-of-a-group", &SnapshotRecord { group: Some(group), ..snapshot.clone() });
+    let member = |volume, with: bool| GroupMember {
+        volume: Text(VolumeId(volume)),
+        volume_name: "db".into(),
+        snapshot: with.then_some(snapshot.id),
+        cut: snapshot.cut.filter(|_| with),
+    };
+    for (name, phase, with) in [
+        ("group-snapshot-wished", GroupPhase::Wished, false),
+        ("group-snapshot-ready", GroupPhase::Ready, true),
+        ("group-snapshot-deleting", GroupPhase::Deleting, true),
+    ] {
+        let record = GroupRecord {
+            id: group,
+            name: "before-upgrade".into(),
+            phase,
+            wished_ms: 1_700_000_000_000,
+            members: vec![member(0xf01, with), member(0xf02, with)],
+        };
+        hold(name, &record);
+    }
     let name = SnapshotName { snapshot_name: "before-upgrade".into(), snapshot_id: snapshot.id };
     hold("snapshot-name", &name);
     let schedule = ScheduleRecord {

@@ -56,8 +56,8 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     fn key(&self) -> String {
         Self::key_of(&self.name())
     }
-    /// Whether assignments or a status may differ from those by the record `before`, which is
-    /// another one.
+    /// Returns true if assignments or a status may differ from those by the record `before`, which
+    /// is another one.
     fn is_news(&self, _before: &Self) -> bool {
         true
     }
@@ -448,7 +448,8 @@ impl VolumeRecord {
         ))
     }
 
-    /// Whether a replica that was on its way in `before` is not any more, and is not known either.
+    /// Returns true if a replica that was on its way in `before` is not any more, and is not known
+    /// either.
     pub(crate) fn takes_back(&self, before: &Self) -> bool {
         let is_here = |guid| self.replicas.iter().any(|replica| replica.guid == guid);
         let mut newcomers = before.replicas.iter().filter(|replica| !before.is_known(replica));
@@ -501,7 +502,7 @@ impl VolumeRecord {
         }
     }
 
-    /// Whether they differ in more than by openings.
+    /// Returns true if they differ in more than by openings.
     pub(crate) fn differs(&self, other: &Self) -> bool {
         let opened = Self {
             epoch: self.epoch,
@@ -537,7 +538,7 @@ impl VolumeRecord {
         self.membership.known.iter().find(|m| m.id.0 == id).map(|m| m.guid.0)
     }
 
-    /// Whether a replica record stands for a known replica, not for a candidate.
+    /// Returns true if a replica record stands for a known replica, not for a candidate.
     pub fn is_known(&self, replica: &ReplicaRecord) -> bool {
         self.known_guid(replica.id.0) == Some(replica.guid.0)
     }

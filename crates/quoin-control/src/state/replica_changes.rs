@@ -1,4 +1,4 @@
-//! What a volume's record says of changes of its replicas that are under way.
+//! Changes of a volume's replicas that are under way, as its record says.
 
 use quoin_types::membership::default_cf;
 
@@ -13,7 +13,8 @@ impl VolumeRecord {
         }
     }
 
-    /// What a running target is told: 0 leaves the factor to the formula at a change of RF.
+    /// The factor that a running target is told: 0 leaves the factor to the formula at a change of
+    /// RF.
     pub fn desired_cf(&self) -> u8 {
         let membership = &self.membership;
         // A replica that is asked for and has no pool yet takes RF nowhere.
@@ -24,13 +25,13 @@ impl VolumeRecord {
         }
     }
 
-    /// Whether a newcomer is to follow this known replica, which its pool still has.
+    /// Returns true if a newcomer is to follow this known replica, which its pool still has.
     pub fn is_followed(&self, replica: &ReplicaRecord) -> bool {
         self.is_known(replica)
             && self.replicas.iter().any(|r| r.id == replica.id && r.guid != replica.guid)
     }
 
-    /// What is being changed about the replicas, in words; empty: nothing.
+    /// The change of the replicas that is under way, in words; empty: none.
     pub fn changing(&self) -> String {
         let mut parts = Vec::new();
         let count =

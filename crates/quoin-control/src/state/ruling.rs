@@ -1,4 +1,4 @@
-//! Whether these records rule, and in which term.
+//! Rule of these records, and its term.
 
 use quoin_types::Term;
 

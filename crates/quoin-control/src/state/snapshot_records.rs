@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use quoin_types::ids::SnapshotId;
+use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Lsn, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::snapshot::history::Pulls;
 use crate::state::changes::{Changes, Concerned};
+use crate::state::group_records::GroupRecord;
 use crate::state::records::{Record, Text};
 use crate::state::revert_records::RevertRecord;
 use crate::state::store::{Store, StoreError};
@@ -76,6 +77,9 @@ pub struct SnapshotRecord {
     /// The schedule that made it; empty: a user did.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub schedule: String,
+    /// The group that it is a member of; `None`: it stands alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<Text<GroupId>>,
     /// Reason why the attempt was given up; empty: it was not.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub failure: String,
@@ -246,7 +250,8 @@ pub struct SnapshotIndex {
     by_schedule: HashMap<String, BTreeSet<String>>,
     /// By the volumes that are made from them.
     by_user: HashMap<VolumeId, BTreeSet<String>>,
-    /// Those of which a target has something to do.
+    by_group: HashMap<GroupId, BTreeSet<String>>,
+    /// Snapshots of which a target has something to do.
     open: BTreeMap<VolumeId, BTreeSet<String>>,
 }
 
@@ -262,6 +267,10 @@ impl SnapshotIndex {
     /// Snapshots that a volume was made from.
     pub fn used_by(&self, volume: VolumeId) -> Option<&BTreeSet<String>> {
         self.by_user.get(&volume)
+    }
+
+    pub fn of_group(&self, group: GroupId) -> Option<&BTreeSet<String>> {
+        self.by_group.get(&group)
     }
 
     /// Snapshots of which a target has something to do, by their volumes.
@@ -291,6 +300,14 @@ impl SnapshotIndex {
                 }
             }
         }
+        if let Some(Text(group)) = snapshot.group
+            && let Some(names) = self.by_group.get_mut(&group)
+        {
+            names.remove(&name);
+            if names.is_empty() {
+                self.by_group.remove(&group);
+            }
+        }
         if let Some(names) = self.open.get_mut(&snapshot.volume.0) {
             names.remove(&name);
             if names.is_empty() {
@@ -308,6 +325,9 @@ impl SnapshotIndex {
         }
         for user in &snapshot.used_by {
             self.by_user.entry(user.0).or_default().insert(name.clone());
+        }
+        if let Some(Text(group)) = snapshot.group {
+            self.by_group.entry(group).or_default().insert(name.clone());
         }
         if snapshot.is_open() {
             self.open.entry(snapshot.volume.0).or_default().insert(name);
@@ -359,6 +379,7 @@ pub(crate) struct SnapshotTables {
     pub records: Table<SnapshotRecord>,
     pub names: Table<SnapshotName>,
     pub schedules: Table<ScheduleRecord>,
+    pub groups: Table<GroupRecord>,
     pub reverts: Table<RevertRecord>,
     pub pulls: Pulls,
     /// Makes the look at a volume or a name and the change that rests on it one step.
@@ -373,6 +394,7 @@ impl SnapshotTables {
             records: Table::load(store.clone(), changes.clone()).await?,
             names: Table::load(store.clone(), changes.clone()).await?,
             schedules: Table::load(store.clone(), changes.clone()).await?,
+            groups: Table::load(store.clone(), changes.clone()).await?,
             reverts: Table::load(store.clone(), changes.clone()).await?,
             pulls: Pulls::default(),
             changing: tokio::sync::Mutex::new(()),
@@ -384,7 +406,8 @@ impl SnapshotTables {
         self.records.read_unanswered().await?;
         self.names.read_unanswered().await?;
         self.reverts.read_unanswered().await?;
-        self.schedules.read_unanswered().await
+        self.schedules.read_unanswered().await?;
+        self.groups.read_unanswered().await
     }
 
     /// All snapshots of a volume, those that are being deleted included.
@@ -395,6 +418,15 @@ impl SnapshotTables {
     /// All snapshots that a schedule made.
     pub fn of_schedule(&self, schedule: &str) -> Vec<Arc<SnapshotRecord>> {
         self.records.indexed(|index| index.of_schedule(schedule))
+    }
+
+    /// All snapshots of a group, those of attempts that did not count included.
+    pub fn of_group(&self, group: GroupId) -> Vec<Arc<SnapshotRecord>> {
+        self.records.indexed(|index| index.of_group(group))
+    }
+
+    pub fn group(&self, id: GroupId) -> Option<Arc<GroupRecord>> {
+        self.groups.get(&id.to_string())
     }
 
     /// Snapshots of a volume of which its target has something to do.
@@ -452,6 +484,7 @@ pub(crate) mod tests {
             wished_ms: 1_700_000_000_000,
             cut: None,
             schedule: String::new(),
+            group: None,
             failure: String::new(),
             used_by: Vec::new(),
             made_for: String::new(),
@@ -546,11 +579,13 @@ pub(crate) mod tests {
     #[test]
     fn the_index_follows_every_change() {
         let mut index = SnapshotIndex::default();
-        let scheduled = SnapshotRecord { schedule: "hourly".into(), ..snapshot(1, 7) };
+        let group = Some(Text(GroupId(3)));
+        let scheduled = SnapshotRecord { schedule: "hourly".into(), group, ..snapshot(1, 7) };
         index.follow(None, Some(&scheduled));
         index.follow(None, Some(&snapshot(2, 7)));
         assert_eq!(index.of_volume(VolumeId(7)).map(BTreeSet::len), Some(2));
         assert_eq!(index.of_schedule("hourly").map(BTreeSet::len), Some(1));
+        assert_eq!(index.of_group(GroupId(3)).map(BTreeSet::len), Some(1));
         let mut ready = scheduled.clone();
         ready.made(cut(5));
         index.follow(Some(&scheduled), Some(&ready));
@@ -558,6 +593,7 @@ pub(crate) mod tests {
         index.follow(Some(&ready), None);
         index.follow(Some(&snapshot(2, 7)), None);
         assert!(index.of_volume(VolumeId(7)).is_none() && index.of_schedule("hourly").is_none());
+        assert!(index.of_group(GroupId(3)).is_none());
         assert!(index.open().is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a volume: one judgement, which CSI, the command line and the metrics share.
+//! Faults of a volume: one judgement, which CSI, the command line and the metrics share.
 //!
 //! [`judge`] is pure: it looks at the record, at what its pools and its target report, and at what
 //! is remembered of earlier looks. Each condition that holds is found by itself, so a worse one
@@ -154,7 +154,7 @@ impl Reason {
         }
     }
 
-    /// What a person can do.
+    /// Steps that a person can take.
     fn way_out(self, name: &str) -> String {
         match self {
             Self::BlocksLost => format!(
@@ -203,7 +203,7 @@ pub struct Found {
     pub message: String,
 }
 
-/// What is to be said of a volume.
+/// Verdict on a volume.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Judgement {
     /// Nothing can be said yet, for this reason.
@@ -218,7 +218,7 @@ impl Judgement {
     }
 }
 
-/// What a judgement is made of.
+/// Facts that a judgement is made of.
 pub(crate) struct Evidence<'a> {
     pub volume: &'a VolumeRecord,
     pub status: &'a VolumeStatus,
@@ -321,7 +321,7 @@ fn known(found: BTreeMap<Reason, Vec<String>>) -> Judgement {
     Judgement::Known(conditions)
 }
 
-/// Whether users wait for a target to open the volume.
+/// Returns true if users wait for a target to open the volume.
 fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
     let opens = |seen: &VolumeSeen| {
         seen.state == "opening" || (seen.state == "waiting" && seen.waiting_kind == "grant")
@@ -332,7 +332,7 @@ fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
         && serving.is_none_or(opens)
 }
 
-/// What is remembered of a volume between two looks.
+/// Memory of a volume between two looks.
 #[derive(Default)]
 struct Memory {
     /// First look, in a row of looks, that found the condition.
@@ -451,7 +451,7 @@ impl Conditions {
         (found.into_iter().map(message).collect(), String::new())
     }
 
-    /// Whether a volume has a condition, or cannot be judged.
+    /// Returns true if a volume has a condition, or cannot be judged.
     pub(crate) fn is_ill(&self, volume: &VolumeRecord) -> bool {
         !self.judge(volume).is_well()
     }

@@ -69,7 +69,7 @@ impl Metrics {
         self.controller.lock().expect("no holder of this lock panics").upgrade()
     }
 
-    /// Whether the controller serves and can write its records.
+    /// Health of the controller: it serves, and can write its records.
     ///
     /// # Errors
     /// The problem, in words.
@@ -221,6 +221,15 @@ fn snapshots(controller: &Controller, registry: &mut Registry) {
         family.get_or_create(&Phase { phase }).inc();
     }
     registry.register("snapshots", "Snapshots by phase", family);
+    let family = Family::<Phase, Gauge>::default();
+    for phase in ["Wished", "Ready", "Deleting"] {
+        family.get_or_create(&Phase { phase: phase.to_owned() }).set(0);
+    }
+    for group in controller.state.snapshots.groups.list() {
+        let phase = group.phase.as_str().to_owned();
+        family.get_or_create(&Phase { phase }).inc();
+    }
+    registry.register("group_snapshots", "Group snapshots by phase", family);
     // Scheduled ones only: without a schedule nobody says how old the newest may be.
     let (age, interval) =
         (Family::<OfSchedule, Seconds>::default(), Family::<OfSchedule, Seconds>::default());

@@ -371,7 +371,7 @@ impl Status {
         self.conditions.judge(volume)
     }
 
-    /// Whether a volume has a condition, or cannot be judged.
+    /// Returns true if a volume has a condition, or cannot be judged.
     pub(crate) fn is_ill(&self, volume: &VolumeRecord) -> bool {
         self.conditions.is_ill(volume)
     }
@@ -578,8 +578,8 @@ fn topology_of_node(node: &NodeRecord) -> std::collections::BTreeMap<String, Str
     segments
 }
 
-/// Whether a target has just begun to open the volume for its users, and has not come to its replicas
-/// yet. One that waits for a person, or changes its replicas, has more to tell.
+/// Returns true if a target has just begun to open the volume for its users, and has not come to
+/// its replicas yet. One that waits for a person, or changes its replicas, has more to tell.
 fn is_opening(observed: &Observed, volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
     let began = observed.openings.get(&volume.id.0);
     let is_new = began.is_some_and(|began| began.elapsed() < OPENING_MAX);

@@ -82,7 +82,7 @@ fn asked(
     if is_there {
         return None;
     }
-    // One that its pool has not made yet is nothing that a target is told.
+    // A replica that its pool has not made yet is nothing that a target is told.
     let named = volume.replicas.iter().all(|replica| {
         let guid = replica.guid.0.to_string();
         match volume.is_known(replica) {

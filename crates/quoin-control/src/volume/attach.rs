@@ -30,7 +30,7 @@ pub struct AttachmentRecord {
     pub read_only: bool,
     /// Usage text of the publisher, unchanged.
     pub usage: String,
-    /// Whether the node is to make a block device of the volume.
+    /// True if the node is to make a block device of the volume.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub device: bool,
     #[serde(default, skip_serializing_if = "Sharing::is_exclusive")]
@@ -45,7 +45,7 @@ pub struct Publish {
     /// How the publisher shares the volume with other nodes.
     pub sharing: Sharing,
     pub usage: String,
-    /// Whether the node is to make a block device of the volume.
+    /// True if the node is to make a block device of the volume.
     pub device: bool,
 }
 

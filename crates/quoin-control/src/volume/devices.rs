@@ -79,7 +79,7 @@ impl Use {
         if self.by == node || self.is_shared() { self.since_epoch } else { 0 }
     }
 
-    /// Whether a device on a node was made for an earlier use, and this use has begun with an
+    /// Returns true if a device on a node was made for an earlier use, and this use has begun with an
     /// opening. `is_attached`: the node has the volume.
     fn is_over(&self, node: &str, made_for: u64, epoch: u64, is_attached: bool) -> bool {
         let is_another = match self.is_shared() {
@@ -123,7 +123,7 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
     devices.iter().map(seen).collect()
 }
 
-/// Whether a device on a node was made for a use of the volume that is over.
+/// Returns true if a device on a node was made for a use of the volume that is over.
 fn is_over(volume: &VolumeRecord, node: &str, made_for: u64) -> bool {
     let is_attached = volume.attachments.iter().any(|a| a.node == node);
     volume.used.is_over(node, made_for, volume.epoch, is_attached)
@@ -266,8 +266,9 @@ impl Devices {
                  taken away all the same, and what uses it there loses what it has not synced"
             )));
         }
-        // A node that cannot have opened the volume has nothing of it in its caches.
-        if !volume.may_be_held_by(on) {
+        // A node that cannot have opened the volume has nothing of it in its caches, unless it reaches it
+        // at another one.
+        if !volume.may_be_held_by(on) && !volume.used.is_shared() {
             return Ok(());
         }
         let since = |last: Option<Instant>| match last {

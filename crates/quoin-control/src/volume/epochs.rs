@@ -40,7 +40,7 @@ pub struct MembershipSwap {
     pub known: Vec<Member>,
 }
 
-/// What targets ask of the records.
+/// Requests of targets to the records.
 pub struct Epochs {
     state: Arc<State>,
     terms: Arc<Terms>,

@@ -41,7 +41,7 @@ impl Hearing {
 /// Returns for how long.
 ///
 /// # Errors
-/// Who heard of it, or why that cannot be told.
+/// Names the pool that heard of it, or says why that cannot be told.
 pub(crate) fn check_silent(
     state: &State,
     volume: &VolumeRecord,

@@ -94,7 +94,8 @@ impl Modifications {
         waits.unwrap_or_default()
     }
 
-    /// What options of this version wait for; `None`: they rule, or nobody has the volume open.
+    /// The reason why options of this version wait; `None`: they rule, or nobody has the volume
+    /// open.
     fn waits_for(&self, volume: &VolumeRecord, version: u64) -> Option<String> {
         let owner = volume.owner.as_deref()?;
         let observed = self.state.observed();
@@ -107,7 +108,7 @@ impl Modifications {
             Some(seen) => {
                 Some(format!("the target on node {owner}, which waits for {}", seen.waiting_for))
             }
-            // One that was cut off from the controller may serve all the same.
+            // A target that was cut off from the controller may serve all the same.
             None => Some(format!("a report of the target on node {owner}")),
         }
     }

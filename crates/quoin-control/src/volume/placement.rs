@@ -26,6 +26,10 @@ const SMALLER: &str = "make the volume smaller, or add a pool with more room";
 const FREE: &str = "free space in the full ones (delete volumes, or give the disk below more room: \
                     `quoin pool list` says which it is), or add a pool";
 
+/// Objection to a pool whose metadata ring is full, with the way out.
+const RING_FULL: &str = "RingFull: its metadata ring has no room for another replica; delete replicas \
+                         or snapshots there";
+
 /// A pool as placement sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -43,6 +47,8 @@ pub struct Candidate {
     /// Why not one byte more can be written into it, as where the disk below it is full; empty:
     /// some can.
     pub full: String,
+    /// Its metadata ring has no room for another replica. Those that it holds may grow.
+    pub ring_full: bool,
     /// A report of it is due: it may have gone away a moment ago.
     pub silent: bool,
 }
@@ -83,6 +89,9 @@ impl Candidate {
         }
         if !self.full.is_empty() {
             return Some(format!("full: {}", self.full));
+        }
+        if self.ring_full {
+            return Some(RING_FULL.to_owned());
         }
         (self.room_bytes() < size_bytes).then(|| {
             format!("room for {} of {}", text::bytes(self.room_bytes()), text::bytes(size_bytes))
@@ -130,7 +139,7 @@ impl<'a> Domains<'a> {
     }
 }
 
-/// What a volume's replicas are spread over, in words.
+/// Domains that a volume's replicas are spread over, in words.
 fn domains_in_words(spread: Spread) -> &'static str {
     match spread {
         Spread::Host => "hosts",
@@ -412,6 +421,7 @@ mod tests {
             promised_bytes: 0,
             unusable: String::new(),
             full: String::new(),
+            ring_full: false,
             silent: false,
         }
     }
@@ -465,6 +475,30 @@ mod tests {
         }
         assert_eq!(place(&spec(1, Spread::Pool), 1 << 20, &pools).unwrap(), ["c"]);
         assert_eq!(pools[0].room_bytes(), 0);
+    }
+
+    /// Its pool would refuse the replica, and the volume wait for it without end.
+    #[test]
+    fn a_pool_whose_metadata_ring_is_full_gets_no_replica_and_is_named_with_the_way_out() {
+        let full = Candidate { ring_full: true, ..pool("a", "a", 0) };
+        let pools = [full, pool("b", "b", 8 * GIB), pool("c", "c", 9 * GIB)];
+        let spec = spec(2, Spread::Host);
+        let error = place(&spec, GIB, &pools).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+        let text = error.to_string();
+        let reason = "a (RingFull: its metadata ring has no room for another replica; delete";
+        assert!(text.contains(reason) && text.contains("0 found"), "{text}");
+        assert_eq!(place(&spec, 0, &pools).unwrap(), ["b", "c"]);
+        let taken = Taken { pools: &["b"], hosts_of: &["b"] };
+        let beside = |named: &[String]| place_beside(&spec, 0, &pools, &taken, 1, named);
+        assert_eq!(beside(&[]).unwrap(), ["c"]);
+        let error = beside(&["a".to_owned()]).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::FailedPrecondition);
+        assert!(error.to_string().contains("RingFull"), "{error}");
+        // No volume can be promised what would have to lie there.
+        assert_eq!(unpromised(&spec, &pools[..2]), 0);
+        // The replicas that it holds may grow.
+        assert!(pools[0].room_bytes() > 0);
     }
 
     /// A pool on a host of its own, in a rack and a zone.

@@ -213,7 +213,7 @@ pub(crate) fn scale(
     let (name, rf, drf) = (volume.spec.name.clone(), volume.membership.rf, volume.membership.drf);
     let replicas = if asked.replicas == 0 { drf.into() } else { asked.replicas };
     check_replicas("replicas", replicas, REPLICAS_HARD_MAX)?;
-    // Those that are on their way out were named.
+    // Replicas that are on their way out were named.
     let leaving = volume.replicas.iter().filter(|r| r.leaving && volume.is_known(r)).count();
     if replicas as usize + leaving < usize::from(rf) {
         let rule = format!(
@@ -352,7 +352,7 @@ pub(crate) fn relocate(
     )?;
     let pool = chosen.into_iter().next().unwrap_or_default();
     if !volume.is_known(&first) {
-        // What counts nowhere yet is simply made elsewhere.
+        // A replica that counts nowhere yet is simply made elsewhere.
         discard(volume, first.guid);
     }
     let placed = cause == Cause::Asked && !named.is_empty();

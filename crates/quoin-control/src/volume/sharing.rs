@@ -115,7 +115,7 @@ mod tests {
         AttachmentRecord { node, read_only, usage, device: false, sharing }
     }
 
-    /// Whether a second node may join, by what the first one and it ask for.
+    /// Returns true if a second node may join, by what the first one and it ask for.
     fn joins(first: (Sharing, bool), second: (Sharing, bool)) -> bool {
         let mut volume = crate::state::recorded::volume();
         volume.attachments = vec![attached("h1", first.0, first.1)];

@@ -36,17 +36,17 @@ pub(crate) fn segment<'a>(segments: &'a Segments, key: &str) -> Option<&'a str> 
     found.map(|(_, value)| value.as_str())
 }
 
-/// Whether all segments of `part` are among those of `whole`.
+/// Returns true if all segments of `part` are among those of `whole`.
 fn is_within(whole: &Segments, part: &Segments) -> bool {
     part.iter().all(|(key, value)| segment(whole, key) == Some(value))
 }
 
-/// Whether a member with these segments satisfies any of the topologies.
+/// Returns true if a member with these segments satisfies any of the topologies.
 pub fn accessible(wanted: &[Segments], has: &Segments) -> bool {
     wanted.is_empty() || wanted.iter().any(|one| is_within(has, one))
 }
 
-/// Whether a pool with these segments may hold a replica of a volume of these topologies.
+/// Returns true if a pool with these segments may hold a replica of a volume of these topologies.
 pub(crate) fn may_hold(wanted: &[Segments], has: &Segments) -> bool {
     wanted.is_empty() || wanted.iter().any(|one| is_within(has, &without_node(one)))
 }
@@ -164,7 +164,8 @@ impl Requirement {
         node.filter(has).or_else(|| spec.options.spread.topology_key().filter(has))
     }
 
-    /// Whether a volume of these topologies is usable where a request for a snapshot of it asks.
+    /// Returns true if a volume of these topologies is usable where a request for a snapshot of it
+    /// asks.
     ///
     /// # Errors
     /// There are too many topologies, or one is too large.
@@ -175,7 +176,7 @@ impl Requirement {
         Ok(has.is_empty() || is_met(&wanted.requisite, has))
     }
 
-    /// Whether a volume that exists satisfies this.
+    /// Returns true if a volume that exists satisfies this.
     pub(crate) fn is_met_by(&self, state: &State, volume: &VolumeRecord) -> bool {
         let has = &volume.spec.accessible_topology;
         if self.requisite.is_empty() || is_met(&self.requisite, has) {
@@ -189,7 +190,8 @@ impl Requirement {
     }
 }
 
-/// Whether one of the requisite topologies lies within those of a volume, or contains one of them.
+/// Returns true if one of the requisite topologies lies within those of a volume, or contains one
+/// of them.
 fn is_met(requisite: &[Segments], has: &[Segments]) -> bool {
     let meets = |one: &Segments| has.iter().any(|h| is_within(one, h) || is_within(h, one));
     requisite.is_empty() || requisite.iter().any(meets)

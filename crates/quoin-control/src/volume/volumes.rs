@@ -201,7 +201,7 @@ impl Catalog {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
-                // Who reads the events alone must not take pools of one host for hosts.
+                // A reader of the events alone must not take pools of one host for hosts.
                 let from = match &volume.source {
                     None => String::new(),
                     source => format!(", made from {}", clones::in_words(source.as_ref())),
@@ -480,6 +480,7 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
             used_bytes: seen.map_or(0, |seen| seen.used_bytes),
             promised_bytes: state.volumes.index(|index| index.promised_bytes(&pool.name)),
             unusable,
+            ring_full: seen.is_some_and(|seen| seen.ring_full),
             silent: seen.is_some_and(|seen| seen.last.elapsed() > after / 2),
         }
     };
@@ -516,7 +517,7 @@ pub(crate) fn grow(
     }
     let more = size - volume.size_bytes;
     let small = pools.iter().find(|pool| {
-        // What an offline pool has is not known; growing is thin, so it is let through.
+        // The room of an offline pool is not known; growing is thin, so it is let through.
         pool.unusable.is_empty()
             && pool.room_bytes() < more
             && volume.replicas.iter().any(|replica| replica.pool == pool.name)

@@ -245,7 +245,7 @@ async fn a_person_moves_a_replica_elsewhere_though_it_is_on_its_way_by_itself() 
     assert_eq!(fresh.len(), 2, "the one that is known, and the one that was asked for");
     assert!(fresh.iter().any(|r| r.pool == elsewhere && r.cause == Cause::Asked));
     assert!(moved.discarded.iter().any(|gone| gone.guid == new.guid));
-    // What a person asked for is not taken back for another pool.
+    // A move that a person asked for is not taken back for another pool.
     let again = cluster
         .controller
         .volumes

@@ -198,6 +198,8 @@ pub struct SimPool {
     /// Used bytes beside its replicas, and by each of them.
     pub used_bytes: u64,
     pub replica_bytes: u64,
+    /// Its metadata ring has no room for another replica.
+    pub ring_full: bool,
     pub online: bool,
     /// GUID → (volume, quorum).
     pub holds: HashMap<String, (String, bool)>,
@@ -218,6 +220,7 @@ impl SimPool {
             mark: 0,
             used_bytes: 0,
             replica_bytes: 0,
+            ring_full: false,
             online: true,
             holds: HashMap::new(),
             clones: Default::default(),
@@ -306,6 +309,7 @@ impl SimPool {
             start_counter: self.start_counter,
             start_nonce: self.start_nonce,
             mark: self.mark,
+            ring_full: self.ring_full,
             replicas,
             ..PoolReport::default()
         }

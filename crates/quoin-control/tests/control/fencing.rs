@@ -51,7 +51,7 @@ async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
     assert!(next.0 > fence);
     assert_eq!(told(&cluster), (fence, false), "the new owner is not fenced");
 
-    // One that is not trusted any more is given no time.
+    // A target that is not trusted any more is given no time.
     cluster.controller.volumes.attachments.detach(db.as_ref(), "", true).await.unwrap();
     let (second, at_once) = told(&cluster);
     assert!(second > next.0 && at_once);
@@ -139,7 +139,7 @@ async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_w
     assert!(cluster.open_volume(id, "n1", 9).await > epoch);
     let now = cluster.report_of("db", "serving");
     assert!(!cluster.controller.reports.volume(&now).await.unwrap().is_empty());
-    // What came late of before it changes nothing.
+    // A late report of before it changes nothing.
     cluster.controller.reports.volume(&old).await.unwrap();
     assert_eq!(cluster.volume("db").epoch, now.epoch);
 }

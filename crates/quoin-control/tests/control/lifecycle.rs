@@ -55,6 +55,27 @@ async fn never_more_than_rf_replicas_are_made_with_quorum_on() {
     assert_eq!((on, all), (1, 3), "what is made in place of lost ones has quorum off");
 }
 
+/// A pool refuses a replica whose records have no room in its metadata ring, and the volume would be
+/// Pending without end.
+#[tokio::test]
+async fn a_volume_goes_to_no_pool_that_has_no_room_for_the_records_of_another_replica() {
+    let mut cluster = Cluster::of(4).await;
+    cluster.pools[0].ring_full = true;
+    cluster.settle().await.unwrap();
+    let volume = cluster.create("db").await;
+    let mut pools: Vec<_> = volume.replicas.iter().map(|replica| replica.pool.as_str()).collect();
+    pools.sort_unstable();
+    assert_eq!(pools, ["p2", "p3", "p4"]);
+    let wanted = VolumeSpec { replicas: 4, ..spec("four") };
+    let refused = cluster.controller.volumes.catalog.create(&wanted, 0).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted);
+    assert!(refused.to_string().contains("p1 (RingFull: its metadata ring"), "{refused}");
+    // Once something was deleted there, it is a pool like others.
+    cluster.pools[0].ring_full = false;
+    cluster.settle().await.unwrap();
+    cluster.controller.volumes.catalog.create(&wanted, 0).await.unwrap();
+}
+
 #[tokio::test]
 async fn creating_again_finds_the_same_volume_and_refuses_a_different_one_by_field() {
     let mut cluster = Cluster::new().await;
@@ -120,7 +141,7 @@ async fn no_volume_takes_another_s_id_for_its_name_and_a_name_that_looks_like_on
     let asked = |id: &str, name: &str| Some(VolumeRef { id: id.into(), name: name.into() });
     let found = cluster.controller.volumes.catalog.get(asked(alike, alike).as_ref()).unwrap();
     assert_eq!(found.id, volume.id);
-    // Who gives an id alone never means a name: it may be that of a volume which is gone.
+    // A caller that gives an id alone never means a name: it may be that of a volume which is gone.
     assert!(cluster.controller.volumes.catalog.get(asked(alike, "").as_ref()).is_err());
     let found = cluster.controller.volumes.catalog.get(asked(&id, "nobody's").as_ref()).unwrap();
     assert_eq!(found.id.0.to_string(), id);

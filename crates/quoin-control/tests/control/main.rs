@@ -15,6 +15,7 @@ mod draining;
 mod dying;
 mod fencing;
 mod gate;
+mod groups;
 mod healing;
 mod key_slots;
 mod late_calls;

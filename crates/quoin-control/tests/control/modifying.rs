@@ -80,7 +80,7 @@ async fn of_a_request_that_is_refused_nothing_takes_effect() {
     assert_eq!((changes.len(), &*cluster.volume("db")), (2, &*record), "a dry run");
     let unknown = modifications.modify(by_name("nowhere").as_ref(), &media(), false).await;
     assert_eq!(unknown.unwrap_err().code(), Code::NotFound);
-    // One that is being created is another operation's.
+    // A volume that is being created is another operation's.
     cluster.pools.iter_mut().for_each(|pool| pool.online = false);
     cluster.controller.volumes.catalog.create(&spec("new"), 0).await.unwrap();
     let early = modifications.modify(by_name("new").as_ref(), &media(), false).await;

@@ -142,7 +142,7 @@ async fn bytes_of_one_beside(volumes: usize) -> (usize, usize) {
     let told =
         until(&mut of_pool, |m| m.replicas.iter().any(|r| is_of_it(r) && r.phase == "Keep")).await;
     assert!(told.iter().all(|m| m.partial && m.replicas.iter().all(is_of_it)), "{told:?}");
-    // What the pool keeps about the volume comes with it.
+    // The record that the pool keeps of the volume comes with it.
     assert!(told.iter().any(|m| m.replicas.iter().any(|r| !r.record.is_empty())));
     let pool_bytes = told.iter().map(Message::encoded_len).max().unwrap();
     let told = until(&mut of_node, |m| m.targets.iter().any(|t| t.volume_id == id)).await;

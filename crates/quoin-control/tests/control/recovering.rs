@@ -77,7 +77,7 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);
     assert!(cluster.shown("db").contract.contains("recovered by hand"));
     assert!(cluster.reasons().contains(&"VolumeRecovered".to_owned()));
-    // What it was made from is not given up a second time.
+    // The replica that it was made from is not given up a second time.
     let again =
         cluster.controller.disaster.volumes.recover(by_name("db").as_ref(), &accepted).await;
     assert!(matches!(again, Err(Error::NotFound { .. } | Error::Precondition(_))));

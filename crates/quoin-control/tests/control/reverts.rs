@@ -230,7 +230,7 @@ async fn pulled(
     answer: impl Fn(String) -> PulledPart,
 ) -> Result<SnapshotPart, Error> {
     let answering = async {
-        let mut begun = cluster.controller.snapshots.commands.of_node("n1").begun();
+        let mut begun = cluster.controller.snapshots.commands.of_node("n1", true).begun();
         loop {
             if let [command] = &cluster.commands("n1")[..] {
                 assert!(matches!(command.what, Some(Told::PullPart(_))));

@@ -3,17 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use prost::Message;
 use quoin_api::control::command_outcome::What as Ended;
 use quoin_api::control::target_command::What as Told;
 use quoin_api::control::{
-    CommandOutcome, CommandRefused, CreateScheduleRequest, Holding, NodeReport, PoolHoldings,
-    SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef, VolumeReverted,
-    command_refused,
+    CommandOutcome, CommandRefused, CreateScheduleRequest, Holding, Keepsake, NodeReport,
+    PoolHoldings, SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef,
+    VolumeReverted, command_refused,
 };
 use quoin_control::Error;
-use quoin_control::records::VolumeRecord;
+use quoin_control::records::{VolumePhase, VolumeRecord};
 use quoin_control::salvage::{RecoverRecords, Told as Holdings};
 use quoin_control::snapshot_records::{SnapshotPhase, SnapshotRecord};
+use quoin_control::store::Store;
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, Memory, by_name, pools};
@@ -41,9 +43,9 @@ impl Cluster {
         self.controller.snapshots.catalog.get(named(name).as_ref()).ok()
     }
 
-    /// What a stream that begins now sends to a node.
+    /// Commands that a stream that begins now sends to a node.
     pub(super) fn commands(&self, node: &str) -> Vec<TargetCommand> {
-        self.controller.snapshots.commands.of_node(node).next(Instant::now(), b"").0
+        self.controller.snapshots.commands.of_node(node, true).next(Instant::now(), b"").0
     }
 
     /// The node's target carries out all that it is told.
@@ -76,6 +78,8 @@ pub(super) fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
         }
         Told::RevertTo(_) => Ended::VolumeReverted(VolumeReverted { lsn: 12 }),
         Told::PullPart(_) => panic!("answered by a call of its own"),
+        // Groups have tests of their own.
+        step => panic!("{step:?}"),
     };
     CommandOutcome {
         id: command.id.clone(),
@@ -119,7 +123,7 @@ async fn a_snapshot_is_ready_once_the_target_of_its_volume_says_so_and_a_repeat_
 async fn a_command_is_sent_again_until_its_outcome_is_recorded_and_not_before_some_time() {
     let cluster = attached().await;
     cluster.snap("db", "s").await.unwrap();
-    let mut stream = cluster.controller.snapshots.commands.of_node("n1");
+    let mut stream = cluster.controller.snapshots.commands.of_node("n1", true);
     let begin = Instant::now();
     let mut at = |ms| stream.next(begin + Duration::from_millis(ms), b"").0.len();
     assert_eq!((at(0), at(499), at(500), at(999), at(1000)), (1, 0, 1, 0, 1));
@@ -238,7 +242,7 @@ async fn a_volume_has_no_more_snapshots_than_it_has_places_for() {
     let error = cluster.snap("db", "more").await.unwrap_err();
     assert_eq!(error.code(), tonic::Code::ResourceExhausted);
     assert!(error.to_string().contains("quoin schedule list"), "{error}");
-    let mut stream = cluster.controller.snapshots.commands.of_node("n1");
+    let mut stream = cluster.controller.snapshots.commands.of_node("n1", true);
     let sent = stream.next(Instant::now(), b"").0.len();
     assert!(sent < most, "one look sends a bounded number: {sent}");
     assert_eq!(stream.next(Instant::now(), b"").0.len(), most - sent);
@@ -335,7 +339,7 @@ async fn a_volume_that_is_kept_for_its_snapshots_is_kept_by_the_next_controller_
     assert_eq!(cluster.snapshot("a").unwrap().phase, SnapshotPhase::Ready);
 }
 
-/// Whether an attempt of before the restore was made, and deleted, since nobody knows.
+/// Nobody knows whether an attempt of before the restore was made, and deleted, since.
 #[tokio::test]
 async fn attempts_under_way_are_given_up_when_records_are_recovered_and_what_is_cut_stays() {
     let mut cluster = Cluster::new().await;
@@ -356,14 +360,15 @@ async fn attempts_under_way_are_given_up_when_records_are_recovered_and_what_is_
     assert!(cluster.reasons().contains(&"SnapshotGivenUp".to_owned()));
 }
 
-/// What each pool with a replica of the volume tells of it: its snapshots by id, and LSN 9 of each.
-fn holdings(cluster: &Cluster, pool: &str, volume: &VolumeRecord, ids: &[u128]) -> Holdings {
+/// A pool's account of a volume: the record as it was told of it, and its snapshots by id, with LSN
+/// 9 of each; `None`: it tells nothing of snapshots.
+fn holding(pool: &str, volume: &VolumeRecord, note: Vec<u8>, ids: Option<&[u128]>) -> Holding {
     let replica = volume.replicas.iter().find(|replica| replica.pool == pool).unwrap();
     let snapshot = |id: &u128| {
         let numbers = [9u64.to_le_bytes(), 256u64.to_le_bytes()].concat();
         [id.to_le_bytes().to_vec(), numbers].concat()
     };
-    let holding = Holding {
+    Holding {
         volume_id: volume.id.0.to_string(),
         replica_id: replica.id.0.to_string(),
         guid: replica.guid.0.to_string(),
@@ -372,16 +377,37 @@ fn holdings(cluster: &Cluster, pool: &str, volume: &VolumeRecord, ids: &[u128]) 
         position_epoch: 1,
         position_lsn: 40,
         blocks: volume.size_bytes / 4096,
-        snapshots: ids.iter().flat_map(snapshot).collect(),
-        knows_snapshots: true,
+        spec: Keepsake { record: note, generation: volume.generation }.encode_to_vec(),
+        snapshots: ids.into_iter().flatten().flat_map(snapshot).collect(),
+        knows_snapshots: ids.is_some(),
         ..Holding::default()
+    }
+}
+
+/// Recovers the records by what each pool tells.
+async fn recover(cluster: &Cluster, told_by: impl Fn(&str) -> Vec<Holding>) {
+    let controller = &cluster.controller;
+    let answering = async {
+        loop {
+            for pool in &cluster.pools {
+                controller.reports.pool(&pool.report()).await.unwrap();
+                let request = controller.assignments.of_pool(&pool.name).holdings_request;
+                let (replicas, pool) = (told_by(&pool.name), pool.name.clone());
+                let mut told = Holdings::default();
+                let piece = PoolHoldings { pool, request, replicas, ..Default::default() };
+                told.add(&piece).unwrap();
+                controller.disaster.salvage.take(&piece.pool, request, told);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     };
-    let replicas = vec![holding];
-    let mut told = Holdings::default();
-    let request = cluster.controller.assignments.of_pool(pool).holdings_request;
-    let piece = PoolHoldings { pool: pool.into(), request, replicas, ..Default::default() };
-    told.add(&piece).unwrap();
-    told
+    let asked = RecoverRecords::default();
+    tokio::select! {
+        recovered = controller.disaster.records.recover(&asked) => {
+            recovered.unwrap();
+        }
+        () = answering => unreachable!("it goes on for ever"),
+    }
 }
 
 #[tokio::test]
@@ -394,25 +420,7 @@ async fn a_recovery_finds_the_snapshots_that_the_pools_hold_and_forgets_those_th
     cluster.offline_after = Duration::from_millis(200);
     cluster.restart().await;
     let ids = [kept.id.0.0, 0xabcd << 112];
-    let controller = &cluster.controller;
-    let answering = async {
-        loop {
-            for pool in &cluster.pools {
-                controller.reports.pool(&pool.report()).await.unwrap();
-                let request = controller.assignments.of_pool(&pool.name).holdings_request;
-                let told = holdings(&cluster, &pool.name, &volume, &ids);
-                controller.disaster.salvage.take(&pool.name, request, told);
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    let asked = RecoverRecords::default();
-    tokio::select! {
-        recovered = controller.disaster.records.recover(&asked) => {
-            recovered.unwrap();
-        }
-        () = answering => unreachable!("it goes on for ever"),
-    }
+    recover(&cluster, |pool| vec![holding(pool, &volume, Vec::new(), Some(&ids))]).await;
     assert_eq!(cluster.snapshot("kept"), Some(kept));
     assert!(cluster.snapshot("gone").is_none());
     let found = cluster.snapshot("found-abcd0000").expect("it has a name again");
@@ -422,6 +430,73 @@ async fn a_recovery_finds_the_snapshots_that_the_pools_hold_and_forgets_those_th
     let reasons = cluster.reasons();
     assert!(reasons.contains(&"SnapshotFound".to_owned()), "{reasons:?}");
     assert!(reasons.contains(&"SnapshotGone".to_owned()), "{reasons:?}");
+}
+
+/// A cluster whose records are lost, and what its pools were told: of a volume that was deleted and
+/// is kept for its snapshot, and of a younger one that has its name.
+async fn lost_with_a_retained_volume() -> (Cluster, [(Arc<VolumeRecord>, Vec<u8>); 2]) {
+    let mut cluster = attached().await;
+    let id = cluster.volume("db").id;
+    cluster.made("db", "n1", "a").await;
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    let again = cluster.create("db").await;
+    let mut told = Vec::new();
+    for id in [id, again.id] {
+        let volume = cluster.controller.volumes.catalog.get(by_id(id.0).as_ref()).unwrap();
+        let note = cluster.store.get(&format!("volume/{}", id.0)).await.unwrap().unwrap().value;
+        told.push((volume, note));
+    }
+    cluster.store = Memory::new();
+    cluster.offline_after = Duration::from_millis(200);
+    cluster.restart().await;
+    (cluster, told.try_into().unwrap())
+}
+
+/// Names and times of snapshots are lost with the records. That the volume was deleted is not: every
+/// pool was told.
+#[tokio::test]
+async fn a_volume_that_was_kept_for_its_snapshots_is_hidden_again_by_a_recovery_without_records() {
+    let (cluster, [kept, again]) = lost_with_a_retained_volume().await;
+    recover(&cluster, |pool| {
+        let old = holding(pool, &kept.0, kept.1.clone(), Some(&[0xabcd << 112]));
+        vec![old, holding(pool, &again.0, again.1.clone(), Some(&[]))]
+    })
+    .await;
+    let catalog = &cluster.controller.volumes.catalog;
+    assert_eq!(cluster.volume("db").id, again.0.id, "the name is the younger one's");
+    let listed = catalog.list(0, "").unwrap().0;
+    assert_eq!(listed.iter().map(|volume| volume.id).collect::<Vec<_>>(), [again.0.id]);
+    let keeper = &cluster.controller.snapshots.keeper;
+    keeper.look_at_all().await.unwrap();
+    let hidden = catalog.get(by_id(kept.0.id.0).as_ref()).unwrap();
+    assert_eq!((hidden.phase, hidden.spec.name.as_str()), (VolumePhase::Retained, "db"));
+    let snapshot = cluster.snapshot("found-abcd0000").expect("it has a name again");
+    assert_eq!((snapshot.volume, snapshot.volume_name.as_str()), (kept.0.id, "db"));
+    assert!(cluster.reasons().contains(&"VolumeRetained".to_owned()));
+    // It goes with its last snapshot, as if nothing had been lost.
+    cluster.controller.snapshots.catalog.delete(named("found-abcd0000").as_ref()).await.unwrap();
+    keeper.look_at_all().await.unwrap();
+    let going = catalog.get(by_id(kept.0.id.0).as_ref()).unwrap();
+    assert_eq!(going.phase, VolumePhase::Deleting);
+}
+
+/// Hidden, it would be deleted at once: nothing says that it has snapshots.
+#[tokio::test]
+async fn a_volume_of_whose_snapshots_nothing_is_told_is_shown_again_and_not_deleted() {
+    let (cluster, [kept, again]) = lost_with_a_retained_volume().await;
+    recover(&cluster, |pool| {
+        let old = holding(pool, &kept.0, kept.1.clone(), None);
+        vec![old, holding(pool, &again.0, again.1.clone(), None)]
+    })
+    .await;
+    cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
+    let catalog = &cluster.controller.volumes.catalog;
+    let shown = catalog.get(by_id(kept.0.id.0).as_ref()).unwrap();
+    assert_eq!(shown.phase, VolumePhase::Ready);
+    let name = format!("db-{}", &kept.0.id.0.to_string()[..8]);
+    assert_eq!(cluster.volume(&name).id, kept.0.id);
+    assert_eq!(cluster.volume("db").id, again.0.id, "the name is the younger one's");
 }
 
 /// The life of two snapshots in steps, each of which its caller repeats until it is answered.

@@ -5,7 +5,7 @@ mod modify;
 mod response;
 mod snapshots;
 
-pub(crate) use response::cut;
+pub(crate) use response::{cut, group_snapshot};
 
 use quoin_api::control as api;
 use quoin_api::csi::controller_server::Controller;

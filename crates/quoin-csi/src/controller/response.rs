@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use quoin_api::control as api;
 use quoin_api::csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use quoin_api::csi::{
-    Snapshot, Volume, VolumeCondition, VolumeContentSource, list_snapshots_response,
-    list_volumes_response,
+    Snapshot, Volume, VolumeCondition, VolumeContentSource, VolumeGroupSnapshot,
+    list_snapshots_response, list_volumes_response,
 };
 
 use crate::capacity::signed;
@@ -41,8 +41,20 @@ pub fn snapshot(snapshot: &api::Snapshot) -> Snapshot {
         source_volume_id: snapshot.volume_id.clone(),
         creation_time: snapshot.cut_at,
         ready_to_use: snapshot.phase == "Ready",
-        group_snapshot_id: String::new(),
+        group_snapshot_id: snapshot.group_id.clone().unwrap_or_default(),
         accessible_topology: topology::of_record(&snapshot.accessible_topology),
+    }
+}
+
+/// Returns the group snapshot message, the same in every answer.
+pub fn group_snapshot(group: &api::GroupSnapshot) -> VolumeGroupSnapshot {
+    let snapshots: Vec<Snapshot> =
+        group.members.iter().filter_map(|member| member.snapshot.as_ref().map(snapshot)).collect();
+    VolumeGroupSnapshot {
+        group_snapshot_id: group.id.clone(),
+        ready_to_use: group.phase == "Ready" && snapshots.iter().all(|one| one.ready_to_use),
+        snapshots,
+        creation_time: group.cut_at,
     }
 }
 

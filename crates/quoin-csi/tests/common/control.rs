@@ -343,8 +343,10 @@ async fn obey_stream(
 ) -> Result<(), Status> {
     use command_outcome::What as Ended;
     use target_command::What as Told;
-    let watched = agent.watch_commands(WatchCommandsRequest { node: name.to_owned() }).await?;
+    let watched =
+        agent.watch_commands(WatchCommandsRequest { node: name.to_owned(), points: true }).await?;
     let mut commands = watched.into_inner();
+    let mut cuts = BTreeMap::new();
     while let Some(command) = commands.message().await? {
         *lsn += 1;
         let what = match command.what {
@@ -358,6 +360,21 @@ async fn obey_stream(
             Some(Told::RemoveSnapshot(remove)) => {
                 Ended::SnapshotRemoved(SnapshotRemoved { snapshot_id: remove.snapshot_id })
             }
+            Some(Told::HoldPoint(_)) => Ended::PointHeld(PointHeld {}),
+            Some(Told::CutPoint(cut)) => {
+                // A repeat is answered as the first time.
+                let lsn = *cuts.entry(cut.snapshot_id.clone()).or_insert(*lsn);
+                Ended::PointCut(PointCut { snapshot_id: cut.snapshot_id, lsn, epoch: 1 })
+            }
+            Some(Told::ReleasePoint(_)) => Ended::PointReleased(PointReleased { unbroken: true }),
+            Some(Told::ConfirmSnapshot(confirm)) => Ended::SnapshotMade(SnapshotMade {
+                lsn: cuts.get(&confirm.snapshot_id).copied().unwrap_or(0),
+                snapshot_id: confirm.snapshot_id,
+                size_bytes: 64 << 20,
+                epoch: Some(1),
+                chain: Some(7),
+                ..Default::default()
+            }),
             Some(Told::RevertTo(_)) => Ended::VolumeReverted(VolumeReverted { lsn: *lsn }),
             Some(Told::PullPart(pull)) => {
                 let part = PulledPart {

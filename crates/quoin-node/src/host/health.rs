@@ -1,4 +1,4 @@
-//! What is wrong with a volume on this host: one judgement for CSI's health, conditions and stats.
+//! Faults of a volume on this host: one judgement for CSI's health, conditions and stats.
 //!
 //! It looks at the record, at the device and its session as the attach process has them, at the
 //! mounts as the kernel has them, and at the last failure of staging or publishing. It changes

@@ -251,7 +251,7 @@ impl Process {
     }
 
     fn stop(self) {
-        // One that was told before may have ended, and takes nothing.
+        // A thread that was told before may have ended, and takes nothing.
         let _ = self.stop.send(true);
         let _ = self.inputs.send(Input::Shutdown);
         self.waker.wake();

@@ -20,7 +20,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn copy(&mut self) {
         let now = now();
         let Some((connection, message)) = self.copying.next(now) else { return };
-        let Some(peer) = self.peers.get(&connection).filter(|peer| !peer.ending) else { return };
+        let Some(peer) = self.connections.get(connection).filter(|peer| !peer.ending) else {
+            return;
+        };
         let (guid, session) = (peer.claim.guid, peer.session);
         let began = std::time::Instant::now();
         self.message(now, connection, guid, session, message);

@@ -18,7 +18,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn begin_fetches(&mut self, now: Time) {
         self.make_again(now);
         while let Some(fetch) = self.pool.next_fetch() {
-            self.fetchers.begin(fetch);
+            self.disk.fetchers.begin(fetch);
         }
     }
 

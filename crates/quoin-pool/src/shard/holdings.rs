@@ -50,8 +50,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let Some(store) = self.pool.replica(guid) else { return };
         let replica = Replica::new(now, cookie, &store);
         drop(store);
-        let (timer_key, repairs) = (self.key(), Repairs::default());
-        self.by_timer.insert(timer_key, guid);
+        let (timer_key, repairs) = (self.connections.key(), Repairs::default());
         let held = Held { replica, timer_key, touched: false, born, repairs, refused_at: None };
         self.replicas.insert(guid, held);
         self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
@@ -62,8 +61,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {
         self.parts.assignment = assignment.clone();
-        self.gone.clear();
-        self.undone = Undone::default();
+        self.replicas.gone.clear();
+        self.replicas.undone = Undone::default();
         for wanted in assignment.0 {
             self.obey(now, wanted);
         }
@@ -74,8 +73,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.assignment.apply(&change);
         let AssignmentChange { wanted, removed } = change;
         for guid in wanted.iter().map(|wanted| wanted.identity.guid).chain(removed) {
-            self.gone.retain(|gone| gone.guid != guid);
-            self.undone.replicas.remove(&guid);
+            self.replicas.gone.retain(|gone| gone.guid != guid);
+            self.replicas.undone.replicas.remove(&guid);
         }
         self.try_again(now);
         for wanted in wanted {
@@ -94,29 +93,29 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Step::Clone => self.make_clone(now, wanted),
             Step::Describe => self.describe(&wanted),
             Step::Delete => self.delete(now, &wanted),
-            Step::Absent => self.gone.push(gone(&wanted)),
+            Step::Absent => self.replicas.gone.push(gone(&wanted)),
             Step::OfAnother => return self.tell_of_another(&wanted),
         }
         self.fence(now, guid, fence);
         if flatten {
             self.pool.flatten(guid);
         }
-        let is_held = self.replicas.contains_key(&guid);
+        let is_held = self.replicas.contains(guid);
         let is_undone = match step {
             Step::Create { .. } | Step::Clone => !is_held,
             Step::Delete => is_held,
             Step::Describe | Step::Absent | Step::OfAnother => false,
         };
         if is_undone {
-            self.undone.replicas.insert(guid);
+            self.replicas.undone.replicas.insert(guid);
             let pause = if step == Step::Clone { CLONE_AGAIN } else { UNDONE_AGAIN };
-            self.undone.again_at = now + pause;
+            self.replicas.undone.again_at = now + pause;
         }
     }
 
     /// Creations and deletions that failed are tried again, whether or not anything is assigned anew.
     fn try_again(&mut self, now: Time) {
-        let undone = std::mem::take(&mut self.undone.replicas);
+        let undone = std::mem::take(&mut self.replicas.undone.replicas);
         let assigned = self.parts.assignment.0.iter();
         let wanted = assigned.filter(|wanted| undone.contains(&wanted.identity.guid)).cloned();
         let wanted: Vec<_> = if undone.is_empty() { Vec::new() } else { wanted.collect() };
@@ -219,10 +218,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     /// All that the pool keeps about its replicas.
     pub(super) fn holdings(&mut self) -> Holdings {
         let mut replicas = Vec::new();
-        for (guid, held) in &self.replicas {
-            let Some(store) = self.pool.replica(*guid) else { continue };
-            // What is not on media may be gone after the next start.
-            if held.born <= self.synced {
+        for (guid, held) in self.replicas.iter() {
+            let Some(store) = self.pool.replica(guid) else { continue };
+            // A replica that is not on media may be gone after the next start.
+            if self.disk.syncs.covers(held.born) {
                 replicas.push(HeldReplica {
                     identity: store.identity().clone(),
                     meta: store.meta().clone(),
@@ -239,22 +238,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.deliver(now, guid, ReplicaEvent::Shutdown);
         match self.pool.delete(guid) {
             Ok(_) => {
-                if let Some(held) = self.replicas.remove(&guid) {
+                if let Some(held) = self.replicas.remove(guid) {
                     self.timers.set(held.timer_key, None);
-                    self.by_timer.remove(&held.timer_key);
                 }
-                let ending: Vec<u64> = self
-                    .peers
-                    .iter()
-                    .filter(|(_, p)| p.claim.guid == guid)
-                    .map(|(k, _)| *k)
-                    .collect();
-                for key in ending {
+                for key in self.connections.keys_of(|peer| peer.claim.guid == guid) {
                     self.end(key);
                 }
-                self.deleted = self.pool.request_sync();
+                self.replicas.deleted = self.pool.request_sync();
                 self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
-                self.gone.push(gone(wanted));
+                self.replicas.gone.push(gone(wanted));
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
             }
             Err(error @ StoreError::Io(_)) => self.fail(error),
@@ -264,29 +256,29 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     pub(super) fn state(&mut self, now: Time) -> PoolState {
-        if now >= self.undone.again_at {
+        if now >= self.replicas.undone.again_at {
             self.try_again(now);
         }
         self.tell_repairs(now);
         self.pool.look_again();
         // Not said before it is on media: until then a failing disk may bring one back.
-        let mut replicas = match self.deleted <= self.synced {
-            true => self.gone.clone(),
+        let mut replicas = match self.disk.syncs.covers(self.replicas.deleted) {
+            true => self.replicas.gone.clone(),
             false => Vec::new(),
         };
-        for (guid, held) in &self.replicas {
-            let used_bytes = self.pool.replica_bytes(*guid);
-            let is_clone = self.pool.is_clone(*guid);
-            let Some(store) = self.pool.replica(*guid) else { continue };
+        for (guid, held) in self.replicas.iter() {
+            let used_bytes = self.pool.replica_bytes(guid);
+            let is_clone = self.pool.is_clone(guid);
+            let Some(store) = self.pool.replica(guid) else { continue };
             // Not said before it is on media: "created" is what lets a volume be formed.
-            if held.born > self.synced {
+            if !self.disk.syncs.covers(held.born) {
                 continue;
             }
             let (state, meta) = (store.state(), store.meta());
             replicas.push(ReplicaState {
                 volume: store.identity().volume,
                 replica: store.identity().replica,
-                guid: *guid,
+                guid,
                 state: if meta.damaged {
                     "damaged"
                 } else if held.replica.is_open() {
@@ -309,14 +301,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let space = self.pool.space();
         self.parts.metrics.filled(space);
         let scrub = self.scrub_state();
+        let ring_full = self.pool.is_ring_full();
         let warning = match (self.short, self.pool.is_short_below()) {
             (_, true) => FULL_BELOW,
             (true, false) => FULL,
-            (false, false) if self.pool.is_ring_full() => RING_FULL,
+            (false, false) if ring_full => RING_FULL,
             (false, false) => "",
         };
         let (counts, mark_rises) = (self.tell_counts(), self.pool.is_mark_rising());
-        PoolState { space, warning, counts, mark_rises, scrub, replicas }
+        PoolState { space, warning, ring_full, counts, mark_rises, scrub, replicas }
     }
 }
 

@@ -8,23 +8,24 @@
 //! ([`quoin_replication::pool_host::answers`]). Input is handled as it is read, so it never piles up.
 
 mod background;
+mod connections;
 mod copying;
+mod disk;
 mod fetching;
 mod holdings;
 mod listeners;
 mod recognition;
+mod replicas;
 mod scrubbing;
 mod sessions;
+mod stop;
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_reactor::{Reactor, Ready, Timers, now};
-use quoin_replication::pool_host::access::UNOPENED_MAX;
-use quoin_replication::pool_host::answers::Answers;
 use quoin_replication::pool_host::background::{Background, QUIET};
 use quoin_replication::pool_host::copying::Copying;
 use quoin_replication::pool_host::recognition::{AWAITED_MAX, Start};
@@ -35,30 +36,28 @@ use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
-use quoin_types::key_map::KeyMap;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, Term, Time};
-use quoin_wire::connection_slots::ConnectionSlots;
 use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
 
 use crate::accept::Acceptor;
-use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState};
 use crate::facts::PoolFacts;
-use crate::fetcher::Fetchers;
 use crate::held::Holdings;
 use crate::metrics::Metrics;
-use crate::scrub::{Scrub, ScrubPlan};
+use crate::scrub::ScrubPlan;
 use crate::syncer::Syncer;
 use crate::witness::Witness;
-use holdings::{Held, Undone};
+use connections::Connections;
+use disk::DiskThreads;
 pub use recognition::Recognition;
-use sessions::Peer;
+use replicas::Replicas;
+use scrubbing::Health;
+use stop::Stop;
 
 /// Answers that are written before the rest of a batch is.
 const EARLY_BYTES: usize = 64 << 10;
-/// How long a stopping pool waits for its last sync and for answers to be taken.
-const STOP_MAX: Duration = Duration::from_secs(10);
 
 /// A read or a sync that takes so long says that the disk is failing, not that it is busy.
 const STALL: Duration = Duration::from_secs(20);
@@ -85,7 +84,7 @@ const FULL_BELOW: &str = "the disk under the pool is full: free space on it, tri
 const RING_FULL: &str = "the metadata ring has no room for another replica: delete replicas or snapshots in this \
      pool, or add pools";
 
-/// What other threads tell the shard.
+/// Messages of other threads to the shard.
 pub enum Input {
     /// With the term of its grant.
     Answered(Box<Accepted>, Term),
@@ -130,7 +129,7 @@ pub enum Ended {
     LoopFailed(std::io::Error),
 }
 
-/// What a shard needs beside the pool.
+/// Surroundings of a shard, beside the pool.
 pub struct Parts {
     pub reactor: Reactor,
     pub acceptor: Acceptor,
@@ -150,79 +149,42 @@ pub struct Parts {
 pub struct Shard<'a, P> {
     pool: P,
     parts: &'a mut Parts,
-    syncer: Syncer,
-    fetchers: Fetchers,
-    replicas: BTreeMap<ReplicaGuid, Held>,
-    by_timer: KeyMap<ReplicaGuid>,
-    peers: KeyMap<Peer>,
+    disk: DiskThreads,
+    replicas: Replicas,
+    connections: Connections,
     timers: Timers,
-    /// Replicas that were assigned here but are not held.
-    gone: Vec<ReplicaState>,
-    /// Replicas whose creation or deletion failed.
-    undone: Undone,
-    /// The last deletion is not on media before this ticket is done.
-    deleted: SyncTicket,
-    dirty: Vec<u64>,
-    touched: Vec<ReplicaGuid>,
     actions: Vec<ReplicaAction>,
-    /// Names connections and timers; 0 is the listeners.
-    next_key: u64,
-    answers: Answers,
-    synced: SyncTicket,
-    /// Syncs under way, and since when.
-    syncs: VecDeque<(SyncTicket, Time)>,
     failure: Option<StoreError>,
     background: Background,
     round: Round,
-    stopping: Option<(SyncTicket, Time)>,
-    /// Stopping, and the replicas know that all they applied is on media.
-    clean_stop_recorded: bool,
-    scrub: Scrub,
-    /// When targets are to be asked for good copies.
-    repair_at: Option<Time>,
-    /// What the targets were told of the pool's room.
+    stop: Stop,
+    health: Health,
+    /// Shortage of room that the targets were told of.
     short: bool,
     copying: Copying,
     start: Start,
-    /// Of sessions that have opened nothing yet.
-    unopened: ConnectionSlots,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
-        let scrub = Scrub::new(parts.scrub.clone());
-        let fetchers = syncer.fetchers(pool.reader());
+        let health = Health::new(parts.scrub.clone());
         let start = Start::new(parts.recognition, rand::random::<u64>().max(1));
         let mut shard = Shard {
+            disk: DiskThreads::new(syncer, pool.reader()),
             pool,
             parts,
-            syncer,
-            fetchers,
-            replicas: BTreeMap::new(),
-            by_timer: KeyMap::default(),
-            peers: KeyMap::default(),
+            replicas: Replicas::default(),
+            connections: Connections::new(),
             timers: Timers::default(),
-            gone: Vec::new(),
-            undone: Undone::default(),
-            deleted: SyncTicket(0),
-            dirty: Vec::new(),
-            touched: Vec::new(),
             actions: Vec::new(),
-            next_key: LISTENERS + 1,
-            answers: Answers::default(),
-            synced: SyncTicket(0),
-            syncs: VecDeque::new(),
             failure: None,
             background: Background::default(),
             round: Round::begin(now()),
-            stopping: None,
-            clean_stop_recorded: false,
-            scrub,
-            repair_at: None,
+            stop: Stop::default(),
+            health,
             short: false,
             copying: Copying::default(),
             start,
-            unopened: ConnectionSlots::new(UNOPENED_MAX),
         };
         let now = now();
         match shard.parts.recognition {
@@ -281,7 +243,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 break Ended::Stopped;
             }
         };
-        self.scrub.stop(now());
+        self.health.scrub.stop(now());
         self.tell_counts();
         self.shut();
         self.parts.metrics.sessions.set(0);
@@ -289,15 +251,15 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn timeout(&mut self, now: Time) -> Option<Duration> {
-        if !self.touched.is_empty() || !self.dirty.is_empty() {
+        if self.replicas.has_touched() || self.connections.has_dirty() {
             return Some(Duration::ZERO);
         }
         let next = self.timers.until_next(now);
-        let stop = self.stopping.map(|(_, deadline)| deadline.since(now));
+        let stop = self.stop.due_in(now);
         let urgency = background::urgency(self.pool.background_due());
         let background = self.background.due_in(now, urgency);
         let copying = self.copying.due_in(now);
-        [next, stop, background, copying, self.health_due_in(now)].into_iter().flatten().min()
+        [next, stop, background, copying, self.health.due_in(now)].into_iter().flatten().min()
     }
 
     fn took(&self, duration: Duration) {
@@ -347,13 +309,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::Judged { rolled_back, nonce, mark } => {
                 self.answered(now, rolled_back, nonce, mark);
             }
-            Input::Shutdown => self.stop(now),
+            Input::Shutdown => self.begin_stop(now),
         }
-    }
-
-    fn key(&mut self) -> u64 {
-        self.next_key += 1;
-        self.next_key
     }
 
     fn ready(&mut self, now: Time, ready: Ready) {
@@ -368,7 +325,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
     }
 
-    /// What belongs to a rebuild waits for what clients' sessions send.
+    /// Messages of a rebuild wait for those of clients' sessions.
     fn take(
         &mut self,
         now: Time,
@@ -405,7 +362,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         session: SessionKey,
         message: ToReplica,
     ) {
-        if self.stopping.is_some() {
+        if self.stop.has_begun() {
             return self.end(connection);
         }
         let metrics = &self.parts.metrics;
@@ -422,9 +379,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             _ => None,
         };
-        // What is found bad is asked of the others at once.
+        // Blocks that are found bad are asked of the others at once.
         let finds = matches!(message, ToReplica::Verify { repair: true, .. });
-        if !self.replicas.contains_key(&guid) {
+        if !self.replicas.contains(guid) {
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
             self.send(connection, session, &refuse);
             return self.end(connection);
@@ -442,15 +399,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn deliver(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
-        let Some(held) = self.replicas.get_mut(&guid) else { return };
+        let Some(held) = self.replicas.get_mut(guid) else { return };
         {
             let Some(mut store) = self.pool.replica(guid) else { return };
             held.replica.on(now, event, &mut store, &mut self.actions);
         }
-        if !held.touched {
-            held.touched = true;
-            self.touched.push(guid);
-        }
+        self.replicas.touch(guid);
         self.act(guid);
     }
 
@@ -463,7 +417,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 }
                 ReplicaAction::Disconnect { connection } => self.end(connection),
                 ReplicaAction::Timer { at } => {
-                    if let Some(held) = self.replicas.get(&guid) {
+                    if let Some(held) = self.replicas.get(guid) {
                         self.timers.set(held.timer_key, at);
                     }
                 }
@@ -507,7 +461,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             ReplicaNote::Unreadable(error) => {
                 // Its target comes back to the same sector until it gives up: that is one refusal.
                 let now = now();
-                let held = self.replicas.get_mut(&guid);
+                let held = self.replicas.get_mut(guid);
                 let before = held.and_then(|held| held.refused_at.replace(now));
                 if before.is_none_or(|before| now.since(before) > SAME_REFUSAL) {
                     self.refused(error);
@@ -550,7 +504,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         if key == LISTENERS {
             return self.listen_again(now);
         }
-        match self.by_timer.get(&key).copied() {
+        match self.replicas.of_timer(key) {
             Some(guid) => self.deliver(now, guid, ReplicaEvent::Timer),
             None => self.lost(now, key, &WireError::Closed),
         }
@@ -559,31 +513,24 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     /// One acknowledgement a session, one sync for all, one write a socket.
     fn finish_round(&mut self, now: Time) {
         self.mind_room(now);
-        while let Some(guid) = self.touched.pop() {
-            if let Some(held) = self.replicas.get_mut(&guid) {
-                held.touched = false;
-                held.replica.flush(&mut self.actions);
-                self.act(guid);
-            }
+        while let Some((guid, held)) = self.replicas.next_touched() {
+            held.replica.flush(&mut self.actions);
+            self.act(guid);
         }
         // The disk works while the answers are written.
         self.begin_fetches(now);
         self.begin_sync();
         let mut copying = Vec::new();
-        while let Some(key) = self.dirty.pop() {
+        while let Some(key) = self.connections.next_dirty() {
             if key & BULK != 0 {
                 copying.push(key);
                 continue;
             }
-            if let Some(peer) = self.peers.get_mut(&key) {
-                peer.dirty = false;
-            }
+            self.connections.mark_clean(key);
             self.write(now, key);
         }
         for key in copying {
-            if let Some(peer) = self.peers.get_mut(&key) {
-                peer.dirty = false;
-            }
+            self.connections.mark_clean(key);
             self.write(now, key);
         }
         // Frames that had waited for their answers to be taken may have been handled by now.
@@ -599,7 +546,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         let below = self.pool.is_short_below();
         self.short = short;
-        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+        for guid in self.replicas.guids() {
             self.deliver(now, guid, ReplicaEvent::Room { short });
         }
         let (severity, reason, message) = match short {
@@ -613,26 +560,23 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn begin_sync(&mut self) {
         if let Some(ticket) = self.pool.sync_wanted() {
             self.parts.metrics.disk.syncs.inc();
-            self.syncs.push_back((ticket, now()));
-            self.syncer.begin(ticket);
+            self.disk.begin_sync(now(), ticket);
         }
     }
 
     fn sync_ended(&mut self, now: Time, ticket: SyncTicket, result: Result<(), IoFault>) {
-        while let Some((begun, at)) = self.syncs.pop_front_if(|(begun, _)| *begun <= ticket) {
-            if begun == ticket {
-                self.parts.metrics.disk.sync_duration.observe(now.since(at).as_secs_f64());
-                self.took(now.since(at));
-            }
+        if let Some(took) = self.disk.syncs.ended(now, ticket) {
+            self.parts.metrics.disk.sync_duration.observe(took.as_secs_f64());
+            self.took(took);
         }
         let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
-            self.synced = self.synced.max(ticket);
+            self.disk.syncs.succeeded(ticket);
             self.background.disk_answered(now);
         }
         let told = match result {
             Ok(()) => self.pool.take_served(),
-            Err(_) => self.replicas.keys().copied().collect(),
+            Err(_) => self.replicas.guids(),
         };
         for guid in told {
             self.parts.metrics.disk.sync_deliveries.inc();

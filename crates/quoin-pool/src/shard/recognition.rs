@@ -39,7 +39,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                      have its replicas rebuilt"
                 );
                 self.shut();
-                for key in self.peers.keys().copied().collect::<Vec<_>>() {
+                for key in self.connections.keys_of(|_| true) {
                     self.lost(now, key, &WireError::Closed);
                 }
             }

@@ -1,4 +1,4 @@
-//! What the shard does between requests for the health of what it holds: steps of the scrub, and
+//! Work of the shard between requests for the health of its replicas: steps of the scrub, and
 //! asking targets for good copies of what was found bad.
 
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use quoin_types::{BLOCK_SIZE, ReplicaGuid, Time};
 
 use super::Shard;
 use crate::facts::PoolFacts;
-use crate::scrub::ScrubState;
+use crate::scrub::{Scrub, ScrubPlan, ScrubState};
 
 /// Read in one step.
 const STEP_BYTES: u64 = 512 << 10;
@@ -22,21 +22,42 @@ const GIVE_WAY: Duration = Duration::from_millis(50);
 /// A replica that is open but not fed yet is looked at again.
 const FEED_SOON: Duration = Duration::from_millis(250);
 
-impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
-    /// How long until this module has something to do.
-    pub(super) fn health_due_in(&self, now: Time) -> Option<Duration> {
+/// The scrub, and the repairs that wait.
+pub(super) struct Health {
+    pub(super) scrub: Scrub,
+    /// Time at which targets are to be asked for good copies.
+    repair_at: Option<Time>,
+}
+
+impl Health {
+    pub(super) fn new(plan: ScrubPlan) -> Self {
+        Self { scrub: Scrub::new(plan), repair_at: None }
+    }
+
+    /// How long until there is something to do.
+    pub(super) fn due_in(&self, now: Time) -> Option<Duration> {
         let repair = self.repair_at.map(|at| at.since(now));
         [self.scrub.due_in(now), repair].into_iter().flatten().min()
     }
 
+    fn is_scrub_due(&self, now: Time) -> bool {
+        self.scrub.due_in(now) == Some(Duration::ZERO)
+    }
+
+    fn is_repair_due(&self, now: Time) -> bool {
+        self.repair_at.is_some_and(|at| at <= now)
+    }
+}
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn keep_healthy(&mut self, now: Time) {
-        if self.stopping.is_some() || self.failure.is_some() {
+        if self.stop.has_begun() || self.failure.is_some() {
             return;
         }
-        if self.scrub.due_in(now) == Some(Duration::ZERO) {
+        if self.health.is_scrub_due(now) {
             self.step_scrub(now);
         }
-        if self.repair_at.is_some_and(|at| at <= now) {
+        if self.health.is_repair_due(now) {
             self.collect_bad_copies(now);
             self.ask_for_copies(now);
         }
@@ -44,24 +65,23 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     pub(super) fn ask_for_scrub(&mut self, now: Time, request: u64) {
         let used = self.pool.space().used_bytes;
-        if self.scrub.ask(now, request, used) {
+        if self.health.scrub.ask(now, request, used) {
             tracing::info!(request, "a scrub was asked for");
         }
     }
 
     pub(super) fn scrub_state(&self) -> ScrubState {
-        self.scrub.state()
+        self.health.scrub.state()
     }
 
     fn step_scrub(&mut self, now: Time) {
         if self.pool.background_due() == Due::Urgent {
-            return self.scrub.postpone(now, GIVE_WAY);
+            return self.health.scrub.postpone(now, GIVE_WAY);
         }
         let used = self.pool.space().used_bytes;
-        let Some(place) = self.scrub.step(now, used) else { return };
+        let Some(place) = self.health.scrub.step(now, used) else { return };
         // The replica may be gone since: the next one then, from its start.
-        let replica = self.replicas.range(place.replica..).next().map(|(guid, _)| *guid);
-        let Some(guid) = replica else { return self.end_scrub(now) };
+        let Some(guid) = self.replicas.next_from(place.replica) else { return self.end_scrub(now) };
         let at = match guid == place.replica {
             true => ScrubAt { stage: place.stage, cursor: place.cursor },
             false => ScrubAt::default(),
@@ -80,7 +100,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 | StoreError::Rule(_)
                 | StoreError::Pending(_),
             ) => {
-                return self.scrub.postpone(now, Duration::from_secs(10));
+                return self.health.scrub.postpone(now, Duration::from_secs(10));
             }
             Err(error @ StoreError::Io(_)) => return self.fail(error),
         };
@@ -90,7 +110,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         };
         self.parts.metrics.scrub.read.inc_by(done.read_bytes);
         if done.headers > 0 {
-            self.scrub.found(now, done.headers.into());
+            self.health.scrub.found(now, done.headers.into());
             self.parts.metrics.scrub.found.inc_by(done.headers.into());
             self.tell_of(
                 guid,
@@ -104,7 +124,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             );
         }
         self.collect_bad_copies(now);
-        self.scrub.stepped(now, began.elapsed(), done.read_bytes, next);
+        self.health.scrub.stepped(now, began.elapsed(), done.read_bytes, next);
         self.begin_sync();
     }
 
@@ -112,7 +132,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         match self.pool.scrub_metadata() {
             Ok(0) => {}
             Ok(bad) => {
-                self.scrub.found(now, bad.into());
+                self.health.scrub.found(now, bad.into());
                 self.parts.metrics.scrub.found.inc_by(bad.into());
                 let message = format!("{bad} bad copies of the pool's metadata were written again");
                 self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
@@ -120,7 +140,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Err(error @ StoreError::Io(_)) => return self.fail(error),
             Err(error) => tracing::warn!(%error, "the metadata could not be scrubbed"),
         }
-        let state = self.scrub.ended(now);
+        let state = self.health.scrub.ended(now);
         self.parts.metrics.scrub.runs.inc();
         let severity = if state.found == 0 { Severity::Normal } else { Severity::Warning };
         let found = match state.found {
@@ -138,23 +158,23 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn collect_bad_copies(&mut self, now: Time) {
         let mut found = 0;
         for bad in self.pool.take_bad_blocks() {
-            let Some(held) = self.replicas.get_mut(&bad.replica) else { continue };
+            let Some(held) = self.replicas.get_mut(bad.replica) else { continue };
             let BadBlock { lba, blocks, version, snapshot, .. } = bad;
             let copy = BadCopy { lba, blocks, version, snapshot };
             if held.repairs.found(now, copy) {
                 found += 1;
-                self.repair_at = Some(now);
+                self.health.repair_at = Some(now);
             }
         }
-        self.scrub.found(now, found);
+        self.health.scrub.found(now, found);
         self.parts.metrics.scrub.found.inc_by(found);
     }
 
     fn ask_for_copies(&mut self, now: Time) {
         let mut next: Option<Time> = None;
         let wanting = self.replicas.iter().filter(|(_, held)| !held.repairs.is_empty());
-        for guid in wanting.map(|(guid, _)| *guid).collect::<Vec<_>>() {
-            let Some(held) = self.replicas.get_mut(&guid) else { continue };
+        for guid in wanting.map(|(guid, _)| guid).collect::<Vec<_>>() {
+            let Some(held) = self.replicas.get_mut(guid) else { continue };
             let at = match (held.replica.is_open(), held.replica.is_fed()) {
                 (false, _) => continue,
                 (true, false) => Some(now + FEED_SOON),
@@ -169,38 +189,37 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             };
             next = [next, at].into_iter().flatten().min();
         }
-        self.repair_at = next;
+        self.health.repair_at = next;
         self.finish_round(now);
     }
 
     /// A target opened the replica: what waited for one can be asked for.
     pub(super) fn opened(&mut self, guid: ReplicaGuid) {
         let now = quoin_reactor::now();
-        if let Some(held) = self.replicas.get_mut(&guid)
+        if let Some(held) = self.replicas.get_mut(guid)
             && !held.repairs.is_empty()
         {
             held.repairs.opened(now);
-            self.repair_at = Some(now);
+            self.health.repair_at = Some(now);
         }
     }
 
     pub(super) fn copy_came(&mut self, guid: ReplicaGuid, repaired: Repaired) {
         let now = quoin_reactor::now();
-        let Some(held) = self.replicas.get_mut(&guid) else { return };
+        let Some(held) = self.replicas.get_mut(guid) else { return };
         if held.repairs.answered(now, repaired) {
             self.parts.metrics.scrub.repaired.inc();
         }
         if !held.repairs.is_empty() {
-            self.repair_at = Some(now);
+            self.health.repair_at = Some(now);
         }
     }
 
     /// One notice a replica and turn: a bad spot of a disk is seldom one block.
     pub(super) fn tell_repairs(&mut self, now: Time) {
         self.collect_bad_copies(now);
-        let replicas: Vec<ReplicaGuid> = self.replicas.keys().copied().collect();
-        for guid in replicas {
-            let Some(held) = self.replicas.get_mut(&guid) else { continue };
+        for guid in self.replicas.guids() {
+            let Some(held) = self.replicas.get_mut(guid) else { continue };
             let (news, open) = (held.repairs.take_news(), held.replica.is_open());
             if news.found > 0 {
                 let way = match open {

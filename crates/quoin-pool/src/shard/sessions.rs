@@ -2,9 +2,7 @@
 //! out. Nothing piles up: who does not take answers is not read from.
 
 use quoin_reactor::{Interest, now};
-use quoin_replication::pool_host::access::{
-    CONNECTIONS_MAX, Claim, Lane, OPEN_MAX, OpenSession, takes_bulk,
-};
+use quoin_replication::pool_host::access::{CONNECTIONS_MAX, Claim, Lane, OPEN_MAX, takes_bulk};
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_store::ReplicaPool;
@@ -17,7 +15,8 @@ use quoin_wire::frame::WireError;
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
-use super::{BULK, EARLY_BYTES, ENDING_MAX, LINGER, Recognition, STOP_MAX, Shard};
+use super::stop::StopStep;
+use super::{BULK, EARLY_BYTES, ENDING_MAX, LINGER, Recognition, Shard};
 use crate::facts::PoolFacts;
 
 fn claim_of(hello: &Hello) -> Claim {
@@ -53,42 +52,39 @@ pub(super) struct Peer {
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
-    /// Nobody is let in any more: who opened a replica now would leave it open, and the next start
-    /// would find that it may lack something.
-    pub(super) fn stop(&mut self, now: Time) {
+    /// Nobody is let in any more: a target that opened a replica now would leave it open, and the next
+    /// start would find that it may lack something.
+    pub(super) fn begin_stop(&mut self, now: Time) {
         self.shut();
-        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+        for guid in self.replicas.guids() {
             self.deliver(now, guid, ReplicaEvent::Shutdown);
         }
         self.raise_last_mark();
-        self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
+        self.stop.begin(now, self.pool.request_sync());
     }
 
-    /// Whether a stop is complete: after the first sync the replicas record a clean stop, and
-    /// the second is for that. It is not waited for without end.
+    /// Returns true if a stop is complete.
     pub(super) fn has_stopped(&mut self, now: Time) -> bool {
-        let Some((ticket, deadline)) = self.stopping else { return false };
-        if now >= deadline
-            || (self.clean_stop_recorded && self.synced >= ticket && self.answers.is_empty())
-        {
-            return true;
+        let all_taken = self.connections.answers.is_empty();
+        match self.stop.step(now, |ticket| self.disk.syncs.covers(ticket), all_taken) {
+            StopStep::Waits => false,
+            StopStep::Ended => true,
+            StopStep::Records => {
+                self.stop.records(self.pool.request_sync());
+                self.begin_sync();
+                false
+            }
         }
-        if !self.clean_stop_recorded && self.synced >= ticket {
-            self.stopping = Some((self.pool.request_sync(), deadline));
-            self.clean_stop_recorded = true;
-            self.begin_sync();
-        }
-        false
     }
 
     pub(super) fn admit(&mut self, now: Time, answered: Accepted, term: Term) {
         let Accepted { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
-        if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
+        if self.connections.len() >= CONNECTIONS_MAX || self.stop.has_begun() || refused {
             return;
         }
         let (lane, claim) = (lane_of(hello.kind), claim_of(&hello));
-        let mut key = self.key();
+        let mut key = self.connections.key();
         let unopened = match lane {
             Lane::Bulk if !self.takes_bulk(session, claim) => {
                 // Its target comes again if the session does.
@@ -99,7 +95,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 None
             }
             Lane::Log => {
-                let place = self.unopened.acquire(peer_address);
+                let place = self.connections.unopened.acquire(peer_address);
                 if place.is_none() {
                     tracing::warn!(
                         %peer_address,
@@ -128,29 +124,23 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             dirty: false,
             unopened,
         };
-        self.peers.insert(key, peer);
+        self.connections.insert(key, peer);
         self.timers.set(key, Some(now + OPEN_MAX));
         self.count_sessions();
     }
 
     fn count_sessions(&self) {
-        let sessions = self.peers.keys().filter(|key| *key & BULK == 0).count();
-        self.parts.metrics.sessions.set(sessions as i64);
+        self.parts.metrics.sessions.set(self.connections.sessions() as i64);
     }
 
     fn takes_bulk(&self, session: SessionKey, claim: Claim) -> bool {
-        let held = self.replicas.get(&claim.guid).and_then(|held| held.replica.session());
-        let own = held.and_then(|(connection, open)| Some((open, self.peers.get(&connection)?)));
-        let open = own.filter(|(_, peer)| !peer.ending).map(|(open, peer)| {
-            let of_it = |peer: &&Peer| peer.lane == Lane::Bulk && peer.session == session;
-            let bulks = self.peers.values().filter(of_it).count();
-            OpenSession { session: open, claim: peer.claim, bulks }
-        });
+        let held = self.replicas.get(claim.guid).and_then(|held| held.replica.session());
+        let open = held.and_then(|(key, open)| self.connections.open_session(key, open, session));
         takes_bulk(session, claim, open)
     }
 
     pub(super) fn read(&mut self, key: u64) {
-        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let Some(peer) = self.connections.get_mut(key) else { return };
         let outcome = peer.connection.receive();
         if peer.ending {
             peer.connection.discard_input();
@@ -173,14 +163,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let mut appends = Appends::default();
         let mut takes_more = true;
         loop {
-            let Some(peer) = self.peers.get_mut(&key) else { return };
-            if peer.ending {
-                return;
+            match self.connections.stalls(key) {
+                None => return,
+                Some(true) => break,
+                Some(false) => {}
             }
-            peer.stalled = self.answers.stalls(peer.connection.queued_bytes());
-            if peer.stalled {
-                break;
-            }
+            let Some(peer) = self.connections.get_mut(key) else { return };
             let (claim, session, lane) = (peer.claim, peer.session, peer.lane);
             let message = match peer.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
@@ -231,7 +219,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// It has a place of its own from now on, for as long as it likes.
     fn has_opened(&mut self, key: u64) {
-        if let Some(peer) = self.peers.get_mut(&key)
+        if let Some(peer) = self.connections.get_mut(key)
             && peer.unopened.take().is_some()
         {
             self.timers.set(key, None);
@@ -240,7 +228,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// Its grant may have become one of a former term since it was let in.
     fn still_opens(&self, key: u64) -> bool {
-        let term = self.peers.get(&key).map_or_else(Term::default, |peer| peer.term);
+        let term = self.connections.get(key).map_or_else(Term::default, |peer| peer.term);
         self.parts.acceptor.still_opens(term)
     }
 
@@ -260,58 +248,49 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     /// on them meanwhile: a batch would go through one process after the other otherwise. False
     /// once the socket takes no more.
     fn write_early(&mut self, now: Time, key: u64) -> bool {
-        let Some(peer) = self.peers.get_mut(&key) else { return false };
-        let before = peer.connection.queued_bytes();
-        if before < EARLY_BYTES || peer.ending {
+        let Some(peer) = self.connections.get(key) else { return false };
+        if peer.connection.queued_bytes() < EARLY_BYTES || peer.ending {
             return true;
         }
-        let flushed = peer.connection.flush();
-        self.answers.changed(before, peer.connection.queued_bytes());
-        match flushed {
-            Ok(all) => all,
-            Err(error) => {
+        match self.connections.flush(key) {
+            Some(Ok(all)) => all,
+            Some(Err(error)) => {
                 self.lost(now, key, &error);
                 false
             }
+            None => false,
         }
     }
 
     fn append(&mut self, now: Time, key: u64, appends: &mut Appends) {
         let Some(message) = appends.take() else { return };
-        let Some(peer) = self.peers.get(&key) else { return };
+        let Some(peer) = self.connections.get(key) else { return };
         let (guid, session) = (peer.claim.guid, peer.session);
         self.take(now, key, guid, session, message);
     }
 
     pub(super) fn send(&mut self, connection: u64, session: SessionKey, message: &FromReplica) {
-        let Some(peer) = self.peers.get_mut(&connection) else { return };
-        if peer.ending {
-            return;
-        }
-        let before = peer.connection.queued_bytes();
-        if let Err(error) = peer.connection.send_from_replica(session, message) {
+        if let Some(Err(error)) = self.connections.send(connection, session, message) {
             tracing::error!(%error, "an answer could not be framed");
             // Never silently less: a smaller answer says how far it goes, and what has no smaller
             // one ends the connection.
-            return match smaller(message) {
+            match smaller(message) {
                 Some(message) => self.send(connection, session, &message),
                 None => self.end(connection),
-            };
+            }
         }
-        self.answers.changed(before, peer.connection.queued_bytes());
-        self.mark_dirty(connection);
     }
 
     /// Closes a connection after what was sent before, and its session's bulk connections with it.
     pub(super) fn end(&mut self, connection: u64) {
-        let Some(peer) = self.peers.get_mut(&connection) else { return };
+        let Some(peer) = self.connections.get_mut(connection) else { return };
         if std::mem::replace(&mut peer.ending, true) {
             return;
         }
         let (lane, session, claim) = (peer.lane, peer.session, peer.claim);
         // Whatever it does not take is not kept for it.
         self.timers.set(connection, Some(now() + ENDING_MAX));
-        self.mark_dirty(connection);
+        self.connections.mark_dirty(connection);
         self.end_bulks(lane, session, claim);
     }
 
@@ -320,49 +299,39 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if lane == Lane::Bulk {
             return;
         }
-        let of_it =
-            |peer: &Peer| peer.lane == Lane::Bulk && (peer.session, peer.claim) == (session, claim);
-        let bulks = self.peers.iter().filter(|(_, peer)| of_it(peer) && !peer.ending);
-        for key in bulks.map(|(key, _)| *key).collect::<Vec<_>>() {
+        for key in self.connections.bulks_of(session, claim) {
             self.end(key);
         }
     }
 
-    fn mark_dirty(&mut self, key: u64) {
-        if let Some(peer) = self.peers.get_mut(&key)
-            && !peer.dirty
-        {
-            peer.dirty = true;
-            self.dirty.push(key);
-        }
-    }
-
     pub(super) fn write(&mut self, now: Time, key: u64) {
-        let Some(peer) = self.peers.get_mut(&key) else { return };
-        let before = peer.connection.queued_bytes();
-        let flushed = peer.connection.flush();
-        self.answers.changed(before, peer.connection.queued_bytes());
-        match flushed {
-            Err(error) => return self.lost(now, key, &error),
-            Ok(true) if peer.ending => {
-                // The peer must be able to read what was said last, so the socket is not torn
-                // down under it: it is given a moment to close its side.
-                if !std::mem::replace(&mut peer.shut, true) {
-                    let _ = rustix::net::shutdown(peer.connection.socket(), Shutdown::Write);
-                    self.timers.set(key, Some(now + LINGER));
-                }
-            }
-            Ok(_) => {}
+        match self.connections.flush(key) {
+            None => return,
+            Some(Err(error)) => return self.lost(now, key, &error),
+            Some(Ok(true)) => self.took_all(now, key),
+            Some(Ok(false)) => {}
         }
-        if peer.stalled && self.answers.goes_on(peer.connection.queued_bytes()) {
+        if self.connections.goes_on(key) {
             self.take_frames(key);
         }
         self.watch(key);
     }
 
+    /// A connection that is ending took its last answers. The peer must be able to read what was said
+    /// last, so the socket is not torn down under it: it is given a moment to close its side.
+    fn took_all(&mut self, now: Time, key: u64) {
+        if let Some(peer) = self.connections.get_mut(key)
+            && peer.ending
+            && !std::mem::replace(&mut peer.shut, true)
+        {
+            let _ = rustix::net::shutdown(peer.connection.socket(), Shutdown::Write);
+            self.timers.set(key, Some(now + LINGER));
+        }
+    }
+
     /// Asks for exactly the readiness that this connection can use.
     fn watch(&mut self, key: u64) {
-        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let Some(peer) = self.connections.get_mut(key) else { return };
         let interest = Interest {
             read: !peer.stalled,
             write: peer.connection.queued_bytes() > 0 && !peer.dirty,
@@ -376,11 +345,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     pub(super) fn lost(&mut self, now: Time, key: u64, why: &WireError) {
-        let Some(peer) = self.peers.remove(&key) else { return };
+        let Some(peer) = self.connections.remove(key) else { return };
         self.parts.reactor.deregister(peer.connection.socket());
         self.timers.set(key, None);
         self.copying.forget(key);
-        self.answers.changed(peer.connection.queued_bytes(), 0);
         self.count_sessions();
         if !peer.ending && !matches!(why, WireError::Closed) {
             tracing::warn!(error = %why, guid = %peer.claim.guid, "a session's connection failed");

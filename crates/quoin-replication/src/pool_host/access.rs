@@ -1,4 +1,4 @@
-//! Who may say what on a connection to a pool.
+//! Rights on a connection to a pool.
 //!
 //! A session's own connection is believed for exactly what its grant names: one volume, one epoch
 //! and incarnation, one node. It opens the replica that its Hello named and no other. A bulk
@@ -20,7 +20,7 @@ pub const UNOPENED_MAX: usize = 512;
 /// From a Hello to its Open or OpenBulk. A target sends both together.
 pub const OPEN_MAX: Duration = Duration::from_secs(10);
 
-/// What a connection carries.
+/// Messages that a connection carries.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lane {
     /// Entries, acknowledgements, reads.
@@ -30,8 +30,8 @@ pub enum Lane {
 }
 
 impl Lane {
-    /// Whether a message may come by a connection of this kind. Former targets rebuild by the
-    /// session's own connection.
+    /// Returns true if a message may come by a connection of this kind. Former targets rebuild by
+    /// the session's own connection.
     pub fn carries(self, message: &ToReplica) -> bool {
         let opens = matches!(message, ToReplica::OpenBulk { .. });
         match self {
@@ -41,7 +41,7 @@ impl Lane {
     }
 }
 
-/// What a controller has granted, and to which node.
+/// Grant of a controller, and the node that has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Granted<'a> {
     pub volume: VolumeId,
@@ -51,7 +51,7 @@ pub struct Granted<'a> {
 }
 
 impl Granted<'_> {
-    /// Whether this is the grant of a session for `volume` that the node `peer` asks for.
+    /// Returns true if this is the grant of a session for `volume` that the node `peer` asks for.
     pub fn covers(&self, volume: VolumeId, session: &SessionKey, peer: &str) -> bool {
         self.volume == volume
             && self.epoch == session.epoch
@@ -86,8 +86,8 @@ pub struct OpenSession {
     pub bulks: usize,
 }
 
-/// Whether a bulk connection is taken for the replica whose session is `open`, if any is. Those of
-/// before may not have ended yet.
+/// Returns true if a bulk connection is taken for the replica whose session is `open`, if any is.
+/// Former ones may not have ended yet.
 pub fn takes_bulk(session: SessionKey, claim: Claim, open: Option<OpenSession>) -> bool {
     open.is_some_and(|open| {
         (open.session, open.claim) == (session, claim) && open.bulks < BULKS_MAX

@@ -8,7 +8,7 @@ const ONE_MAX: usize = 16 << 20;
 /// Answers all connections may owe before those that owe any are not read from.
 const ALL_MAX: usize = 256 << 20;
 
-/// What all connections of a pool owe.
+/// Bytes that all connections of a pool owe.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Answers {
     owed_bytes: usize,
@@ -20,17 +20,18 @@ impl Answers {
         self.owed_bytes = self.owed_bytes - before + now;
     }
 
-    /// Whether all answers were taken.
+    /// Returns true if all answers were taken.
     pub fn is_empty(&self) -> bool {
         self.owed_bytes == 0
     }
 
-    /// Whether a connection that owes so much is not read from.
+    /// Returns true if a connection that owes so much is not read from.
     pub fn stalls(&self, own_bytes: usize) -> bool {
         own_bytes > ONE_MAX || (own_bytes > 0 && self.owed_bytes > ALL_MAX)
     }
 
-    /// Whether one that was not read from is looked at again: not at each byte that is taken.
+    /// Returns true if one that was not read from is looked at again: not at each byte that is
+    /// taken.
     pub fn goes_on(&self, own_bytes: usize) -> bool {
         own_bytes <= ONE_MAX / 2
     }

@@ -34,7 +34,7 @@ pub enum Urgency {
     Urgent,
 }
 
-/// What steps came to.
+/// Outcome of steps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
     WentOn,

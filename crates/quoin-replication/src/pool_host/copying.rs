@@ -1,4 +1,4 @@
-//! What rebuilds ask of the pool, behind what clients ask of it, the most endangered volume first.
+//! Requests of rebuilds, served behind those of clients, the most endangered volume first.
 //!
 //! A chunk of an increment takes the pool's one thread a fraction of a millisecond, to read it or
 //! to write it, and clients of other volumes wait behind it; their targets cannot know. So chunks
@@ -64,7 +64,7 @@ impl Copying {
         if queue.len() > WAITING_MAX { queue.pop_front() } else { None }
     }
 
-    /// What is served next, if something is to be served now.
+    /// Takes the message that is served next, if one is to be served now.
     pub fn next(&mut self, now: Time) -> Option<(u64, ToReplica)> {
         if now < self.rest_until {
             return None;
@@ -88,7 +88,7 @@ impl Copying {
         Some((connection, message))
     }
 
-    /// What was served took so long.
+    /// Records that the last message took so long.
     pub fn served(&mut self, now: Time, took: Duration) {
         if self.clients_at.is_some_and(|at| now < at + CLIENTS_FOR) {
             self.rest_until = now + took + took * REST_SHARE;
@@ -168,7 +168,7 @@ mod tests {
         assert!(due > now + took && copying.next(due).is_some());
         assert_eq!(due, now + took * 2, "clients have the thread as long again");
 
-        // What came so long ago is over.
+        // Requests of so long ago are over.
         copying.wait(1, 0, pull(1));
         let later = now + CLIENTS_FOR;
         copying.served(later, took);

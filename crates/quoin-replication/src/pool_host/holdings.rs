@@ -1,4 +1,4 @@
-//! What a pool does with one replica of its assignment.
+//! Steps of a pool for one replica of its assignment.
 //!
 //! **A GUID is born once**: a replica is created only where its volume is formed or it is made anew,
 //! and never under a GUID that was deleted here. A replica that no assignment lists is kept. One
@@ -9,7 +9,7 @@ use quoin_types::mutant;
 
 use crate::replica::store::ReplicaIdentity;
 
-/// What the controller wants of a replica.
+/// Wish of the controller for a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
     /// Create if missing, quorum on: the volume is being formed.
@@ -22,7 +22,7 @@ pub enum Phase {
     Delete,
 }
 
-/// What is done.
+/// Step for a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// `quorum`: it counts at once.

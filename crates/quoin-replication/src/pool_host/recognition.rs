@@ -15,7 +15,7 @@ use crate::recognition::{MarkSchedule, PoolCounts};
 /// Longest wait of a start for the controller's answer: less than a target waits for a connection.
 pub const AWAITED_MAX: Duration = Duration::from_secs(3);
 
-/// Whether targets may open replicas here.
+/// Admission of targets to the replicas here.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Recognition {
     Awaited,
@@ -37,7 +37,7 @@ impl Recognition {
     }
 }
 
-/// What a pool does after it heard of the controller, or heard nothing.
+/// Step of a pool after it heard of the controller, or heard nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Change {
     Nothing,
@@ -104,8 +104,8 @@ impl Start {
         }
     }
 
-    /// Whether the mark is to be raised before the report of now; `changed`: something was promised
-    /// or acknowledged since it was raised last.
+    /// Returns true if the mark is to be raised before the report of now; `changed`: something was
+    /// promised or acknowledged since it was raised last.
     pub fn raises_mark(&mut self, now: Time, mark: u64, changed: bool) -> bool {
         let due = self.marks.is_due(now, mark, changed);
         if due {
@@ -114,8 +114,8 @@ impl Start {
         due
     }
 
-    /// Whether the mark is to be raised at the end of a process, so that its last report covers all
-    /// that it did.
+    /// Returns true if the mark is to be raised at the end of a process, so that its last report
+    /// covers all that it did.
     pub fn raises_last_mark(&self, mark: u64, changed: bool) -> bool {
         changed && self.marks.is_heard(mark)
     }

@@ -1,4 +1,4 @@
-//! What is bad in one replica and waits for another member's copy.
+//! Bad blocks of one replica, which wait for another member's copy.
 //!
 //! Good copies come only through a target that feeds the replica; without one they wait. A
 //! target answers at most a few requests at a time and none that it cannot serve, so what is not
@@ -39,7 +39,7 @@ struct Wanted {
     tries: u32,
 }
 
-/// What was found and mended since it was last told.
+/// Blocks found and mended since the last report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct News {
     pub found: u32,
@@ -91,7 +91,7 @@ impl Repairs {
         }
     }
 
-    /// What to ask for now.
+    /// Takes the next copy to ask for now.
     pub fn next(&mut self, now: Time) -> Option<BadCopy> {
         let under_way = self.wanted.values().filter(|w| w.under_way && w.ask_at > now).count();
         if under_way >= ASKED_MAX {

@@ -14,7 +14,7 @@ use quoin_types::mutant;
 
 use crate::replica::store::BootCookie;
 
-/// What the driver does with the file.
+/// Step of the driver with the file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum File {
     Leave,
@@ -54,7 +54,7 @@ impl Claims {
         if mutant::is("claims-left-to-the-next-process") { File::Leave } else { File::Remove }
     }
 
-    /// Whether every claim has to be withdrawn on media before anything is answered.
+    /// Returns true if every claim has to be withdrawn on media before anything is answered.
     pub fn must_withdraw(&self) -> bool {
         self.disk_failed && !mutant::is("claims-not-withdrawn")
     }

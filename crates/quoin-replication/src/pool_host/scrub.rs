@@ -30,7 +30,7 @@ pub struct ScrubState {
     /// 0: none ended yet.
     pub ended_s: u64,
     pub read_bytes: u64,
-    /// What the present pass reads in all, about; 0 before the first.
+    /// Bytes that the present pass reads in all, about; 0 before the first.
     pub total_bytes: u64,
     /// Bad copies found in the present pass, or in the last one.
     pub found: u64,
@@ -114,7 +114,7 @@ impl Scrub {
         )
     }
 
-    /// Whether the text is to be written; true once.
+    /// Returns true if the text is to be written; true once.
     #[must_use]
     pub fn take_unsaved(&mut self) -> bool {
         std::mem::take(&mut self.unsaved)
@@ -136,7 +136,7 @@ impl Scrub {
         }
         self.state.request = request;
         self.asked = true;
-        // What a scheduled pass has read already may have rotted since.
+        // Blocks that a scheduled pass has read already may have rotted since.
         self.begin(at, used_bytes);
         true
     }
@@ -169,7 +169,8 @@ impl Scrub {
         Some(left.min(LOOK_EVERY).max(next_step))
     }
 
-    /// What to read now: the replica to go on with and where, or those after it from the start.
+    /// Returns the place to read now: the replica to go on with and where, or those after it from
+    /// the start.
     pub fn step(&mut self, at: Moment, used_bytes: u64) -> Option<Place> {
         if self.due_in(at)? > Duration::ZERO {
             return None;

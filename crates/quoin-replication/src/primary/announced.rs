@@ -1,4 +1,4 @@
-//! What a primary has told its driver and what need not be told again.
+//! Facts that a primary has told its driver and need not tell again.
 
 use quoin_types::Time;
 

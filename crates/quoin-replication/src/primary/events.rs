@@ -1,11 +1,11 @@
 //! Events of a target, its requests to the driver, and its notes for operators.
 
 use super::{
-    ChangesAnswer, ChangesRequest, LiveOptions, RevertOutcome, SnapshotOutcome, SnapshotWish,
-    VerifyOrder, admission,
+    ChangesAnswer, ChangesRequest, LiveOptions, PointOutcome, PointWish, RevertOutcome,
+    SnapshotOutcome, SnapshotWish, VerifyOrder, admission,
 };
 use quoin_types::block::{Reply, Request, Token};
-use quoin_types::ids::{BulkKey, Epoch, Incarnation, Position, SessionKey, SnapshotId};
+use quoin_types::ids::{BulkKey, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;
@@ -90,6 +90,11 @@ pub enum PrimaryEvent {
     Snapshot {
         id: SnapshotId,
         wish: SnapshotWish,
+    },
+    /// Requests a step of a point over several volumes; repeated until a note answers it.
+    Point {
+        point: PointId,
+        wish: PointWish,
     },
     /// Requests that the volume show a snapshot's content again; repeated until a note answers it.
     /// The driver passes it on only while no client is attached. `attempt` is drawn for this one
@@ -243,6 +248,11 @@ pub enum PrimaryNote {
     Snapshot {
         id: SnapshotId,
         outcome: SnapshotOutcome,
+    },
+    /// Outcome of [`PrimaryEvent::Point`], or the end of a hold that nobody released in time.
+    Point {
+        point: PointId,
+        outcome: PointOutcome,
     },
     /// Outcome of [`PrimaryEvent::Revert`].
     Reverted {

@@ -27,6 +27,7 @@
 //! | `pace` | the rate of rebuilds beside clients |
 //! | `rounds` | rebuilds that do not gain on the writers |
 //! | `slow` | replicas that take writes later than the others |
+//! | `holds` | answers held back for a point over several volumes |
 //! | `snapshots`, `changes` | snapshots of users, and Reverts to them; changed ranges between two |
 //! | `plan`, `change` | the next membership of a change; its execution under both rules |
 //! | `wait_reason` | reasons for which the open or the IO waits |
@@ -41,6 +42,7 @@ mod commit;
 mod events;
 mod gather;
 mod history;
+mod holds;
 mod incarnations;
 mod lanes;
 mod members;
@@ -76,6 +78,7 @@ use announced::Announced;
 pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
+pub use holds::{HOLD_MS_MAX, PointOutcome, PointWish};
 use incarnations::Incarnations;
 pub use options::LiveOptions;
 use peer::{Link, Peer};
@@ -183,6 +186,7 @@ pub struct Primary {
     commit: commit::Commit,
     requests: requests::Requests,
     changes: changes::Changes,
+    holds: holds::Holds,
     reads: read::Reads,
     change: change::Change,
     verification: verify::Verification,
@@ -205,6 +209,7 @@ impl Primary {
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
             changes: changes::Changes::default(),
+            holds: holds::Holds::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
             verification: verify::Verification::new(),
@@ -273,6 +278,7 @@ impl Primary {
             }
             PrimaryEvent::Options { options, granted } => self.change_options(&options, granted),
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
+            PrimaryEvent::Point { point, wish } => self.wish_point(now, point, wish, actions),
             PrimaryEvent::Changes(request) => self.ask_changes(now, request),
             PrimaryEvent::Revert { snapshot, attempt } => self.wish_revert(snapshot, attempt),
             PrimaryEvent::Desired(desired) => self.members.desired = desired,

@@ -62,6 +62,7 @@ impl Primary {
         self.requests.snapshots.clear();
         self.requests.reverts.clear();
         self.forget_changes();
+        self.break_hold(actions);
         self.commit.end_epoch();
         self.reads_wait_for_reopen();
         self.rest(now);

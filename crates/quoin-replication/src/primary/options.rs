@@ -28,7 +28,7 @@ pub struct LiveOptions {
 }
 
 impl LiveOptions {
-    /// Those of a configuration.
+    /// Options of a configuration.
     pub fn of(config: &PrimaryConfig, version: u64) -> Self {
         let PrimaryConfig { durability, on_quorum_loss, on_full, reads, .. } = *config;
         Self { version, durability, on_quorum_loss, on_full, reads }
@@ -69,7 +69,7 @@ impl Primary {
             self.requests.commit_to_stable();
         }
         if self.is_running() {
-            // What was sent before carries no request for a sync of its own, or none that the
+            // The entries sent before carry no request for a sync of its own, or none that the
             // answers that wait could count on.
             self.commit.want_sync(self.history.last.lsn);
         }

@@ -431,7 +431,7 @@ impl Primary {
             }
         }
         let (lba, blocks) = (read.lba, u64::from(read.blocks));
-        let settled = self.settled();
+        let settled = self.holds.shown(self.settled());
         // Everything the slots show must be committed before delivery (NoReadAhead).
         let need = self
             .history
@@ -464,7 +464,7 @@ impl Primary {
         if self.reads.held.is_empty() {
             return;
         }
-        let settled = self.settled();
+        let settled = self.holds.shown(self.settled());
         let confirm = self.config.reads == ReadMode::Confirmed;
         let mut held = std::mem::take(&mut self.reads.held);
         held.retain(|&index| {

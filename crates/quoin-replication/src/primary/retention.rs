@@ -36,7 +36,8 @@ impl Primary {
                 self.hang_up(now, index, actions);
             }
         }
-        let mut keep_after = self.commit.stable;
+        // Reads of a held volume look for the entries that they may not show.
+        let mut keep_after = self.holds.shown(self.commit.stable);
         let mut kept_bytes =
             (self.members.membership.known.len() > self.members.len()).then_some(away);
         for peer in &self.members.peers {

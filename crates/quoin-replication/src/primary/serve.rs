@@ -44,6 +44,10 @@ impl Primary {
             Phase::Fetching { .. } if now >= self.opening.answer_by => self.reopen(now, actions),
             _ => {}
         }
+        match self.phase {
+            Phase::Serving => self.end_hold_in_time(now, actions),
+            _ => self.break_hold(actions),
+        }
         self.reopen_for_quorum(now, actions);
         self.hang_up_silent(now, actions);
         self.connect_due(now, actions);
@@ -214,7 +218,8 @@ impl Primary {
             self.wait_for(WaitReason::CatchUp, actions);
         }
         let grace = Duration::from_millis(self.config.lease_ms.into());
-        if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {
+        let fails = self.config.on_quorum_loss == OnQuorumLoss::Fail && !self.holds.is_holding();
+        if fails && now >= since + grace {
             for token in self.requests.fail_answers() {
                 self.reply(token, Err(BlockError::NoQuorum), actions);
             }
@@ -267,16 +272,9 @@ impl Primary {
             now,
             self.config.lease_ms,
         );
-        for (token, error) in self.requests.take_refused() {
-            self.reply(token, Err(error), actions);
-        }
-        while let Some(w) = self.requests.next_committed(self.commit.lsn) {
-            self.measured(now, w, Kind::Write);
-            self.reply(w.token, Ok(Payload::None), actions);
-        }
-        while let Some(w) = self.requests.next_stable(self.commit.stable) {
-            self.measured(now, w, Kind::Durable);
-            self.reply(w.token, Ok(Payload::None), actions);
+        let just_released = self.release_hold(actions);
+        if !self.holds.is_holding() || mutant::is("writes-answered-while-held") {
+            self.answer_writes(now, !just_released, actions);
         }
         self.tell_snapshots(actions);
         self.tell_changes(actions);
@@ -289,6 +287,25 @@ impl Primary {
         self.release_reads(now, confirmed, actions);
     }
 
+    /// Answers all writes and flushes that may be. `is_measure`: their latency is one of the load.
+    fn answer_writes(&mut self, now: Time, is_measure: bool, actions: &mut Vec<PrimaryAction>) {
+        for (token, error) in self.requests.take_refused() {
+            self.reply(token, Err(error), actions);
+        }
+        while let Some(w) = self.requests.next_committed(self.commit.lsn) {
+            if is_measure {
+                self.measured(now, w, Kind::Write);
+            }
+            self.reply(w.token, Ok(Payload::None), actions);
+        }
+        while let Some(w) = self.requests.next_stable(self.commit.stable) {
+            if is_measure {
+                self.measured(now, w, Kind::Durable);
+            }
+            self.reply(w.token, Ok(Payload::None), actions);
+        }
+    }
+
     fn measured(&mut self, now: Time, waiting: Sequenced, kind: Kind) {
         if waiting.bytes > 0 {
             self.rebuilds.pace.answered(now, waiting.arrived, kind, waiting.bytes);
@@ -296,7 +313,11 @@ impl Primary {
     }
 
     pub(super) fn replies_wait(&self) -> bool {
-        self.requests.awaits_answer() || !self.reads.is_empty() || self.changes.awaits_answer()
+        // A hold needs the lease when it ends.
+        self.requests.awaits_answer()
+            || !self.reads.is_empty()
+            || self.changes.awaits_answer()
+            || self.holds.is_holding()
     }
 
     fn send_entries(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
@@ -371,7 +392,7 @@ impl Primary {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
-    /// Whether the lease is renewed when it is half over.
+    /// Returns true if the lease is renewed when it is half over.
     pub(super) fn wants_lease(&self) -> bool {
         let is_kept = self.members.keeps_lease && !mutant::is("idle-lease-not-kept");
         is_kept || self.replies_wait()

@@ -30,6 +30,8 @@ const REVERTS_BELOW: usize = SNAPSHOTS_MAX / 4 * 3;
 pub enum SnapshotWish {
     Make,
     Delete,
+    /// Say whether it is there, and on media of CF.
+    Confirm,
 }
 
 /// Outcome of a wish.
@@ -42,6 +44,8 @@ pub enum SnapshotOutcome {
         head: Option<SnapshotHead>,
     },
     Deleted,
+    /// There is no such snapshot, after [`SnapshotWish::Confirm`].
+    Gone,
     /// The volume has [`USER_SNAPSHOTS_MAX`] snapshots.
     TooMany,
     /// The pool of an in-sync replica runs a version without snapshots of users.
@@ -90,7 +94,9 @@ impl Primary {
         let last = self.history.last.lsn;
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
         let (lsn, outcome) = match (wish, existing) {
-            (SnapshotWish::Make, Some(snapshot)) => (snapshot.lsn, self.made(id, snapshot.lsn)),
+            (SnapshotWish::Make | SnapshotWish::Confirm, Some(snapshot)) => {
+                (snapshot.lsn, self.made(id, snapshot.lsn))
+            }
             (SnapshotWish::Make, None) => match self.in_sync_know_points() {
                 None => return,
                 Some(false) => (last, SnapshotOutcome::Unsupported),
@@ -105,6 +111,7 @@ impl Primary {
                 let kind = EntryKind::DeleteSnapshot { id };
                 (self.history.append_bare(self.epoch, kind).lsn, SnapshotOutcome::Deleted)
             }
+            (SnapshotWish::Confirm, None) => (last, SnapshotOutcome::Gone),
             (SnapshotWish::Delete, None) => (last, SnapshotOutcome::Deleted),
         };
         self.commit.want_sync(lsn);
@@ -117,7 +124,7 @@ impl Primary {
 
     /// Returns true if the pools of all in-sync members know snapshots of users and Reverts, false
     /// if one does not; `None` if one has never been connected.
-    fn in_sync_know_points(&self) -> Option<bool> {
+    pub(super) fn in_sync_know_points(&self) -> Option<bool> {
         if mutant::is("points-for-an-old-member") {
             return Some(true);
         }
@@ -141,6 +148,8 @@ impl Primary {
             || self.drain_requested
             || is_known
             || attempt.is_of_boundary()
+            // Its effect is one that a client could see.
+            || self.holds.is_holding()
         {
             return;
         }

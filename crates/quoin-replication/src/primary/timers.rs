@@ -79,6 +79,7 @@ impl Primary {
             self.rebuilds.due(now),
             self.change.due(now),
             self.changes.due(),
+            self.holds.due(),
         ])
     }
 }

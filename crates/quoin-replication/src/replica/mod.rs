@@ -198,7 +198,7 @@ impl Replica {
         self.session.is_some()
     }
 
-    /// Whether a target's lease lives, that of an unknown target after a restart included.
+    /// Returns true if a target's lease lives, that of an unknown target after a restart included.
     pub fn hears_target(&self, now: Time) -> bool {
         self.lease.is_some_and(|lease| now < lease.until)
     }

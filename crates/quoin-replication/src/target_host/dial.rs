@@ -20,7 +20,7 @@ pub const DIALS_PER_ADDRESS: usize = 4;
 /// A dial that took longer was held up by the network or a process that hangs.
 pub const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 
-/// Whether a dial shows that its address answers, with whatever answer.
+/// Returns true if a dial shows that its address answers, with whatever answer.
 pub fn is_answered(connected: bool, took: Duration) -> bool {
     connected || took < ANSWERS_WITHIN
 }

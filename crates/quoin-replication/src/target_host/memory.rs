@@ -1,4 +1,4 @@
-//! What the volumes of a shard keep in memory together for replicas that are away or behind.
+//! Memory that the volumes of a shard share for replicas that are away or behind.
 //!
 //! One volume keeps a window of entries for a replica that is away, and four for one that is
 //! rebuilt. Where a pool goes away that hundreds of volumes have a replica on, that would be more
@@ -16,7 +16,7 @@ const SHARE_EVERY: Duration = Duration::from_millis(100);
 pub struct Memory {
     budget_bytes: usize,
     retained_bytes: usize,
-    /// What each volume may keep now.
+    /// Bytes that each volume may keep now.
     limit_bytes: usize,
     next_at: Time,
 }
@@ -26,12 +26,12 @@ impl Memory {
         Self { budget_bytes, retained_bytes: 0, limit_bytes: usize::MAX, next_at: Time::ZERO }
     }
 
-    /// What each volume may keep, also one that is opened now.
+    /// Bytes that each volume may keep, also one that is opened now.
     pub fn limit_bytes(&self) -> usize {
         self.limit_bytes
     }
 
-    /// What all volumes keep.
+    /// Bytes that all volumes keep.
     pub fn retained_bytes(&self) -> usize {
         self.retained_bytes
     }

@@ -20,7 +20,7 @@ use quoin_replication::primary::{
 use quoin_replication::replica::store::{
     CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
 };
-use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
+use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::model::ModelPool;
 use quoin_store::{Cloned, ReplicaPool};
 use quoin_types::block::{Operation, Payload, Reply, Request};
@@ -50,6 +50,8 @@ pub struct Host {
     pub reserve: (u64, Epoch),
     /// Set while its disk refuses to read the log and the map.
     pub unreadable: bool,
+    /// Set while syncs that its disk was asked for do not end.
+    pub holds_syncs: bool,
     /// Reads received, and the time that passes before one is answered.
     pub reads: u64,
     /// Frames that carried only the target's own state.
@@ -82,6 +84,8 @@ pub struct Cluster {
     pub epoch: Epoch,
     pub replies: Vec<Reply>,
     pub notes: Vec<PrimaryNote>,
+    /// Invariants that replicas refused to break.
+    pub refused: Vec<&'static str>,
     pub changes: Vec<(u64, ChangesAnswer)>,
     /// No sync ends while it is set.
     pub hold_syncs: bool,
@@ -151,6 +155,7 @@ impl Host {
             room: None,
             reserve: (0, Epoch::ZERO),
             unreadable: false,
+            holds_syncs: false,
             reads: 0,
             pulls: 0,
             pings: 0,
@@ -241,6 +246,7 @@ impl Cluster {
             epoch: Epoch(0),
             replies: Vec::new(),
             notes: Vec::new(),
+            refused: Vec::new(),
             changes: Vec::new(),
             hold_syncs: false,
             stopped: false,
@@ -545,8 +551,8 @@ impl Cluster {
     fn sync_all(&mut self) -> bool {
         let mut any = false;
         for host in 0..self.hosts.len() {
-            if self.hold_syncs {
-                return false;
+            if self.hold_syncs || self.hosts[host].holds_syncs {
+                continue;
             }
             let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
             if let Some(ticket) = wanted {
@@ -703,6 +709,9 @@ impl Cluster {
                     }
                 }
                 ReplicaAction::Timer { at } => self.replica_timers[host] = at,
+                ReplicaAction::Note(ReplicaNote::InvariantRefused(what)) => {
+                    self.refused.push(what);
+                }
                 ReplicaAction::Note(_) => {}
             }
         }

@@ -7,61 +7,32 @@
 //! get new ones in all views, which go on sharing nodes. Nodes are moved by writing them anew.
 //! Everything is done in steps of about a megabyte.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, Lsn, mutant};
+use quoin_types::{BLOCK_SIZE, mutant};
 
+use crate::background::block_moves::{Candidate, scarce};
 use crate::background::kept_views::{Breaks, KeptViews};
 use crate::background::node_moves::{NodeMove, NodeMoves};
-use crate::background::relocation::MovedBlock;
-use crate::core::{BadBlock, Core, NodeIo};
+use crate::background::segment_data::SegmentData;
+use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
 use crate::format::logical::{self, LogicalPlace, MovedGroup};
-use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
-use crate::format::superblock::Superblock;
-use crate::map::tree::{self, Change, Edit, Memo};
-use crate::replica::{Replica, Source, may_lack};
+use crate::format::node::Root;
+use crate::map::tree::{self, Edit, Memo};
+use crate::replica::{Replica, may_lack};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
 /// Look-ups of blocks in views in one step, where each block has to be looked for in many; a group
 /// is looked for as a whole.
 const LOOK_UPS_A_STEP: usize = 4096;
-/// Blocks read at once of a segment that is in no cache.
-const PIECE_BLOCKS: u64 = 64;
 /// Groups that wait to be noted in the table of moved blocks.
 const GROUPS_PENDING_MAX: usize = 64;
-/// Divisor: of a unit of whose names no more than this part is left, and no more than one block,
-/// the blocks get new names. So the table is a small part of what it is about, whatever clients do.
-const RENAMED_PART: u32 = 64;
-
-#[derive(Clone, Copy)]
-struct Candidate {
-    lba: u64,
-    version: u64,
-    place: u64,
-    crc: u32,
-    /// The name that leaves have for it, and its group.
-    logical: u64,
-    key: u64,
-    number: u32,
-    /// It was written here first.
-    is_at_home: bool,
-}
-
-impl Candidate {
-    /// The unit in which it was written first, by generation.
-    fn home(&self, superblock: &Superblock) -> Option<(u16, u32)> {
-        let name = LogicalPlace::decode(self.logical)?;
-        Some((name.generation, superblock.unit_of(name.block)?))
-    }
-}
 
 /// Where groups lie once their copies count.
 type Groups = BTreeMap<u64, Option<MovedGroup>>;
@@ -73,69 +44,13 @@ pub struct CleanJob {
     nodes: NodeMoves,
     done: usize,
     /// Units of whose names so little is left that it gets new ones.
-    renamed: BTreeSet<(u16, u32)>,
+    pub(super) renamed: BTreeSet<(u16, u32)>,
     /// Groups that were written here first. While the segment is there their names mean it, so they
     /// are noted all at once, in the step that gives the segment up.
-    from_home: Groups,
+    pub(super) from_home: Groups,
     /// Groups that were moved here before.
-    moved_again: Groups,
-    data: SegmentData,
-}
-
-/// Contents of a segment that is being emptied. Where no cache has them, they are read by the piece
-/// and not one by one.
-struct SegmentData {
-    /// The segment's blocks, where it is read by the piece.
-    range: Option<Range<u64>>,
-    pieces: BTreeMap<u64, Bytes>,
-    /// Blocks that were read ahead of the next step.
-    ahead: BTreeMap<u64, Bytes>,
-}
-
-impl SegmentData {
-    /// The piece that has a block, if the segment is read by the piece: its first block and bytes.
-    fn piece_of(&self, place: u64) -> Option<(u64, usize)> {
-        let range = self.range.clone().filter(|range| range.contains(&place))?;
-        let first = place - (place - range.start) % PIECE_BLOCKS;
-        Some((first, (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE))
-    }
-
-    /// Has a block read beside, if it is not here yet.
-    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
-        let piece = self.piece_of(place);
-        let (first, length) = piece.unwrap_or((place, BLOCK_SIZE));
-        let into = if piece.is_some() { &mut self.pieces } else { &mut self.ahead };
-        if let Entry::Vacant(entry) = into.entry(first) {
-            let mut bytes = BytesMut::zeroed(length);
-            core.take_beside(first, &mut bytes)?;
-            entry.insert(bytes.freeze());
-        }
-        Ok(())
-    }
-
-    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
-        if let Some(block) = self.ahead.remove(&place) {
-            return Ok(block);
-        }
-        if let Some((first, length)) = self.piece_of(place) {
-            // Blocks are requested in the order of their places.
-            self.pieces = self.pieces.split_off(&first);
-            if let Entry::Vacant(entry) = self.pieces.entry(first) {
-                let mut bytes = BytesMut::zeroed(length);
-                // Where a piece cannot be read, the block that is wanted may be.
-                if core.read_once(first, &mut bytes).is_ok() {
-                    entry.insert(bytes.freeze());
-                }
-            }
-            if let Some(piece) = self.pieces.get(&first) {
-                let at = (place - first) as usize * BLOCK_SIZE;
-                return Ok(piece.slice(at..at + BLOCK_SIZE));
-            }
-        }
-        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
-        core.read(place, &mut bytes)?;
-        Ok(bytes.freeze())
-    }
+    pub(super) moved_again: Groups,
+    pub(super) data: SegmentData,
 }
 
 impl CleanJob {
@@ -159,8 +74,7 @@ impl CleanJob {
 
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
-        self.data.pieces.clear();
-        self.data.ahead.clear();
+        self.data.read_again();
     }
 }
 
@@ -205,11 +119,8 @@ impl Replica {
         let start = superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
-        let data = SegmentData {
-            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
-            pieces: BTreeMap::new(),
-            ahead: BTreeMap::new(),
-        };
+        let range = start..start + u64::from(segment.used_blocks);
+        let data = SegmentData::new(uncached.then_some(range));
         let (mut blocks, mut nodes) = (Vec::<Candidate>::new(), Vec::new());
         let groups = logical::Groups::of(&superblock);
         let generation = segment.generation;
@@ -271,7 +182,7 @@ impl Replica {
                 self.abandon_clean(core);
                 return Ok(true);
             }
-            job.data.ahead.clear();
+            job.data.step_is_done();
             if job.moved_again.len() >= GROUPS_PENDING_MAX {
                 self.note_moved_again(core, &mut job)?;
             }
@@ -381,7 +292,7 @@ impl Replica {
     }
 
     /// Every view that must survive.
-    fn kept_views<D: Disk>(&self, core: &Core<D>) -> KeptViews {
+    pub(super) fn kept_views<D: Disk>(&self, core: &Core<D>) -> KeptViews {
         if mutant::is("views-forgotten-by-clean-up") {
             return KeptViews::live_alone(self.folded.root);
         }
@@ -417,195 +328,6 @@ impl Replica {
         views
     }
 
-    /// Which of these blocks some view shows.
-    fn live_of<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        views: &KeptViews,
-        candidates: &[Candidate],
-    ) -> Result<Vec<Candidate>, StoreError> {
-        let mut io = self.io(core);
-        let (mut live, mut lost) = (Vec::new(), Vec::new());
-        for candidate in candidates {
-            if mutant::is("moved-block-overwrites-a-newer-one")
-                || io.shows(views, candidate, &mut lost)?
-            {
-                live.push(*candidate);
-            }
-        }
-        if lost.is_empty() {
-            return Ok(live);
-        }
-        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
-        lost.sort_unstable();
-        lost.dedup();
-        let change = Change::Renew { node: u64::MAX };
-        let lost: Vec<Edit> = lost.into_iter().map(|lba| Edit { lba, blocks: 1, change }).collect();
-        self.update_views(core, &lost, &[])?;
-        let views = self.kept_views(core);
-        self.live_of(core, &views, candidates)
-    }
-
-    /// Those of these blocks that count: others were moved on since. Where the table lost its entry,
-    /// one copy of the group counts, as one name never meant two contents while it was taken.
-    fn current_of<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        candidates: &[Candidate],
-        job: &CleanJob,
-    ) -> Result<Vec<Candidate>, StoreError> {
-        let mut current = Vec::new();
-        let mut copied: BTreeSet<u64> = job
-            .moved_again
-            .iter()
-            .filter(|(_, group)| group.is_some())
-            .map(|(key, _)| *key)
-            .collect();
-        // The groups follow each other, and each copy of one ascends.
-        let is_same_copy = |a: &Candidate, b: &Candidate| {
-            a.is_at_home == b.is_at_home && a.key == b.key && a.number < b.number
-        };
-        for copy in candidates.chunk_by(is_same_copy) {
-            let first = &copy[0];
-            if first.is_at_home {
-                current.extend_from_slice(copy);
-                continue;
-            }
-            let Some(group) = self.group_or_lost(core, first.key)? else { continue };
-            if group.place == LOST_PLACE && copied.insert(first.key) {
-                current.extend_from_slice(copy);
-            } else {
-                let counts = |c: &&Candidate| group.place_of(c.number) == Some(c.place);
-                current.extend(copy.iter().filter(counts));
-            }
-        }
-        Ok(current)
-    }
-
-    /// Copies what is live of these blocks, which are whole groups. `Ok(false)`: the disk refuses to
-    /// read one of them, so none is moved. What cannot be read now is perhaps good, and a copy of
-    /// nothing would take its place for ever.
-    fn move_blocks<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        views: &KeptViews,
-        part: &[Candidate],
-        job: &mut CleanJob,
-    ) -> Result<bool, StoreError> {
-        let current = self.current_of(core, part, job)?;
-        let live = self.live_of(core, views, &current)?;
-        let superblock = core.superblock;
-        let is_renamed = |candidate: &Candidate| {
-            let home = candidate.home(&superblock);
-            home.is_some_and(|home| job.renamed.contains(&home))
-                || mutant::is("moved-block-overwrites-a-newer-one")
-        };
-        let mut blocks = Vec::with_capacity(live.len());
-        for candidate in &live {
-            let Ok(bytes) = job.data.block(core, candidate.place) else { return Ok(false) };
-            if quoin_types::crc32c(&bytes) != candidate.crc {
-                // The block moves with its checksum, so it stays bad until a peer repairs it.
-                self.note_bad_place(core, candidate.lba, candidate.place)?;
-            }
-            let Candidate { lba, version, crc, .. } = *candidate;
-            let logical = if is_renamed(candidate) { 0 } else { candidate.logical };
-            blocks.push(MovedBlock { lba, version, crc, bytes, logical });
-        }
-        let places = self.write_moved(core, &blocks, true)?;
-        // A group of which nothing is left has no entry any more. A lost one stays: what it says of
-        // other copies is not known.
-        let mut last = None;
-        for candidate in current.iter().filter(|candidate| !candidate.is_at_home) {
-            let key = candidate.key;
-            if last != Some(key) && self.io(core).group(key)?.is_some_and(|g| g.place != LOST_PLACE)
-            {
-                job.moved_again.entry(key).or_insert(None);
-            }
-            last = Some(key);
-        }
-        let mut renamed = Vec::new();
-        for (candidate, place) in live.iter().zip(places) {
-            if is_renamed(candidate) {
-                renamed.push((*candidate, place));
-                continue;
-            }
-            let groups = match candidate.is_at_home {
-                true => &mut job.from_home,
-                false => &mut job.moved_again,
-            };
-            let group = groups.entry(candidate.key).or_default();
-            let group = group.get_or_insert(MovedGroup { blocks: 0, place });
-            if mutant::is("moved-group-forgets-a-block") && group.blocks.count_ones() == 1 {
-                continue;
-            }
-            if place != group.place + u64::from(group.blocks.count_ones())
-                || group.blocks >> candidate.number != 0
-            {
-                return Err(StoreError::Damaged("a group of moved blocks"));
-            }
-            group.blocks |= 1 << candidate.number;
-        }
-        self.rename(core, renamed)?;
-        Ok(true)
-    }
-
-    /// Gives blocks the names of the places where their copies lie, in every view.
-    fn rename<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        mut renamed: Vec<(Candidate, u64)>,
-    ) -> Result<(), StoreError> {
-        renamed.sort_unstable_by_key(|(from, _)| (from.lba, from.version));
-        let crcs: Vec<u32> = renamed.iter().map(|(from, _)| from.crc).collect();
-        let superblock = core.superblock;
-        let edits = renamed.iter().enumerate().map(|(i, (from, to))| {
-            let unit = self.family.sub_live(&superblock, from.place, BLOCK_SIZE as u64);
-            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
-                recount.gone(unit, from.place, from.lba, from.version, BLOCK_SIZE as u64);
-            }
-            let to = self.family.logical(&superblock, *to);
-            let change = match mutant::is("moved-block-overwrites-a-newer-one") {
-                true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
-                false => Change::Move { from: from.logical, to },
-            };
-            Edit { lba: from.lba, blocks: 1, change }
-        });
-        let mut moves: Vec<Edit> = edits.collect();
-        // Two versions of one block need two passes: edits of a pass do not overlap.
-        while !moves.is_empty() {
-            let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
-            for edit in moves {
-                match pass.last() {
-                    Some(last) if last.lba == edit.lba => later.push(edit),
-                    _ => pass.push(edit),
-                }
-            }
-            self.update_views(core, &pass, &crcs)?;
-            moves = later;
-        }
-        Ok(())
-    }
-
-    /// Notes a block as bad in a view that shows this place: the live one if it does.
-    fn note_bad_place<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        lba: u64,
-        place: u64,
-    ) -> Result<(), StoreError> {
-        let snapshots: Vec<_> =
-            self.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
-        for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
-            self.find(core, &source, lba, 1)?;
-            if let Some(block) = core.found.first().filter(|block| block.place == place) {
-                let version = Lsn(block.version);
-                core.note_bad(BadBlock::block(self.identity.guid, lba, version).of(id));
-                break;
-            }
-        }
-        Ok(())
-    }
-
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
@@ -639,60 +361,6 @@ impl Replica {
         }
         Ok(())
     }
-}
-
-impl<D: Disk> NodeIo<'_, D> {
-    /// Whether this copy of a block may be the one that counts, as far as can be read.
-    fn is_current(&mut self, candidate: &Candidate) -> Result<bool, StoreError> {
-        if candidate.is_at_home {
-            return Ok(true);
-        }
-        Ok(self.group(candidate.key)?.is_some_and(|group| {
-            group.place >= LOST_PLACE || group.place_of(candidate.number) == Some(candidate.place)
-        }))
-    }
-
-    /// Whether some view shows a block. Leaves on the way that are damaged are noted by their LBAs.
-    fn shows(
-        &mut self,
-        views: &KeptViews,
-        candidate: &Candidate,
-        damaged: &mut Vec<u64>,
-    ) -> Result<bool, StoreError> {
-        let mut question = views.ask(candidate.version);
-        while let Some(root) = question.next_view() {
-            let mut found = [BlockAt::default()];
-            tree::blocks(self, root, candidate.lba, &mut found)?;
-            // A Revert shows the block under its own version.
-            match found[0].place {
-                place if place == candidate.logical => return Ok(true),
-                BAD_PLACE => damaged.push(candidate.lba & !(LEAF_BLOCKS as u64 - 1)),
-                LOST_PLACE => {}
-                _ => question.decided(),
-            }
-        }
-        Ok(false)
-    }
-}
-
-/// Units of whose names so few blocks are left in a segment that they get new ones.
-fn scarce(
-    superblock: &Superblock,
-    segment: &SegmentState,
-    blocks: &[Candidate],
-) -> BTreeSet<(u16, u32)> {
-    let least = (superblock.unit_blocks / RENAMED_PART).max(2) as usize;
-    let least = if mutant::is("moved-blocks-renamed") { usize::MAX } else { least };
-    let mut counts = BTreeMap::<(u16, u32), usize>::new();
-    for home in blocks.iter().filter_map(|block| block.home(superblock)) {
-        *counts.entry(home).or_default() += 1;
-    }
-    // Of what was written here first most is dead: the counter tells about how much is not.
-    let live = (segment.live_bytes / BLOCK_SIZE as u64) as usize;
-    if blocks.iter().all(|block| block.is_at_home) && live < least {
-        return counts.into_keys().collect();
-    }
-    counts.into_iter().filter(|(_, count)| *count < least).map(|(home, _)| home).collect()
 }
 
 /// Reads a segment's batches in order. False: one of its headers is bad.

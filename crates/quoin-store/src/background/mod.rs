@@ -1,5 +1,6 @@
 //! What a pool does beside the requests of its clients.
 
+mod block_moves;
 pub mod checkpoint;
 pub mod cleaner;
 pub mod deleted_views;
@@ -13,3 +14,4 @@ pub mod relocation;
 pub mod reverts;
 pub mod scheduler;
 pub mod scrub;
+mod segment_data;

@@ -19,6 +19,9 @@
 //! that finds a note and goes on with its half all the same, since the newer state does not count
 //! yet, removes the note before it writes that state anew. Versions of before wrote no notes. Behind
 //! their states all of the other half is searched for records of the newer one.
+//!
+//! Blocks of states that were never finished stay where they are. So a start writes its state under
+//! a generation that none of them has, even where no first block tells of it any more.
 
 use std::io::IoSlice;
 
@@ -41,8 +44,11 @@ pub struct Ring {
     next: u32,
     /// Blocks of the state that the half in use begins with.
     state_blocks: u32,
-    /// Highest generation of which a block may be on the disk.
+    /// Highest generation that the first blocks of the halves tell of.
     generation_max: u64,
+    /// Until a state was written: blocks of states that an earlier process did not finish may be there,
+    /// under generations that nothing tells of.
+    has_leftovers: bool,
     /// Where the other half may hold records behind a state that does not count.
     leftovers_from: Option<u32>,
     /// Where the half in use has a note of a switch that does not count.
@@ -78,6 +84,12 @@ struct Half {
     succeeded_at: Option<u32>,
 }
 
+/// Generations that a start leaves out: one process leaves no more states unfinished than that.
+const LEAP_MIN: u64 = 64;
+/// Generations of which a start takes one by its state. A ring is stated anew for thousands of years
+/// before the numbers run out.
+const LEAPS: u32 = 1 << 24;
+
 /// Block that a half keeps for its note.
 const NOTE_BLOCKS: u32 = 1;
 
@@ -91,6 +103,7 @@ impl Ring {
             next: half_blocks,
             state_blocks: half_blocks,
             generation_max: 0,
+            has_leftovers: false,
             leftovers_from: None,
             void_note_at: None,
             ahead: None,
@@ -126,7 +139,7 @@ impl Ring {
         disk: &D,
         superblock: &Superblock,
     ) -> Result<(Self, Vec<Bytes>), PoolError> {
-        let mut ring = Self::blank(superblock);
+        let mut ring = Ring { has_leftovers: true, ..Self::blank(superblock) };
         let mut firsts = [None; 2];
         for (first, half) in firsts.iter_mut().zip(0..) {
             *first = ring.read_block(disk, half, 0, None)?.map(|block| block.generation);
@@ -328,10 +341,19 @@ impl Ring {
         }
     }
 
-    /// A generation above all, of the half that is not in use.
-    fn next_generation(&self) -> u64 {
-        let next = self.generation_max.max(self.generation) + 1;
-        if next % 2 == self.generation % 2 { next + 1 } else { next }
+    /// A generation for this state, of the half that is not in use: above all that are known. After a
+    /// start it is one that no unfinished state has, unless it is the same state: blocks of two states
+    /// under one generation would be taken for one, and records behind the first for those of both.
+    fn next_generation(&self, state: &[u8]) -> u64 {
+        let is_safe =
+            !self.has_leftovers || mutant::is("generation-of-an-unfinished-state-used-again");
+        let leap = match is_safe {
+            true => 0,
+            false => LEAP_MIN + 2 * u64::from(quoin_types::crc32c(state) % LEAPS),
+        };
+        // A number near the end of all numbers is an image's that somebody made up.
+        let next = self.generation_max.max(self.generation).saturating_add(1 + leap);
+        if next % 2 == self.generation % 2 { next.checked_add(1).unwrap_or(next - 1) } else { next }
     }
 
     /// Writes the whole state to the other half, durably.
@@ -339,7 +361,7 @@ impl Ring {
         if state.len() > self.capacity() {
             return Err(StoreError::RingFull);
         }
-        let generation = self.next_generation();
+        let generation = self.next_generation(state);
         if self.counts_with.is_some() {
             disk.sync().map_err(StoreError::Io)?;
         }
@@ -361,6 +383,7 @@ impl Ring {
         (self.generation, self.next) = (generation, state_blocks + more_blocks);
         (self.state_blocks, self.ahead_failed) = (state_blocks, false);
         (self.leftovers_from, self.void_note_at, self.counts_with) = (None, None, None);
+        self.has_leftovers = false;
     }
 
     /// Whether the state is to be written ahead now: half of the room behind the state is used.
@@ -379,7 +402,7 @@ impl Ring {
         state: &[u8],
         with: SyncTicket,
     ) -> Result<(), StoreError> {
-        let (generation, next) = (self.next_generation(), blocks_of(state));
+        let (generation, next) = (self.next_generation(state), blocks_of(state));
         if next + NOTE_BLOCKS >= self.half_blocks {
             self.ahead_failed = true;
             return Ok(());

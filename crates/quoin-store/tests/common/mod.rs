@@ -1,10 +1,12 @@
 //! A pool on a disk in memory beside the model, driven by a seed.
 #![allow(dead_code)]
 
+use std::io::IoSlice;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_store::memory_disk::DiskEvent;
 use quoin_store::model::ModelPool;
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::entry::SharedEntry;
@@ -67,6 +69,19 @@ pub fn sync<D: Disk>(pool: &mut Pool<D>) {
     while let Some(ticket) = pool.sync_wanted() {
         let result = pool.disk().sync();
         pool.sync_finished(ticket, result).expect("a sync");
+    }
+}
+
+/// Does to a disk what another one remembers.
+pub fn repeat(disk: &MemoryDisk, events: &[DiskEvent]) {
+    for event in events {
+        match event {
+            DiskEvent::Write { offset, bytes } => {
+                disk.write_at(*offset, &[IoSlice::new(bytes)]).expect("a write");
+            }
+            DiskEvent::Discard { offset, length } => disk.discard(*offset, *length),
+            DiskEvent::Sync => disk.sync().expect("a sync"),
+        }
     }
 }
 

@@ -47,7 +47,7 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     }
 }
 
-/// What a volume shows its clients, and these clients.
+/// The face of a volume towards its clients, and these clients.
 pub(super) struct Export {
     pub(super) info: DeviceInfo,
     /// As in [`super::VolumeSetup`].
@@ -266,8 +266,8 @@ impl Shard {
             if !volume.export.sharers.contains(sharer) {
                 return;
             }
-            // What lies unread in an older connection of the node may have been sent again by this
-            // one: it must not be carried out later.
+            // Requests that lie unread in an older connection of the node may have been sent again
+            // by this one: they must not be carried out later.
             self.end_sharers(id, |older| older.node == sharer.node);
         }
         let Some(volume) = self.volumes.get(&id) else { return };

@@ -1,4 +1,4 @@
-//! What the volumes of a shard may keep in memory together for replicas that are away or behind
+//! Memory that the volumes of a shard share for replicas that are away or behind
 //! ([`quoin_replication::target_host::memory`]).
 
 use quoin_replication::primary::PrimaryEvent;

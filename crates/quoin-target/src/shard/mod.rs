@@ -23,8 +23,8 @@ use quoin_encryption::DataKey;
 use quoin_reactor::descriptors::Shortage;
 use quoin_reactor::{Ready, Waker, now};
 use quoin_replication::primary::{
-    ChangesAnswer, LiveOptions, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
-    PrimaryStatus, RevertOutcome, VerifyOrder,
+    ChangesAnswer, LiveOptions, PointOutcome, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent,
+    PrimaryNote, PrimaryStatus, RevertOutcome, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
 use quoin_replication::target_host::round::Round;
@@ -32,7 +32,7 @@ pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::block::{DeviceInfo, Request};
-use quoin_types::ids::{Epoch, Incarnation, SessionKey, SnapshotId};
+use quoin_types::ids::{Epoch, Incarnation, PointId, SessionKey, SnapshotId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
@@ -167,6 +167,12 @@ pub enum Ask {
     Answered {
         volume: VolumeId,
         answer: Answer,
+    },
+    /// The outcome of a step of a point.
+    Stepped {
+        volume: VolumeId,
+        point: PointId,
+        outcome: PointOutcome,
     },
     /// The outcome of a Revert.
     Reverted {
@@ -773,6 +779,10 @@ impl Shard {
         });
         if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
             self.answer_snapshot(id, snapshot, outcome);
+        }
+        if let PrimaryNote::Point { point, outcome } = note {
+            // One that is held for a moment changes nothing that is reported.
+            return self.reports.ask(Ask::Stepped { volume: id, point, outcome });
         }
         if let PrimaryNote::Reverted { attempt, outcome } = note {
             self.reports.ask(Ask::Reverted { volume: id, attempt, outcome });

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::SystemTime;
 
 use quoin_replication::primary::{
-    ChangesAnswer, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+    ChangesAnswer, PointWish, PrimaryEvent, SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
 };
 use quoin_types::ids::SnapshotId;
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
@@ -49,6 +49,15 @@ impl Shard {
                 self.event(now, id, PrimaryEvent::Revert { snapshot, attempt });
             }
             Command::Pull(request) => self.event(now, id, PrimaryEvent::Changes(request)),
+            Command::Point { point, wish } => {
+                if let PointWish::Cut { snapshot } = wish
+                    && let Some(volume) = self.volumes.get_mut(&id)
+                    && volume.stage.served
+                {
+                    volume.wished.passed_on(snapshot);
+                }
+                self.event(now, id, PrimaryEvent::Point { point, wish });
+            }
         }
     }
 
@@ -58,7 +67,7 @@ impl Shard {
         match wish {
             // The entry is appended with the first wish that comes while IO is served.
             SnapshotWish::Make if volume.stage.served => volume.wished.passed_on(snapshot),
-            SnapshotWish::Make => {}
+            SnapshotWish::Make | SnapshotWish::Confirm => {}
             SnapshotWish::Delete => volume.wished.0.retain(|(wished, _)| *wished != snapshot),
         }
         self.event(now, id, PrimaryEvent::Snapshot { id: snapshot, wish });

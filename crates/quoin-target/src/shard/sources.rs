@@ -1,4 +1,4 @@
-//! What a shard waits for: sockets and timers, each under a key of its own.
+//! Sources of a shard's events: sockets and timers, each under a key of its own.
 
 use std::io;
 

@@ -185,7 +185,7 @@ impl RunningTarget {
         Self::start_keeping(usize::MAX, control, membership, reach, sign)
     }
 
-    /// One that may keep so much for replicas that are away or behind.
+    /// Starts a target that may keep so much for replicas that are away or behind.
     pub fn start_keeping(
         catch_up_bytes: usize,
         control: &Control,
@@ -217,7 +217,7 @@ impl RunningTarget {
                     }
                     Ask::Stopped { volume, .. } => control.stopped.lock().unwrap().push(volume),
                     Ask::Swap { .. } | Ask::Changed | Ask::Answered { .. } => {}
-                    Ask::Reverted { .. } | Ask::Pulled { .. } => {}
+                    Ask::Reverted { .. } | Ask::Pulled { .. } | Ask::Stepped { .. } => {}
                 }
             }
         });

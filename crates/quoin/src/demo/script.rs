@@ -44,7 +44,8 @@ pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     demo.play(options.size, &cluster_directory)
 }
 
-/// Whether the demo mounts a file system: as root with FUSE. Otherwise prints what it does instead.
+/// Returns true if the demo mounts a file system: as root with FUSE. Otherwise prints what it does
+/// instead.
 fn can_mount(options: &DemoOptions) -> bool {
     let reason = match crate::host::can_attach() {
         _ if options.user_space => "as asked".into(),

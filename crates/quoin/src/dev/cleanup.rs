@@ -34,7 +34,7 @@ const REASON_BUDGET: Duration = Duration::from_secs(3);
 struct Progress(HashMap<PathBuf, (u64, Instant)>);
 
 impl Progress {
-    /// Whether the device gets nowhere, though it `has_work`; counted from its last IO.
+    /// Returns true if the device gets nowhere, though it `has_work`; counted from its last IO.
     fn is_stalled(&mut self, device: &Device, has_work: bool) -> bool {
         let (done, in_flight) = device.io().unwrap_or_default();
         self.has_no_progress(&device.path, done, has_work || in_flight > 0, Instant::now())
@@ -300,7 +300,7 @@ async fn wait_reason(layout: &Layout, device: &Device) -> String {
 async fn cut_off(device: &Device) {
     let device = device.clone();
     let cut = on_a_thread(move || device.cut_off());
-    // Whether it comes back or not, nothing more can be done about it.
+    // Nothing more can be done about it.
     let _ = tokio::time::timeout(SYNC_BUDGET, cut).await;
 }
 

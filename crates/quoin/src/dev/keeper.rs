@@ -46,7 +46,7 @@ pub struct Process {
     pub name: String,
     /// Arguments for this same binary.
     pub arguments: Vec<String>,
-    /// Whether it goes on when this supervisor is killed.
+    /// True if it goes on when this supervisor is killed.
     pub outlives: bool,
 }
 
@@ -189,12 +189,12 @@ impl Keeper {
         Self { name, stop, task, failed_starts }
     }
 
-    /// Whether it ends so soon after each start that trying on is of no use.
+    /// Returns true if it ends so soon after each start that trying on is of no use.
     pub fn cannot_start(&self) -> bool {
         self.failed_starts.get() >= FAILED_STARTS_MAX
     }
 
-    /// Whether it gave up (the process cannot be started at all).
+    /// Returns true if it gave up (the process cannot be started at all).
     pub fn has_ended(&self) -> bool {
         self.task.is_finished()
     }
@@ -204,7 +204,7 @@ impl Keeper {
         let _ = self.stop.send(true);
     }
 
-    /// Whether [`Keeper::request_stop`] was called.
+    /// Returns true if [`Keeper::request_stop`] was called.
     pub fn was_asked_to_stop(&self) -> bool {
         *self.stop.borrow()
     }

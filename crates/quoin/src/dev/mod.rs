@@ -58,9 +58,9 @@ pub struct DevOptions {
     /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
     #[arg(long)]
     pub no_attach: bool,
-    /// What data connections do beside proving who is there: `encrypt` hides what they carry and
-    /// costs little more than `authenticate`, which is for those who must look into the traffic.
-    /// Neither is needed within a host, where a unix socket takes TCP's place.
+    /// Protection of data connections beside the proof of who is there: `encrypt` hides what they
+    /// carry and costs little more than `authenticate`, which is for those who must look into the
+    /// traffic. Neither is needed within a host, where a unix socket takes TCP's place.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     pub data_security: String,
     /// Let targets meet pools by TCP, as between hosts, and not by unix sockets.

@@ -10,7 +10,7 @@ use super::keeper::Process;
 use super::layout::Layout;
 use super::settings::{PoolSettings, Settings};
 
-/// Whether block devices can be had on this machine.
+/// Availability of block devices on this machine.
 pub enum Attaching {
     Yes,
     No { reason: String },

@@ -22,7 +22,7 @@ impl Attacher {
         Some(Self { pid, state: state(pid)? })
     }
 
-    /// Whether it cannot answer any request before the operator intervenes.
+    /// Returns true if it cannot answer any request before the operator intervenes.
     pub fn is_stuck(&self) -> bool {
         !matches!(self.state, 'R' | 'S' | 'I')
     }

@@ -60,21 +60,21 @@ impl Device {
         self.file.starts_with(directory)
     }
 
-    /// Whether this same use of it goes on.
+    /// Returns true if this same use of it goes on.
     pub fn still_there(&self) -> bool {
         let name = Path::new(self.path.file_name().unwrap_or_default());
         let is_bound = Path::new("/sys/block").join(name).join("loop/backing_file").exists();
         is_bound && sequence(name) == Some(self.sequence)
     }
 
-    /// Whether its file lies on a mount of this table of mounts.
+    /// Returns true if its file lies on a mount of this table of mounts.
     pub fn is_mounted_here(&self) -> bool {
         let is_it =
             |mount: &Mount| mount.target == self.file && mount.filesystem.starts_with("fuse");
         mounts().is_ok_and(|mounts| mounts.iter().any(is_it))
     }
 
-    /// Whether its file has no server any more, so that all IO fails for ever.
+    /// Returns true if its file has no server any more, so that all IO fails for ever.
     pub fn is_dead(&self) -> bool {
         is_dead(&self.file)
     }
@@ -124,8 +124,8 @@ impl Device {
         Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
     }
 
-    /// Whether a file system on it is mounted in any table of mounts, this one or another: the
-    /// kernel refuses exclusive use of a device that a file system holds.
+    /// Returns true if a file system on it is mounted in any table of mounts, this one or another:
+    /// the kernel refuses exclusive use of a device that a file system holds.
     pub fn is_held_by_a_file_system(&self) -> bool {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
         rustix::fs::open(&self.path, flags, Mode::empty()).err() == Some(rustix::io::Errno::BUSY)
@@ -178,7 +178,7 @@ fn describe_process(process: &Path) -> String {
     format!("{} (process {pid})", name.trim())
 }
 
-/// Whether `path` is a FUSE mount (or below one) whose server is gone.
+/// Returns true if `path` is a FUSE mount (or below one) whose server is gone.
 pub fn is_dead(path: &Path) -> bool {
     let path = path.to_owned();
     let (answer, asked) = std::sync::mpsc::channel();

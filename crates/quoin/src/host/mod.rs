@@ -10,7 +10,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Whether block devices can be made here.
+/// Succeeds if block devices can be made here.
 ///
 /// # Errors
 /// The obstacle, and the way out.

@@ -111,9 +111,9 @@ pub struct ControllerOptions {
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:7400",
           value_parser = parse_listen)]
     listen: Listen,
-    /// What data connections do beside proving who is there: `encrypt` hides what they carry and
-    /// costs little more than `authenticate`, which is for those who must look into the traffic.
-    /// Neither is needed within a host, where a unix socket takes TCP's place.
+    /// Protection of data connections beside the proof of who is there: `encrypt` hides what they
+    /// carry and costs little more than `authenticate`, which is for those who must look into the
+    /// traffic. Neither is needed within a host, where a unix socket takes TCP's place.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     data_security: String,
     /// Replicas of a volume that does not say.
@@ -129,7 +129,7 @@ pub struct ControllerOptions {
         value_parser = number_within::<u32>(1..=8, "a volume has 1 to 8 replicas")
     )]
     max_replicas: u32,
-    /// What the replicas of a volume that does not say never share.
+    /// Place that the replicas of a volume never share, where the volume does not say.
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
     #[command(flatten)]

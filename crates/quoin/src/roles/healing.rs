@@ -40,7 +40,7 @@ pub struct HealingOptions {
     /// replace-after is `off`.
     #[arg(long, value_name = "SHARE", default_value_t = RebalanceAt::DEFAULT)]
     rebalance_at: RebalanceAt,
-    /// What becomes of a pool whose disk refuses, forgets or stalls too often: its replicas are made
+    /// Fate of a pool whose disk refuses, forgets or stalls too often: its replicas are made
     /// elsewhere (drain), it takes nothing new (cordon), or nothing (off).
     #[arg(long, value_name = "POLICY", default_value_t = DyingPolicy::Drain)]
     dying_pools: DyingPolicy,

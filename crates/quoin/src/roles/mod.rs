@@ -33,7 +33,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tracing_subscriber::EnvFilter;
 
-/// What every role takes.
+/// Options of every role.
 #[derive(Args, Clone, Debug)]
 pub struct RoleOptions {
     /// Serve /metrics and /healthz on this address. There is no authentication: keep it on

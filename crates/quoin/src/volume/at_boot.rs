@@ -15,7 +15,7 @@ use crate::client::ClientOptions;
 use crate::host::at_boot::{AtBoot, Etc, mount, notify_systemd};
 use crate::output;
 
-/// What a host is to have of a volume after a boot.
+/// Devices and mounts of a volume that a host is to have after a boot.
 #[derive(Args)]
 pub struct AtBootOptions {
     /// Attach it at each boot of this host as well (systemd); says what it writes for that.
@@ -45,7 +45,7 @@ fn record_of(volume: &Volume, read_only: bool) -> AtBoot {
 }
 
 impl AtBootOptions {
-    /// Whether a change for the next boot is asked for.
+    /// Returns true if a change for the next boot is asked for.
     pub fn changes(&self) -> bool {
         self.at_boot || self.not_at_boot
     }

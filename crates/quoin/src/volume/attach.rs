@@ -250,7 +250,7 @@ pub(super) fn attach_daemon(client: &ClientOptions) -> AttachClient {
     AttachClient::new(client.run_directory().join("attach").join("attach.sock"))
 }
 
-/// Whether this host can have block devices, asked of the process that makes them.
+/// Succeeds if this host can have block devices, asked of the process that makes them.
 async fn check_daemon(client: &ClientOptions) -> Result<()> {
     let attacher = Attacher::of(&client.run_directory());
     if let Some(stuck) = attacher.filter(Attacher::is_stuck) {

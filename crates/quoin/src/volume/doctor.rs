@@ -24,7 +24,7 @@ struct DoctorView {
     well: bool,
     /// The worst first.
     conditions: Vec<ConditionView>,
-    /// What is worth knowing and no condition of the volume.
+    /// Facts that are worth knowing and no condition of the volume.
     notes: Vec<String>,
     contract: String,
 }
@@ -38,9 +38,9 @@ struct ConditionView {
     message: String,
     /// First observation by the present controller; empty: just now.
     since: String,
-    /// What Quoin does about it.
+    /// Action of Quoin about it.
     action: String,
-    /// What a person can do.
+    /// Steps that a person can take.
     way_out: String,
 }
 

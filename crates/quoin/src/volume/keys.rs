@@ -100,7 +100,7 @@ pub async fn hand_over(volume: &Volume, key: &DataKey, client: &ClientOptions) -
     handed.context("the volume is published, and its target on this host has no key yet")
 }
 
-/// Whether the records have the volume encrypted.
+/// Returns true if the records have the volume encrypted.
 pub fn is_encrypted(volume: &Volume) -> bool {
     volume.spec.as_ref().is_some_and(|spec| spec.encryption.is_some())
 }

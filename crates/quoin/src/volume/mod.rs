@@ -9,6 +9,7 @@ mod keys;
 mod modify;
 mod options;
 mod remote;
+mod replica_view;
 mod replicas;
 mod verify;
 mod view;
@@ -59,7 +60,7 @@ pub enum VolumeCommand {
     /// All volumes.
     #[command(visible_alias = "ls")]
     List {
-        /// Those too that are deleted, while pools that are away still hold some of them.
+        /// Deleted ones too, while pools that are away still hold some of them.
         #[arg(long)]
         all: bool,
     },

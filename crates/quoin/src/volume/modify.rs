@@ -48,7 +48,7 @@ struct ModifiedView {
     changes: Vec<String>,
     /// The options rule all IO.
     in_force: bool,
-    /// What that waits for; empty: nothing.
+    /// Reason why that waits; empty: none.
     waiting_for: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     volume: Option<VolumeView>,

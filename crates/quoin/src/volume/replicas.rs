@@ -8,7 +8,8 @@ use quoin_api::control::{
     RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
 };
 
-use super::view::{ReplicaView, VolumeView};
+use super::replica_view::ReplicaView;
+use super::view::VolumeView;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::pace::{self, Part, UnderWay};
@@ -375,7 +376,7 @@ fn survives(have: u32, need: u32) -> String {
 
 impl UnderWay for Volume {
     fn is_done(&self) -> bool {
-        self.changing.is_empty()
+        self.changing.is_empty() && !self.replicas.iter().any(is_on_its_way)
     }
 
     fn left_bytes(&self) -> u64 {
@@ -416,6 +417,13 @@ pub async fn wait_until_changed(
     pace::follow(volume, client, async || get_volume(cluster, &id).await).await
 }
 
+/// A target brings the replica up to date. It reports every few seconds, so for a moment after a
+/// change is recorded a new replica may be shown as not in sync yet. Without a target nothing moves,
+/// and the replica has a message that says so.
+fn is_on_its_way(replica: &Replica) -> bool {
+    matches!(replica.phase.as_str(), "Rebuilding" | "CatchingUp") && replica.message.is_empty()
+}
+
 /// Bytes that its rebuilds have still to go through.
 fn left(volume: &Volume) -> u64 {
     let left = |r: &Replica| r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes);
@@ -424,7 +432,8 @@ fn left(volume: &Volume) -> u64 {
 
 fn progress(volume: &Volume, pace: &str) -> String {
     let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-    let mut text = format!("volume {name}: {}", volume.changing);
+    let what = if volume.changing.is_empty() { "replicas catch up" } else { &volume.changing };
+    let mut text = format!("volume {name}: {what}");
     for replica in &volume.replicas {
         if replica.rebuild_total_bytes > 0 {
             text += &format!(
@@ -514,6 +523,31 @@ mod tests {
         assert_eq!(message.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
         assert_eq!(no_pool("pool-b", &pools), None, "it holds none of the volume");
         assert_eq!(no_pool("aabb0", &pools), None, "an id");
+    }
+
+    #[test]
+    fn a_wait_for_a_change_ends_once_no_target_brings_a_replica_up_to_date_any_more() {
+        let shown = |phase: &str, message: &str| Replica {
+            phase: phase.into(),
+            message: message.into(),
+            known: true,
+            ..replica("aabb01", "pool-a", 0, 0)
+        };
+        let in_sync = || shown("InSync", "");
+        for phase in ["Rebuilding", "CatchingUp"] {
+            let volume = volume(vec![in_sync(), shown(phase, "")]);
+            assert!(!volume.is_done(), "{phase}");
+            let text = progress(&volume, "");
+            assert!(text.starts_with("volume : replicas catch up"), "{text}");
+        }
+        assert!(volume(vec![in_sync(), in_sync()]).is_done());
+        let changing = Volume { changing: "1 replica moving".into(), ..volume(vec![in_sync()]) };
+        assert!(!changing.is_done());
+        // Nothing moves before somebody attaches the volume, or starts the pool.
+        let lags =
+            shown("CatchingUp", "it lags; it catches up as soon as a target opens the volume");
+        let away = shown("Offline", "its pool is offline");
+        assert!(volume(vec![in_sync(), lags, away]).is_done());
     }
 
     #[test]

@@ -156,7 +156,7 @@ impl From<Verification> for VerificationView {
 }
 
 impl VerificationView {
-    /// Whether all replicas in sync are known to be good and the same now.
+    /// Returns true if all replicas in sync are known to be good and the same now.
     fn is_clean(&self) -> bool {
         let open = (self.bad + self.differing).saturating_sub(self.repaired);
         self.state == "ended" && open == 0 && self.lost == 0 && self.unsettled == 0

@@ -1,14 +1,13 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{
-    Attachment, MadeFrom, Replica, Topology, Volume, VolumeDevice, VolumeSpec,
-};
+use quoin_api::control::{Attachment, MadeFrom, Topology, Volume, VolumeDevice, VolumeSpec};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 use super::keys::EncryptionView;
+use super::replica_view::ReplicaView;
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
 use crate::size::show_size;
@@ -331,12 +330,12 @@ impl VolumeView {
     }
 
     fn in_sync(&self) -> usize {
-        self.replicas.iter().filter(|replica| replica.known && replica.phase == "InSync").count()
+        self.replicas.iter().filter(|replica| replica.counts_and_is_in_sync()).count()
     }
 
     /// Pools whose replicas take writes much later than the others.
     fn slow_pools(&self) -> String {
-        let slow = self.replicas.iter().filter(|replica| replica.slow);
+        let slow = self.replicas.iter().filter(|replica| replica.is_slow());
         slow.map(|replica| replica.pool.as_str()).collect::<Vec<_>>().join(",")
     }
 
@@ -428,121 +427,6 @@ impl Row for VolumeView {
             Epoch(self.membership.epoch).to_string(),
             self.state.contract.clone(),
             self.id.clone(),
-        ]
-    }
-}
-
-/// A copy of a volume.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ReplicaView {
-    pub volume: String,
-    pub id: String,
-    pub guid: String,
-    pub pool: String,
-    pub node: String,
-    pub phase: String,
-    pub quorum: bool,
-    pub position: String,
-    pub used_bytes: u64,
-    pub rebuilt_bytes: u64,
-    pub rebuild_total_bytes: u64,
-    /// Known to be bad and not repaired yet.
-    pub bad_blocks: u64,
-    /// Bad copies that were replaced since the pool was started.
-    pub repaired: u64,
-    /// On the known list.
-    pub known: bool,
-    /// Whether it is to leave, or another one takes its place.
-    pub leaving: bool,
-    /// Cause of its creation here, where no user asked for it: healing or drain.
-    pub cause: String,
-    pub message: String,
-    /// Average time to apply a write; 0: not known.
-    pub write_us: u64,
-    /// Whether that is much longer than the others take.
-    pub slow: bool,
-}
-
-impl From<Replica> for ReplicaView {
-    fn from(replica: Replica) -> Self {
-        Self {
-            volume: replica.volume_name,
-            id: replica.replica_id,
-            guid: replica.guid,
-            pool: replica.pool,
-            node: replica.node,
-            phase: replica.phase,
-            quorum: replica.quorum,
-            position: format!("{}.{}", Epoch(replica.position_epoch), replica.position_lsn),
-            used_bytes: replica.used_bytes,
-            rebuilt_bytes: replica.rebuilt_bytes,
-            rebuild_total_bytes: replica.rebuild_total_bytes,
-            bad_blocks: replica.bad_blocks,
-            repaired: replica.repaired,
-            known: replica.known,
-            leaving: replica.leaving,
-            cause: replica.cause,
-            message: replica.message,
-            write_us: replica.write_us,
-            slow: replica.slow,
-        }
-    }
-}
-
-impl ReplicaView {
-    fn progress(&self) -> String {
-        if self.rebuild_total_bytes == 0 || self.phase != "Rebuilding" {
-            return String::new();
-        }
-        let percent =
-            self.rebuilt_bytes.min(self.rebuild_total_bytes) * 100 / self.rebuild_total_bytes;
-        format!("{percent}% of {}", show_size(self.rebuild_total_bytes))
-    }
-
-    /// Average time of a write, in words; empty where it is not known.
-    fn writes(&self) -> String {
-        match self.write_us {
-            0 => String::new(),
-            us => format!("writes take {:.1} ms", us as f64 / 1000.0),
-        }
-    }
-
-    fn sentence(&self) -> String {
-        let leaving = if self.leaving { "leaving" } else { "" };
-        let slow = match self.slow {
-            true => format!("slow, {}", self.writes()),
-            false => String::new(),
-        };
-        let more = [self.progress(), leaving.into(), slow, self.message.clone()];
-        let more: Vec<_> =
-            more.iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
-        let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
-        format!("{} in pool {} on {}: {}{more}", self.id, self.pool, self.node, self.phase)
-    }
-}
-
-impl Row for ReplicaView {
-    const HEADER: &'static [&'static str] = &[
-        "VOLUME", "POOL", "NODE", "PHASE", "QUORUM", "USED", "PROGRESS", "MESSAGE", "WRITES",
-        "POSITION", "REPLICA", "GUID",
-    ];
-    const NARROW: usize = 8;
-
-    fn cells(&self) -> Vec<String> {
-        vec![
-            self.volume.clone(),
-            self.pool.clone(),
-            self.node.clone(),
-            self.phase.clone(),
-            if self.quorum { "on" } else { "off" }.into(),
-            show_size(self.used_bytes),
-            self.progress(),
-            self.message.clone(),
-            [if self.slow { "slow, " } else { "" }, &self.writes()].concat(),
-            self.position.clone(),
-            self.id.clone(),
-            self.guid.clone(),
         ]
     }
 }

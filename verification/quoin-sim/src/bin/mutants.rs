@@ -158,7 +158,7 @@ fn record(path: &std::path::Path, hunts: &[(&str, Hunt)]) -> std::io::Result<()>
             By::Known(known) => Some(known.clone()),
             By::Model { .. } => None,
         });
-        // What was not hunted this time stays as it is.
+        // The catch of a defect that was not hunted this time stays.
         let kept = match fresh {
             Some(_) => caught.into_iter().collect(),
             None => mutants::known(defect.name),

@@ -79,6 +79,7 @@ impl World {
         let tag = self.checkers.history.invoke(draft, target);
         self.clients.queues[queue].open = Some(tag);
         self.clients.tokens.insert(u64::from(tag), queue);
+        self.operators.points.was_issued(tag, self.schedule.now());
         self.trace.line(self.schedule.now(), || {
             format!("client {queue} asks target {home} for op {tag}: {draft:?}")
         });

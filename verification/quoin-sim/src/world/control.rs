@@ -55,7 +55,7 @@ impl Control {
         PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
     }
 
-    /// Whether what is desired is what is.
+    /// Succeeds if what is desired is what is.
     pub fn desired_reached(&self) -> Result<(), String> {
         let (desired, membership) = (&self.record.desired, &self.record.membership);
         if let Some(newcomer) = desired.newcomers.first() {
@@ -179,7 +179,7 @@ impl World {
         }
         if let Some(process) = &mut self.targets[target].process {
             match &answer {
-                // One that comes late answers a question that was given up.
+                // A grant that comes late answers a question that was given up.
                 Answer::Granted { incarnation, membership, .. }
                     if *incarnation == process.grant.incarnation =>
                 {

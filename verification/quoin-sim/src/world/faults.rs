@@ -429,7 +429,7 @@ impl World {
         let Some(connection) = self.network.connections.get_mut(&id) else { return };
         connection.to_pool.deaf = true;
         connection.to_target.deaf = true;
-        // What was not lost arrives before the end does.
+        // Bytes that were not lost arrive before the end does.
         let due = connection.to_pool.next_due().max(connection.to_target.next_due());
         let due = due.unwrap_or(0).max(self.schedule.now());
         let spread = if self.random.percent(60) { MILLISECOND } else { 3 * SECOND };
@@ -610,7 +610,7 @@ impl World {
         let known = self.control.record.membership.known.clone();
         let desired = &mut self.control.record.desired;
         for newcomer in meanwhile.desired.newcomers {
-            // What pools have made meanwhile for what they lost.
+            // Replicas that pools have made meanwhile for those that they lost.
             let needed = known.iter().any(|m| m.id == newcomer.member.id)
                 || desired.newcomers.iter().any(|n| n.member.id == newcomer.member.id);
             let held = self.pools.iter().any(|p| p.member == newcomer.member);

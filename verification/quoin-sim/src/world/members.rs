@@ -147,7 +147,7 @@ impl World {
     /// A newcomer is not wanted any more. The record goes on with it, so that no joint View that
     /// names it comes to rule, and its pool deletes it at some time.
     fn take_back(&mut self) -> bool {
-        // One that takes the place of a lost one is needed.
+        // A newcomer that takes the place of a lost member is needed.
         let known = &self.control.record.membership.known;
         let held = |m: &Member| self.pools.iter().any(|p| p.member == *m && !p.gone);
         let dispensable = |n: &&Newcomer| {
@@ -196,7 +196,7 @@ impl World {
             let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
                 || desired.leaving.contains(&member);
             let Some(drf) = desired.drf.checked_sub(1).filter(|drf| *drf > 0) else { return };
-            // One that is known stays, as the product demands.
+            // A known member stays, as the product demands.
             let stays = known.iter().filter(|m| !desired.leaving.contains(m)).count() > 1;
             if busy || !stays || !self.setup.is_promised(drf, desired.cf_of(drf)) {
                 return;
@@ -217,8 +217,8 @@ impl World {
         }
     }
 
-    /// Whether one replica may be lost at this moment, also while those that leave are off the list
-    /// and those that fill it are not yet on it.
+    /// Returns true if one replica may be lost at this moment, also while those that leave are off
+    /// the list and those that fill it are not yet on it.
     pub(crate) fn is_one_dispensable(&self) -> bool {
         let Record { membership, desired, .. } = &self.control.record;
         match desired.leaving.len() as u8 {
@@ -311,8 +311,8 @@ impl World {
         }
     }
 
-    /// Whether a record names this pool's replica. Where none does the pool was told to delete it,
-    /// which may have come true though the disk refused it.
+    /// Returns true if a record names this pool's replica. Where none does the pool was told to
+    /// delete it, which may have come true though the disk refused it.
     pub(crate) fn is_needed(&self, pool: usize) -> bool {
         let member = self.pools[pool].member;
         let records = [Some(&self.control.record), self.control.backup.as_ref()];

@@ -10,6 +10,7 @@ mod control;
 mod durability;
 mod faults;
 mod fences;
+mod groups;
 mod growth;
 mod health;
 mod holes;
@@ -19,6 +20,7 @@ mod lost_disks;
 mod members;
 mod memory;
 mod operators;
+mod points;
 mod pool_rounds;
 mod pools;
 mod processes;
@@ -53,6 +55,7 @@ use crate::schedule::{Instant, Schedule};
 use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
 
+pub(crate) use groups::Groups;
 pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
 /// Everything that can happen. `life` numbers the lives of a process: events of an older life
@@ -288,25 +291,51 @@ impl World {
 
     /// Runs to the end; the violation, if there was one, is in `self`.
     pub fn run(&mut self) {
-        while self.checkers.violation.is_none() && !self.clients.quiesce.done() {
-            let Some(event) = self.schedule.take() else {
-                self.violate("Liveness", "nothing is going to happen any more");
-                break;
-            };
-            self.stats.events += 1;
-            if self.stats.events > setup::EVENTS_MAX {
-                self.violate("Liveness", "more events than any run needs: a message loop?");
-                break;
-            }
-            self.trace.mix(self.schedule.now(), self.stats.events);
-            self.handle(event);
-            if self.faults.is_any_armed() {
-                self.count_down();
-            }
+        while !self.is_over() {
+            self.step();
         }
+        self.finish();
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.checkers.violation.is_some()
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.has_failed() || self.clients.quiesce.done()
+    }
+
+    /// Time of the next event.
+    pub fn next_at(&self) -> Option<Instant> {
+        self.schedule.next_at()
+    }
+
+    /// Lets the next event happen.
+    pub fn step(&mut self) {
+        let Some(event) = self.schedule.take() else {
+            return self.violate("Liveness", "nothing is going to happen any more");
+        };
+        self.stats.events += 1;
+        if self.stats.events > setup::EVENTS_MAX {
+            return self.violate("Liveness", "more events than any run needs: a message loop?");
+        }
+        self.trace.mix(self.schedule.now(), self.stats.events);
+        self.handle(event);
+        if self.faults.is_any_armed() {
+            self.count_down();
+        }
+    }
+
+    /// Checks the end, and counts.
+    pub fn finish(&mut self) {
         if self.checkers.violation.is_none() {
             self.check_end();
         }
+        self.count();
+    }
+
+    /// Takes over the counts of the parts.
+    pub fn count(&mut self) {
         self.stats.seeds = 1;
         self.stats.simulated_ns = self.now();
         self.stats.ios.checked = self.checkers.history.checked;

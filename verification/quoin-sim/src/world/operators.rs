@@ -1,4 +1,4 @@
-//! Those who change a volume or its surroundings while everything else goes on. Each draws from a
+//! People who change a volume or its surroundings while everything else goes on. Each draws from a
 //! chance of its own, so that runs without it stay what they were.
 
 use super::durability::DurabilityChanges;
@@ -7,6 +7,7 @@ use super::holes::Holes;
 use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
+use super::points::Points;
 use super::pulls::Pulls;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
@@ -17,6 +18,7 @@ pub(crate) struct Operators {
     pub growth: Growth,
     pub memory: Memory,
     pub snapshots: Snapshots,
+    pub points: Points,
     pub pulls: Pulls,
     pub limits: VolumeLimits,
     pub holes: Holes,

@@ -84,7 +84,8 @@ impl World {
         }
     }
 
-    /// Whether the pool takes a bulk connection of this session, as it is asked for `member`.
+    /// Returns true if the pool takes a bulk connection of this session, as it is asked for
+    /// `member`.
     pub(super) fn takes_bulk(&self, pool: usize, session: SessionKey, member: Member) -> bool {
         let open = self.session_at(pool).and_then(|(connection, open)| {
             let own = self.network.connections.get(&connection).filter(|own| own.pool_open)?;

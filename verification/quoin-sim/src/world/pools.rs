@@ -545,7 +545,8 @@ impl World {
         }
     }
 
-    /// Whether a byte was changed on its way to this pool, on a connection that is still known.
+    /// Returns true if a byte was changed on its way to this pool, on a connection that is still
+    /// known.
     fn was_spoiled_for(&self, pool: usize) -> bool {
         self.network.connections.values().any(|c| c.pool == pool && c.to_pool.spoiled)
     }

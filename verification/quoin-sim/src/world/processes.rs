@@ -83,7 +83,7 @@ impl Processes {
         Self { random, on, dials: BTreeMap::new(), holes: Vec::new(), rebuilt }
     }
 
-    /// Whether a process ends with its disk, before it can open the pool anew.
+    /// Returns true if a process ends with its disk, before it can open the pool anew.
     pub fn process_ends(&mut self) -> bool {
         self.on && self.random.percent(ENDS_OF_HUNDRED)
     }
@@ -98,7 +98,8 @@ impl Processes {
         if self.on { self.random.between(0, 1200) * MILLISECOND } else { 0 }
     }
 
-    /// Whether a disk is put back under its pool's running process, which takes it for a failure.
+    /// Returns true if a disk is put back under its pool's running process, which takes it for a
+    /// failure.
     pub fn is_put_back_in_place(&mut self) -> bool {
         self.on && self.random.percent(50)
     }

@@ -47,7 +47,7 @@ pub(crate) struct Recovery {
     /// Pools that were destroyed, as everybody thinks.
     away: Vec<usize>,
     forced: Option<Forced>,
-    /// Those that were kept the last time.
+    /// Members that were kept the last time.
     kept: Vec<Member>,
     /// When the person went on, and the version of the record since.
     at: u64,
@@ -98,8 +98,8 @@ impl Recovery {
         }
     }
 
-    /// Whether this one may hold, and call stable, what was given up: it was not one of those that
-    /// were kept, as a newcomer on its way in. It is damaged then, and copied anew.
+    /// Returns true if this one may hold, and call stable, what was given up: it was not one of
+    /// those that were kept, as a newcomer on its way in. It is damaged then, and copied anew.
     pub fn may_hold_what_is_lost(&self, member: Member) -> bool {
         !self.kept.is_empty() && !self.kept.contains(&member)
     }
@@ -289,7 +289,7 @@ impl World {
         self.send_desired();
     }
 
-    /// Those for whom the owner's target waits, since they may know of a change that the record
+    /// Members for whom the owner's target waits, since they may know of a change that the record
     /// lacks.
     fn silent(&self) -> Vec<Member> {
         let status = self.reachable_target().map(|process| process.target.status());

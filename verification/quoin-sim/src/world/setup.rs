@@ -19,6 +19,7 @@ use super::limits::VolumeLimits;
 use super::members::Members;
 use super::memory::Memory;
 use super::operators::Operators;
+use super::points::Points;
 use super::processes::Processes;
 use super::pulls::Pulls;
 use super::recovery::Recovery;
@@ -31,9 +32,10 @@ use crate::network::Network;
 use crate::random::Random;
 use crate::real::RealStorage;
 use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
+use crate::shape::{FaultShape, PoolShape, Shape, Wanted};
 use crate::source::Source;
 use crate::storage::{ModelStorage, Outage, Storage};
-use crate::swarm::{PoolShape, Shape, Swarm, Wanted};
+use crate::swarm::Swarm;
 use crate::trace::Trace;
 use crate::workload::{Habit, Workload};
 
@@ -172,14 +174,14 @@ fn profile(
 }
 
 impl Setup {
-    /// Whether this profile may hurt what the pool holds.
+    /// Returns true if this profile may hurt what the pool holds.
     pub fn may_be_damaged(&self, pool: usize) -> bool {
         self.profile == Profile::Media { victim: pool }
             || self.profile == Profile::Liar { victim: pool }
     }
 
-    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
-    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
+    /// Returns true if a volume of this shape keeps what this run may do to it: where data may be
+    /// lost, one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
     pub fn is_promised(&self, rf: u8, cf: u8) -> bool {
         self.profile == Profile::Power || rf > open_quorum(rf, cf)
     }
@@ -209,15 +211,17 @@ impl Setup {
     /// A small world in the place of what was drawn.
     fn take(&mut self, shape: &Shape, random: &mut Random) {
         self.volume_blocks = *random.pick(shape.blocks);
-        self.sync_ns = *random.pick(shape.sync_ns);
-        self.think_ns = random.between(shape.think_ns.0, shape.think_ns.1);
-        self.horizon = random.between(shape.horizon_ms.0, shape.horizon_ms.1) * MILLISECOND;
-        (self.ios_min, self.haste) = (shape.ios_min, shape.haste);
-        self.stops_without_room = shape.stops_without_room;
+        self.sync_ns = *random.pick(shape.times.sync_ns);
+        self.think_ns = random.between(shape.load.think_ns.0, shape.load.think_ns.1);
+        let horizon_ms = shape.faults.horizon_ms;
+        self.horizon = random.between(horizon_ms.0, horizon_ms.1) * MILLISECOND;
+        (self.ios_min, self.haste) = (shape.load.ios_min, shape.faults.haste);
+        self.stops_without_room = shape.room.stops_without_room;
         let config = &mut self.config;
         config.volume_blocks = self.volume_blocks;
-        config.lease_ms = *random.pick(shape.lease_ms);
-        config.drop_after_ms = random.between(shape.drop_after_ms.0, shape.drop_after_ms.1) as u32;
+        config.lease_ms = *random.pick(shape.times.lease_ms);
+        let drop_after_ms = shape.times.drop_after_ms;
+        config.drop_after_ms = random.between(drop_after_ms.0, drop_after_ms.1) as u32;
         config.open_grace_ms = random.between(50, 500) as u32;
         if let Some(window_bytes) = shape.window_bytes {
             config.window_bytes = window_bytes;
@@ -234,7 +238,7 @@ impl World {
             None => factors(&mut random),
         };
         let replicas = usize::from(rf);
-        let in_memory = shape.as_ref().is_some_and(|s| s.full_to_the_block);
+        let in_memory = shape.as_ref().is_some_and(|s| s.room.full_to_the_block);
         let store = if in_memory { StoreKind::Model } else { options.store };
         let profile = profile(rf, cf, store, shape.as_ref(), &mut random);
         let apart = shape.as_ref().is_some_and(|s| s.apart);
@@ -313,8 +317,8 @@ impl World {
         let mut clients = (3, 16);
         if let Some(shape) = &shape {
             setup.take(shape, &mut random);
-            typical_delay = *random.pick(shape.delay_ns);
-            clients = shape.clients;
+            typical_delay = *random.pick(shape.times.delay_ns);
+            clients = shape.load.clients;
         }
         let holes = Holes::draw(options.seed, options.swarm);
         if let Some(volume_blocks) = holes.volume_blocks() {
@@ -331,7 +335,7 @@ impl World {
         let hosts = Hosts::draw(hosts, &mut random);
         let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
         if let Some(shape) = &shape {
-            workload.take(shape);
+            workload.take(&shape.load);
         } else {
             // A window smaller than what is under way lets a member fall out for ever: allowed,
             // and no configuration of a product.
@@ -370,6 +374,7 @@ impl World {
                 growth,
                 memory: Memory::draw(seed, swarm),
                 snapshots,
+                points: Points::draw(options.swarm),
                 pulls,
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
@@ -386,7 +391,7 @@ impl World {
                 world.violate(broken.invariant, broken.detail);
             }
         }
-        let pool_shape = shape.as_ref().and_then(|s| s.pool);
+        let pool_shape = shape.as_ref().and_then(|s| s.room.pool);
         for (host, member) in members.iter().enumerate() {
             world.add_pool(host, *member, &membership, pool_shape);
         }
@@ -400,7 +405,7 @@ impl World {
             world.clients.queues.truncate(options.clients_max.into());
         }
         let clocks_stop = confirmed || options.mutant == Some(Mutant::ClocksStop);
-        world.plan_run(clocks_stop, shape.as_ref());
+        world.plan_run(clocks_stop, shape.as_ref().map(|shape| &shape.faults));
         world
     }
 
@@ -462,7 +467,7 @@ impl World {
         self.schedule.after(0, Event::StartPool { pool });
     }
 
-    fn plan_run(&mut self, clocks_stop: bool, shape: Option<&Shape>) {
+    fn plan_run(&mut self, clocks_stop: bool, shape: Option<&FaultShape>) {
         self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
         for queue in 0..self.clients.queues.len() {
             let delay = self.random.below(self.setup.think_ns);

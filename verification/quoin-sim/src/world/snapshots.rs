@@ -65,6 +65,11 @@ impl Snapshots {
 }
 
 impl Snapshots {
+    /// A point made it, at this LSN.
+    pub fn was_cut(&mut self, id: SnapshotId, lsn: Lsn) {
+        self.known.insert(id, State::Made(lsn));
+    }
+
     /// A target's answer; an error says how it contradicts an earlier one.
     pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
         let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
@@ -93,7 +98,7 @@ impl Snapshots {
         made.collect()
     }
 
-    /// Whether clients are detached, or are to be.
+    /// Returns true if clients are detached, or are to be.
     pub fn detaches_clients(&self) -> bool {
         self.reverting.is_some()
     }
@@ -111,7 +116,7 @@ impl Snapshots {
         is_done
     }
 
-    /// Whether all that was wished is answered.
+    /// Succeeds if all that was wished is answered.
     pub fn settled(&self) -> Result<(), String> {
         if let Some(revert) = self.reverting {
             return Err(format!("{revert:?} was never answered"));
@@ -221,6 +226,12 @@ impl World {
         self.stats.operators.snapshots += 1;
         self.send_snapshots();
         self.plan_snapshots();
+    }
+
+    /// One that no point counts is deleted, whether it was made or not.
+    pub(crate) fn delete_snapshot(&mut self, id: SnapshotId) {
+        self.operators.snapshots.known.insert(id, State::Wished(SnapshotWish::Delete));
+        self.send_snapshots();
     }
 
     /// Faults are over and everything was compared: all are deleted.

@@ -63,11 +63,16 @@ pub(crate) struct Grant {
 }
 
 impl Process {
+    /// Its round stands still.
+    pub fn is_stalled(&self) -> bool {
+        self.stalled.is_some()
+    }
+
     pub(super) fn has_session(&self, session: SessionKey) -> bool {
         self.sessions.contains_key(&name(session, None))
     }
 
-    /// Whether something may be due, though its timer is a moment away.
+    /// Returns true if something may be due, though its timer is a moment away.
     pub(super) fn is_due(&self, now: Time) -> bool {
         self.timer.is_some_and(|at| at <= now + TIMER_DELAY_MIN)
     }
@@ -404,6 +409,7 @@ impl World {
 
     fn target_note(&mut self, target: usize, life: u32, note: PrimaryNote) {
         self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
+        self.point_noted(target, life, &note);
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
@@ -465,8 +471,8 @@ impl World {
                 self.revert_ended(target, attempt, outcome);
             }
             PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
-            // One that was granted under an old copy may say so when the newest is back, and one
-            // whose grant came late when the record has gone on since.
+            // A target that was granted under an old copy may say so when the newest is back, and
+            // one whose grant came late when the record has gone on since.
             PrimaryNote::ControlPlaneBehind { durable_version }
                 if !self.control.rolled_back
                     && durable_version > self.control.record.membership.version =>
@@ -493,7 +499,7 @@ impl World {
     }
 
     /// A replica in the in-sync set that calls itself continuous again holds all that it should.
-    /// One that is listed and has not been fed since its outage does not.
+    /// A listed one that has not been fed since its outage does not.
     fn note_in_sync(&mut self, members: &[Member]) {
         for pool in &mut self.pools {
             let is_continuous =
@@ -519,6 +525,7 @@ impl World {
                 let tag = token as u32;
                 self.observe(&Observation::Answers { target, life, tag, is_good: true });
                 self.observe(&Observation::Answered { target, tag, data: &data });
+                self.effect_shown(tag);
             }
             Err(error) => {
                 self.stats.ios.failed += 1;

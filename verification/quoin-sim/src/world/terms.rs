@@ -70,7 +70,7 @@ impl Terms {
         }
     }
 
-    /// Whether this target's questions go to the former controller.
+    /// Returns true if this target's questions go to the former controller.
     pub fn asks_former(&self, target: usize) -> bool {
         self.former.as_ref().is_some_and(|former| former.target == target && !former.ended)
     }
@@ -123,7 +123,7 @@ impl Terms {
         !self.grant_of(session.incarnation).compare_with(self.known_at(pool)).is_refused()
     }
 
-    /// Whether the controller of this term orders anything at the pool.
+    /// Returns true if the controller of this term orders anything at the pool.
     pub fn orders(&self, pool: usize, term: Term) -> bool {
         !term.compare_with(self.known_at(pool)).is_refused()
     }

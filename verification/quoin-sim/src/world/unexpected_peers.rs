@@ -43,12 +43,12 @@ impl UnexpectedPeers {
         Self { on: true, list_is_short, ..Self::default() }
     }
 
-    /// One that has a replica and no name yet.
+    /// Returns true if the member has a replica and no name yet.
     pub fn is_to_come(&self, member: Member) -> bool {
         [self.missing, self.late].contains(&Some(member))
     }
 
-    /// Whether it was an unexpected one.
+    /// Returns true if it was an unexpected one.
     pub fn forget(&mut self, member: Member) -> bool {
         let before = self.invited.len();
         self.invited.retain(|m| *m != member);
@@ -66,7 +66,8 @@ impl World {
         self.keep_sending_desired();
     }
 
-    /// Whether this turn of the operators was for unexpected peers. While the list is short, all are.
+    /// Returns true if this turn of the operators was for unexpected peers. While the list is
+    /// short, all are.
     pub(super) fn unexpected_turn(&mut self) -> bool {
         self.continue_crowd();
         let membership = &self.control.record.membership;
@@ -165,7 +166,7 @@ impl World {
             0..=4 => self.make_unexpected(fresh, quorum, false).then_some(fresh),
             // A copied data set.
             5 => Some(Member { id: new_id, guid: like.guid }),
-            // One that was replaced comes back.
+            // A replica that was replaced comes back.
             6 => {
                 let retired = self.control.record.membership.retired.last();
                 retired.map(|guid| Member { id: new_id, guid: *guid })
@@ -223,7 +224,7 @@ impl World {
             let member = newcomer.member;
             let is_listed = list.known.iter().any(|entry| entry.id == member.id);
             let is_copy = list.known.iter().any(|entry| entry.guid == member.guid);
-            // One that its pool lost is made anew there.
+            // A replica that its pool lost is made anew there.
             let is_sound = self.pools.iter().any(|p| p.member == member)
                 && !foreign(&member)
                 && !is_copy

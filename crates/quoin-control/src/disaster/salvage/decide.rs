@@ -1,5 +1,5 @@
-//! What a volume's record must be, from what pools keep about its replicas and the record that
-//! there is, if any. Pure: the same evidence is judged in the same way, dry run or not.
+//! Judgement of what a volume's record must be, from what pools keep about its replicas and the
+//! record that there is, if any. Pure: the same evidence is judged in the same way, dry run or not.
 //!
 //! **The newest membership that anybody knows of rules**: of the record, of what pools were told of
 //! it, of what replicas learned when they were opened, of the Views in their logs; and the second
@@ -14,7 +14,7 @@
 //! list alone. So it rules only where an open quorum of the old list is here and counts: one of
 //! those would have the later View.
 //!
-//! What two sources tell differently under one version is nobody's to choose: undecided.
+//! A version that two sources tell differently is nobody's to choose: undecided.
 //!
 //! **One pool may be hostile.** What a single pool tells cannot be proven, so it is bounded: numbers far
 //! beyond what everybody else tells, and epochs of terms that no controller proved, are not believed
@@ -44,7 +44,7 @@ const EPOCHS_SKIPPED: u64 = 1000;
 /// No record changes so often while a pool is away, or while a backup grows old.
 const CHANGES_AHEAD_MAX: u64 = 1 << 20;
 
-/// What one pool keeps about one replica.
+/// One pool's account of one replica.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Held {
     pub pool: String,
@@ -108,19 +108,21 @@ impl Outcome {
     }
 }
 
-/// What was found out about one volume.
+/// Findings about one volume.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Finding {
     pub volume: VolumeId,
     pub name: String,
     pub outcome: Outcome,
-    /// What to write; `None`: nothing.
+    /// The record to write; `None`: none.
     pub write: Option<Box<VolumeRecord>>,
     pub version: u64,
     pub rf: u8,
     pub needed: u8,
     pub answered: u8,
     pub message: String,
+    /// Its user had deleted it, and it was kept for its snapshots.
+    pub was_retained: bool,
     /// Each replica that a pool holds, and what it is.
     pub standings: Vec<(Held, &'static str)>,
 }
@@ -176,7 +178,7 @@ impl Evidence<'_> {
         let recorded = recorded.filter(|record| !is_open(record));
         let recorded = recorded.map(|record| rule_of(&(&record.membership).into()));
         let opened = trusted().filter_map(|h| h.membership.as_ref()).map(rule_of);
-        // Those have been served under, whatever records say by now.
+        // These rules have been served under, whatever records say by now.
         let served: Vec<Rule> = opened.chain(trusted().filter_map(|h| h.view.clone())).collect();
         let all: Vec<Rule> = recorded.chain(served.iter().cloned()).collect();
         let real = |rule: &&Rule| rule.rf > 0 && !rule.known.is_empty();
@@ -264,6 +266,17 @@ impl Evidence<'_> {
         Some(base)
     }
 
+    /// Returns true if its user had deleted it. Nothing makes such a volume a user's again, so an
+    /// old copy of the record does not count; and all replicas that count say so, since one pool's
+    /// word hides no volume from its user.
+    fn was_retained(&self) -> bool {
+        let is_retained = |record: &VolumeRecord| record.phase == VolumePhase::Retained;
+        let counting = self.held.iter().filter(|held| held.trusted && held.quorum);
+        let notes: Vec<_> = counting.map(|held| held.note.as_deref()).collect();
+        let told = !notes.is_empty() && notes.iter().all(|note| note.is_some_and(is_retained));
+        told || self.record.is_some_and(is_retained)
+    }
+
     /// The replicas whose pools are believed, and the others with what they cannot have seen.
     fn sifted(&self) -> (Vec<Held>, Vec<(Held, String)>) {
         let own = |number: fn(&VolumeRecord) -> u64| self.record.map_or(0, number);
@@ -305,7 +318,7 @@ impl Evidence<'_> {
         (believed, others)
     }
 
-    /// What stands against a rule that one pool alone tells of.
+    /// The objection to a rule that one pool alone tells of.
     ///
     /// Before a membership is recorded, CF replicas of the list before it have the View that names both.
     /// So where a replica that it leaves out is here and has not heard of it, or so many are that no CF
@@ -385,6 +398,7 @@ impl Evidence<'_> {
             needed: 0,
             answered: 0,
             message,
+            was_retained: self.was_retained(),
             standings: self.held.iter().map(|held| (held.clone(), "left-over")).collect(),
         }
     }
@@ -396,7 +410,7 @@ pub fn decide(evidence: &Evidence<'_>) -> Finding {
     if doubted.is_empty() {
         return decide_by(evidence);
     }
-    // What a pool holds that is not believed is not known.
+    // The replicas of a pool that is not believed are not known.
     let mut away = evidence.away.clone();
     away.extend(doubted.iter().map(|(held, _)| held.pool.clone()));
     let mut finding = decide_by(&Evidence { held, away: &away, ..*evidence });
@@ -581,7 +595,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let listed_or_coming = |guid: ReplicaGuid| {
         rule.known.iter().any(|m| m.guid == guid) || newcomers.iter().any(|r| r.guid.0 == guid)
     };
-    // What counted once and is not listed any more has been replaced, moved or given up.
+    // A replica that counted once and is not listed any more has been replaced, moved or given up.
     let once = held.iter().filter(|h| h.quorum).map(|h| h.member.guid);
     let told = held.iter().filter_map(|h| h.membership.as_ref()).flat_map(|m| m.retired.clone());
     let noted = Held::notes(held).chain(evidence.record).flat_map(|r| r.membership.retired.clone());
@@ -639,8 +653,8 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
         retired: retired.into_iter().rev().take(RETIRED_MAX).map(Text).collect(),
         formed,
     };
-    // Without records of its snapshots nothing would keep a volume that is Retained: who deleted it is
-    // shown it again.
+    // Without records of its snapshots nothing would keep a volume that is Retained. Where those were
+    // lost too, `snapshot::recovery` takes it out of sight once they are there again.
     let retained = evidence.record.is_some_and(|record| record.phase == VolumePhase::Retained);
     record.phase = match (pending, retained) {
         (true, _) => VolumePhase::Pending,

@@ -1,4 +1,4 @@
-//! What pools say they keep, taken in: hostile until checked, and bounded.
+//! Holdings as pools tell them, taken in: hostile until checked, and bounded.
 
 use std::collections::HashSet;
 
@@ -82,7 +82,7 @@ fn rule(message: &api::Membership) -> Result<Rule, String> {
     Ok(Rule { membership_version: version, rf, cf, known })
 }
 
-/// What a replica keeps of its volume's record, for whoever looks into a pool.
+/// A replica's copy of its volume's record, for people who look into a pool.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Kept {
     /// Empty: it keeps none.
@@ -106,7 +106,7 @@ impl Kept {
     }
 }
 
-/// What a record names, which ends up in messages, events and other records.
+/// Names in a record, which end up in messages, events and other records.
 fn texts_of(note: &VolumeRecord) -> impl Iterator<Item = &str> {
     let replicas = note.replicas.iter().map(|replica| replica.pool.as_str());
     let discarded = note.discarded.iter().map(|discarded| discarded.pool.as_str());
@@ -144,7 +144,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
     let volume = id("volume_id", &told.volume_id)?;
     let spec = VolumeSpec::decode(&told.spec[..]).ok().filter(|spec| !spec.name.is_empty());
     let keepsake = Keepsake::decode(&told.spec[..]).unwrap_or_default();
-    // One that a newer Quoin wrote, or of another volume, is none.
+    // A record that a newer Quoin wrote, or of another volume, is none.
     let note = decode::<VolumeRecord>(&keepsake.record).ok();
     let sound = |note: &VolumeRecord| {
         let known = note.membership.known.iter();
@@ -181,7 +181,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         position: Position { epoch: Epoch(told.position_epoch), lsn: Lsn(told.position_lsn) },
         blocks: told.blocks.min(quoin_types::VOLUME_BLOCKS_MAX),
         spec,
-        // What an opening changes the pool knows better than its copy of the record.
+        // The pool knows better than its copy of the record what an opening changes.
         note: note.map(|note| Box::new(note.unopened())),
         membership,
         view,

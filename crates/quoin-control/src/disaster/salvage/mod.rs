@@ -320,10 +320,15 @@ impl Recoveries {
         let mut open: BTreeSet<VolumeId> =
             findings.iter().map(|(finding, _)| finding.volume).collect();
         for _ in 0..TRIES_MAX {
-            // First those that give names free.
-            for taking in [false, true] {
+            // First those that give names free, and last those that nobody uses under theirs any more.
+            let turn = |finding: &Finding| match finding.outcome {
+                Outcome::Deleted => 0,
+                _ if !finding.was_retained => 1,
+                _ => 2,
+            };
+            for now in 0..3 {
                 for (finding, before) in findings.iter() {
-                    if (finding.outcome != Outcome::Deleted) == taking
+                    if turn(finding) == now
                         && open.contains(&finding.volume)
                         && self.carry_out(finding, before.as_ref()).await?
                     {
@@ -535,7 +540,7 @@ impl Recoveries {
                 next_key_hash: String::new(),
                 joined_ms: now_ms(),
                 removed: false,
-                // Who could is not known any more, and a person's to say.
+                // The nodes that could are not known any more; a person has to say.
                 manages_volumes: false,
             };
             drop(self.state.joined.members.create(member).await?);

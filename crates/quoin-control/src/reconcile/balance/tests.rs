@@ -34,6 +34,7 @@ impl World {
             promised_bytes: 0,
             unusable: String::new(),
             full: String::new(),
+            ring_full: false,
             silent: false,
         };
         let pools = pools.iter().enumerate().map(pool).collect();

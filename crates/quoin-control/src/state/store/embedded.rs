@@ -50,7 +50,7 @@ enum Lid {
     Closed { why: String, tried: Option<Instant> },
 }
 
-/// What the records are on.
+/// Medium of the records.
 trait Medium: Send + Sync {
     fn open(&self) -> Result<Database, DatabaseError>;
 

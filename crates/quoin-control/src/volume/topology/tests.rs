@@ -34,6 +34,7 @@ fn pool(name: &str, pairs: &[(&str, &str)]) -> Candidate {
         unusable: String::new(),
         full: String::new(),
         silent: false,
+        ring_full: false,
     }
 }
 

@@ -65,7 +65,7 @@ impl Progress {
 struct Commitments {
     /// The newest membership that a replica has answered its present open with.
     reported_version: u64,
-    /// Those that have answered its present open and may count in it.
+    /// Replicas that have answered its present open and may count in it.
     answered: BTreeSet<u128>,
     /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
     swapping: Option<Lsn>,
@@ -83,16 +83,16 @@ struct Commitments {
 }
 
 impl Assertions {
-    /// Whether a target has heard of this replica in this pool.
+    /// Returns true if a target has heard of this replica in this pool.
     pub fn has_answered(&self, pool: usize, guid: ReplicaGuid) -> bool {
         let progress = self.pools.get(&pool).map(|reported| &reported.progress);
         progress.is_some_and(|p| p.guid == guid && p.promised > Epoch::ZERO)
     }
 
-    /// Whether a target that is to ask for this membership has not asked for it before. It is asked
-    /// for again until the outcome is known, whatever becomes of the newcomer. Asking for what is so
-    /// already changes nothing, and needs no second rule; the View that says so may come after the
-    /// question.
+    /// Returns true if a target that is to ask for this membership has not asked for it before. It
+    /// is asked for again until the outcome is known, whatever becomes of the newcomer. Asking for
+    /// what is so already changes nothing, and needs no second rule; the View that says so may come
+    /// after the question.
     pub fn is_first_swap(&self, target: usize, process: &Process, next: &Membership) -> bool {
         let Some(commitments) = self.targets.get(&target) else { return false };
         let present = process.target.status().membership;
@@ -316,7 +316,7 @@ impl Assertions {
     ) -> Result<(), Broken> {
         let progress = &mut self.pool(pool).progress;
         let (applied, durable, owes) = (progress.applied, progress.durable, progress.owes);
-        // What was not durable may be gone; what is there counts from here.
+        // Entries that were not durable may be gone; the entries that are there count from here.
         progress.applied = at;
         progress.owes = if is_continuous { Lsn::ZERO } else { owes.max(applied) };
         if at < durable {

@@ -104,7 +104,7 @@ impl Checker for Durability {
     }
 }
 
-/// Whether it may answer now, by its own clock.
+/// Returns true if it may answer now, by its own clock.
 fn holds_lease(scene: &Scene<'_>, target: usize) -> bool {
     let now = scene.local(scene.targets[target].host);
     let process = scene.process(target);
@@ -164,7 +164,8 @@ impl Durability {
         }
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
         let targets = scene.targets;
-        // What a target that had served before still had waiting is from before this epoch.
+        // A request that still waited at a target which had served before is from before this
+        // epoch.
         let had_served = |(target, life): (usize, u32)| {
             let there = &targets[target];
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
@@ -179,7 +180,7 @@ impl Durability {
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
         let result = scene.history.cut(image, serving, over, holds);
         self.owed.retain(|seen, _| lineage.is_on(path, *seen));
-        // What was lost is lost: only what this history holds can still be flushed.
+        // Lost entries are lost: only the entries of this history can still be flushed.
         let history = &scene.history;
         self.unflushed.retain(|(tag, _)| match history.op(*tag).draft {
             Draft::Write { sector, sectors, .. } => {
@@ -423,7 +424,7 @@ impl Durability {
         let mut processes = scene.targets.iter().filter_map(|t| t.process.as_ref());
         let Some(process) = processes.find(|p| p.serving == Some(epoch)) else { return Ok(()) };
         let (commit, stable) = process.target.reach();
-        // Who is dropped after a reply, in the same batch, was counted for it.
+        // A member that is dropped after a reply, in the same batch, was counted for it.
         let replicas = process.target.status().replicas;
         let held = |r: &&ReplicaStatus| self.yet_to_drop.contains(&r.member) && r.applied >= lsn;
         // So was one whose session ends later in the batch.

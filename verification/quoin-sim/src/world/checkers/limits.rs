@@ -34,7 +34,7 @@ impl Used {
         self.0 = self.0.saturating_sub(u128::from(per_s) * elapsed_ns);
     }
 
-    /// Whether a second's worth is used up.
+    /// Returns true if a second's worth is used up.
     fn is_used_up(&self, per_s: u64) -> bool {
         per_s > 0 && self.0 >= u128::from(per_s) * UNIT
     }

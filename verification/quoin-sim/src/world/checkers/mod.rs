@@ -356,8 +356,8 @@ impl Scene<'_> {
         kept.into_iter().chain(before).fold(ruling, usize::min)
     }
 
-    /// Whether the disks of a whole in-sync set have failed reads. Rot spoils one replica only,
-    /// and others hold the block.
+    /// Returns true if the disks of a whole in-sync set have failed reads. Rot spoils one replica
+    /// only, and others hold the block.
     pub fn may_be_unreadable(&self) -> bool {
         self.targets.iter().filter_map(|t| t.process.as_ref()).any(|process| {
             process

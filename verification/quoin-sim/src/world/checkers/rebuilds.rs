@@ -9,7 +9,7 @@ use quoin_types::{BLOCK_SIZE, SessionKey};
 use super::{Broken, Checker, Observation, Scene, broken};
 use crate::world::setup::StoreKind;
 
-/// What a slot takes of a chunk beside its data, as the store counts it.
+/// Bytes that a slot takes of a chunk beside its data, as the store counts it.
 const SLOT_BYTES: usize = 64;
 /// A chunk is over when it is full, so that its last slot may be beyond the bound.
 const OVERSHOOT: usize = BLOCK_SIZE + SLOT_BYTES;

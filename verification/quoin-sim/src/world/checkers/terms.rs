@@ -17,7 +17,7 @@ pub(crate) struct TermRules {
     served: Term,
 }
 
-/// Whether a term is refused where this one was known before.
+/// Returns true if a term is refused where this one was known before.
 fn is_over(term: Term, highest: Term) -> bool {
     term.number < highest.number || (term.number == highest.number && term.id != highest.id)
 }

@@ -151,7 +151,7 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
     let written = *finding.write.clone().unwrap();
     assert_eq!((written.epoch, written.incarnation.0), (6, Incarnation(4)));
     assert_eq!((written.grants.epochs_skipped, written.generation), (EPOCHS_SKIPPED, 10));
-    // Whoever serves it serves on: the attachment is there, and the epoch is his.
+    // The target that serves it serves on: the attachment is there, and the epoch is its own.
     assert_eq!(written.owner.as_deref(), Some("n1"));
     let expected = VolumeRecord {
         epoch: 6,
@@ -306,7 +306,7 @@ fn a_volume_that_was_deleted_does_not_come_back_with_an_old_record_or_a_pool_tha
         let guids: Vec<u128> = written.replicas.iter().map(|replica| replica.guid.0.0).collect();
         assert_eq!(guids, ordered, "what no pool told of is not ordered deleted");
     }
-    // What is left of it is told and kept: the others may have been moved, and been lost there.
+    // The rest of it is told and kept: the others may have been moved, and been lost there.
     for record in [None, Some(&old)] {
         let finding = judged(record, vec![left()], &[1, 2]);
         assert_eq!((finding.outcome, finding.write), (Outcome::LeftOver, None));
@@ -322,6 +322,30 @@ fn a_volume_that_was_deleted_does_not_come_back_with_an_old_record_or_a_pool_tha
     let finding = judged(None, vec![held(3, &current, Some(going))], &[]);
     assert_eq!(finding.outcome, Outcome::Deleted);
     assert_eq!(finding.write.unwrap().discarded.len(), 1);
+}
+
+/// One pool's word hides no volume from its user, and an old copy of the record shows none again.
+#[test]
+fn a_volume_was_deleted_and_kept_where_all_its_replicas_were_told_so() {
+    let current = rule(2, &[1, 2, 3]);
+    let told = |phase: VolumePhase| VolumeRecord { phase, ..record(2, &[1, 2, 3], 9) };
+    let holders = |phases: [VolumePhase; 3]| -> Vec<Held> {
+        (1..).zip(phases).map(|(n, phase)| held(n, &current, Some(told(phase)))).collect()
+    };
+    let (gone, there) = (VolumePhase::Retained, VolumePhase::Ready);
+    let old = record(2, &[1, 2, 3], 4);
+    for own in [None, Some(&old)] {
+        let finding = judged(own, holders([gone; 3]), &[]);
+        assert!(finding.was_retained);
+        // Until the records of its snapshots are there, nothing would keep it.
+        assert_eq!(finding.write.unwrap().phase, VolumePhase::Ready);
+        assert!(!judged(own, holders([gone, there, there]), &[]).was_retained);
+    }
+    assert!(!judged(None, Vec::new(), &[]).was_retained);
+    let recorded = VolumeRecord { phase: gone, ..old };
+    let finding = judged(Some(&recorded), holders([gone; 3]), &[]);
+    assert!(finding.was_retained);
+    assert_eq!(finding.write.unwrap().phase, VolumePhase::Retained);
 }
 
 /// A replica that was moved is deleted by order as well, and the last copy may be in a pool that does not answer.

@@ -344,7 +344,7 @@ fn the_process_whose_file_system_is_full_writes_once_it_has_room() {
     let mut known: BTreeMap<String, u64> = BTreeMap::new();
     let ballast = dir.join("ballast");
     for round in 0..3 {
-        // What else is there takes all the room that is left.
+        // Something else takes all the room that is left.
         let mut file = std::fs::File::create(&ballast).unwrap();
         while std::io::Write::write_all(&mut file, &[7; 4096]).is_ok() {}
         let failed = (0..1000).find_map(|n| {
@@ -447,7 +447,7 @@ fn every_answered_change_is_there_after_the_process_was_killed_in_the_middle_of_
         std::thread::sleep(Duration::from_micros(random.random_range(0..3000)));
         child.kill().unwrap();
         child.wait().unwrap();
-        // What it said before it died counts as well.
+        // Its words before it died count as well.
         last = lines.map_while(Result::ok).filter_map(told).last().unwrap_or(last);
         assert!(last > answered, "round {round}: nothing was written");
         let store = Embedded::open(&path).unwrap();

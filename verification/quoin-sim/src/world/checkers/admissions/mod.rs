@@ -1,4 +1,4 @@
-//! Who connects, who counts and how the known list changes, seen from outside: each decision of a
+//! Admissions, standings and changes of the known list, seen from outside: each decision of a
 //! target held against the plain reading of the rules in [`crate::scaleup`].
 
 mod changes;
@@ -110,7 +110,7 @@ fn check_io_continues(scene: &mut Scene<'_>, target: usize) -> Result<(), Broken
 }
 
 impl Admissions {
-    /// Whether IO goes on though this session ends, as its replica's quorum is off.
+    /// Returns true if IO goes on though this session ends, as its replica's quorum is off.
     pub fn is_quorum_off(&self, target: usize, session: SessionKey) -> bool {
         self.targets.get(target).is_some_and(|target| {
             target.peers.all.iter().any(|peer| peer.session == session && peer.is_off())
@@ -269,7 +269,7 @@ impl Target {
         }
         let newest = self.views.newest.as_ref();
         let before = newest.and_then(|(_, view)| view.joint.as_ref());
-        // Who is let in because of a second rule is checked in the next batch.
+        // A peer that is let in because of a second rule is checked in the next batch.
         let turns = before.is_some() != view.joint.is_some();
         let begins = view.joint.as_ref().filter(|joint| Some(*joint) != before);
         if let Some(joint) = begins
@@ -353,7 +353,7 @@ impl Target {
         if process.serving.is_none() || self.views.newest.is_none() {
             return Ok(());
         }
-        // Who counts now: one that was taken back does once the View that says so is active.
+        // A member that was taken back counts once the View that says so is active.
         let status = process.target.status();
         let counted = |m: Member| {
             let counts = |r: &&ReplicaStatus| r.standing == ReplicaStanding::InSync;

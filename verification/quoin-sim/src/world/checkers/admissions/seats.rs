@@ -1,4 +1,4 @@
-//! Who has a seat, beside who should have one.
+//! Seats as they are, beside those that should be.
 
 use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
 use quoin_types::Member;
@@ -11,7 +11,7 @@ use crate::world::checkers::{Broken, Scene};
 /// The plain reading's decision on all that want a seat.
 struct Decided {
     seats: Vec<Seat>,
-    /// Who was refused, and whether there were too many.
+    /// Peers that were refused, and whether there were too many.
     refused: Vec<(Member, bool)>,
 }
 

@@ -21,7 +21,7 @@ pub(super) struct Target {
     pub refusals: Refusals,
     /// The highest LSN that a write was acknowledged at.
     pub acknowledged: Lsn,
-    /// Who was beside the known ones at the last check, unless that was in another epoch.
+    /// Peers beside the known ones at the last check, unless that was in another epoch.
     pub beside: Option<Vec<Member>>,
     pub below_cf: bool,
     pub is_dirty: bool,

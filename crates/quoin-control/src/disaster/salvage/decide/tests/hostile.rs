@@ -1,4 +1,4 @@
-//! What one hostile pool tells rules over nobody else.
+//! The word of one hostile pool rules over nobody else.
 
 use super::*;
 
@@ -111,7 +111,7 @@ fn an_epoch_of_a_term_that_nobody_proved_and_numbers_far_beyond_all_others_are_n
     let mut written = *finding.write.unwrap();
     assert_eq!(written.epoch(), last);
     written.use_up_epoch(Epoch(0), TERM).expect("the term that began is above it");
-    // What is not believed proves no deletion either.
+    // A word that is not believed proves no deletion either.
     let mut lying = beside_two(|h| h.promised = Epoch(1 << 60)).split_off(2);
     lying[0].quorum = false;
     assert_eq!(judged(Some(&own), lying, &[1, 2]).outcome, Outcome::Undecided);
