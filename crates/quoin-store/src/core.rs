@@ -14,7 +14,7 @@ use crate::disk::fetch::{Fetches, Looked, Stretch};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, MOVED_BLOCKS, SECOND_EDITION, Superblock};
+use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -181,20 +181,11 @@ impl<D: Disk> Core<D> {
 
     /// Builds that do not know what is written from here on keep their hands off the pool.
     pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
-        self.begin_feature(SECOND_EDITION)
-    }
-
-    /// As [`Core::begin_second_edition`], before the first block is moved without its name.
-    pub fn begin_moved_blocks(&mut self) -> Result<(), StoreError> {
-        self.begin_feature(MOVED_BLOCKS)
-    }
-
-    fn begin_feature(&mut self, feature: u64) -> Result<(), StoreError> {
         let incompat = &mut self.superblock.features.incompat;
-        if *incompat & feature != 0 || mutant::is("new-form-without-its-bit") {
+        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
             return Ok(());
         }
-        *incompat |= feature;
+        *incompat |= SECOND_EDITION;
         self.disk_did(|core| core.superblock.rewrite(&core.disk));
         self.check_usable()
     }
@@ -435,16 +426,6 @@ pub struct NodeBatch {
 const NODES_PER_BATCH: usize = 96;
 const NODE_BATCH_BYTES: usize = 256 << 10;
 
-/// What nodes belong to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Tree {
-    Map,
-    /// The table of segments: leaves name no blocks.
-    Segments,
-    /// The table of moved blocks: leaves name no blocks by their LBAs.
-    Moved,
-}
-
 /// A replica's view of [`Nodes`].
 pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
@@ -456,8 +437,8 @@ pub struct NodeIo<'a, D> {
     pub kept_through: u64,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
     pub gives_up: bool,
-    /// What is changed.
-    pub tree: Tree,
+    /// These are nodes of the table of segments: their leaves name no blocks.
+    pub is_table: bool,
 }
 
 impl<D: Disk> NodeIo<'_, D> {
@@ -510,21 +491,6 @@ impl<D: Disk> NodeIo<'_, D> {
     }
 }
 
-impl<D: Disk> NodeIo<'_, D> {
-    /// Whether a node that failed its checksum is taken as lost. Rot does not pass, and what is
-    /// known to be lost can be mended. A read error may pass: nothing is given up for it unless a
-    /// peer's copy is at hand.
-    fn given_up(&mut self, node: &NodeRef) -> Result<(), StoreError> {
-        if self.gives_up || !node.is_possible() {
-            return Ok(());
-        }
-        if read_node(self.core, node, &mut Vec::new())?.is_some() {
-            return Ok(());
-        }
-        Err(StoreError::Io(IoFault { operation: "read", offset: node.place, errno: EIO }))
-    }
-}
-
 impl<D: Disk> Nodes for NodeIo<'_, D> {
     fn load(&mut self, level: u8, node: &NodeRef) -> Result<Option<Arc<Node>>, StoreError> {
         if let Some(cached) = self.core.cache.get(node.place) {
@@ -573,15 +539,14 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let length = end - at;
         if self.batch.nodes.is_empty() {
             let needed = 1 + length.div_ceil(BLOCK_SIZE) as u32;
-            // What waits is no part of the batch before, which other nodes may lie in.
-            let bytes = std::mem::take(&mut self.batch.bytes);
-            let batch = &mut *self.batch;
-            let segment = self.family.segment_for(self.core, batch, Stream::Nodes, needed, true);
+            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true);
             let state = match segment {
                 Ok(segment) => segment.state,
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.batch.bytes.clear();
+                    return Err(error);
+                }
             };
-            self.batch.bytes = bytes;
             self.batch.unit = state.unit;
             self.batch.start =
                 self.core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
@@ -605,28 +570,32 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
-        match self.tree {
-            Tree::Map => {}
-            Tree::Segments => return Err(StoreError::Damaged("the table of segments")),
-            // What it says can come from no peer. The blocks that it covers can, one by one.
-            Tree::Moved => return self.given_up(node),
+        if self.is_table {
+            return Err(StoreError::Damaged("the table of segments"));
         }
         // For a high node only the first stretches: the others are found when these are mended.
         let stretches = if level == 0 { 1 } else { FANOUT as u64 };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
             self.core.note_bad(BadBlock::stretch(self.family.guid, lba, Lsn(node.newest)));
         }
-        self.given_up(node)
+        // Rot does not pass, and what is known to be lost can be mended. A read error may pass:
+        // nothing is given up for it unless a peer's copy is at hand.
+        let mut is_unreadable = || -> Result<bool, StoreError> {
+            Ok(read_node(self.core, node, &mut Vec::new())?.is_none())
+        };
+        let unreadable = !self.gives_up && node.is_possible() && is_unreadable()?;
+        if !unreadable {
+            return Ok(());
+        }
+        Err(StoreError::Io(IoFault { operation: "read", offset: node.place, errno: EIO }))
     }
 
     fn replaced(&mut self, lba: u64, place: u64, version: u64) {
-        if self.tree != Tree::Map || mutant::is("trim-frees-nothing") {
+        if self.is_table || mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {
             let bytes = BLOCK_SIZE as u64;
-            // Counters only choose what is emptied: that of a block that is not found stays.
-            let Ok(place) = self.physical(place) else { return };
             let unit = self.family.sub_live(&self.core.superblock, place, bytes);
             if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
                 recount.counter_lowered(unit, place, bytes);
@@ -636,18 +605,16 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
-        if node.newest > self.kept_through || self.tree != Tree::Map {
+        if node.newest > self.kept_through || self.is_table {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let unit = self.family.sub_live(&self.core.superblock, block, bytes);
             if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
                 recount.counter_lowered(unit, block, bytes);
                 // Nodes above the leaves are not counted.
-                match self.tree {
-                    Tree::Map if level == 0 => recount.gone(unit, block, base, node.newest, bytes),
-                    Tree::Segments | Tree::Moved if level == 0 => {
-                        recount.gone_of_table(self.tree, unit, block, base, bytes);
-                    }
-                    _ => {}
+                if level == 0 && self.is_table {
+                    recount.gone_of_table(unit, block, base, bytes);
+                } else if level == 0 {
+                    recount.gone(unit, block, base, node.newest, bytes);
                 }
             }
         }

@@ -29,12 +29,10 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
-use crate::format::logical::Groups;
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced};
-use crate::space::moved::MovedBlocks;
 use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
 use crate::space::table::FoundTable;
@@ -82,32 +80,17 @@ pub fn recover<D: Disk>(
         sequence => sequence,
     };
     let is_followed = |s: &SegmentState| s.stream == Stream::Log && s.sequence >= first_sequence;
-    let mut highest = 0;
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
         let (state, too_high) = state.counted();
         if too_high {
             replica.count.request();
         }
         let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
-        highest = highest.max(state.generation);
         match is_followed(&state) {
             true => drop(replica.family.segments.insert(Segment::opened(state))),
             false => replica.family.segments.insert_settled(&state),
         }
     }
-    replica.family.moved = match checkpoint.moved {
-        Some(moved) => {
-            let generations = Groups::of(&core.superblock).generations();
-            if u64::from(moved.generation) >= generations {
-                return Err(PoolError::MetadataLost);
-            }
-            MovedBlocks::restored(moved)
-        }
-        // What went on before is not known.
-        None => MovedBlocks::none(checkpoint.snapshots.iter().map(|s| s.info.lsn.0)),
-    };
-    // Segments of log that were opened since.
-    replica.family.moved.opened(highest);
     let mut found = FoundTable::default();
     if let Some(table) = &checkpoint.table {
         if table.too_high {
@@ -174,7 +157,6 @@ pub fn recover<D: Disk>(
 fn admitted<D: Disk>(core: &mut Core<D>, state: &SegmentState) -> Option<SegmentState> {
     let room = state.units.saturating_mul(core.superblock.unit_blocks);
     let can_be = state.used_blocks <= room
-        && u64::from(state.generation) < Groups::of(&core.superblock).generations()
         && Segments::is_possible(state.unit, state.units)
         && core.allocator.take(state.unit, state.units);
     // An estimate from the disk must not be larger than anything can be.

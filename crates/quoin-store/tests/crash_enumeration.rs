@@ -360,55 +360,6 @@ fn every_crash_of_checkpoints_and_clean_up_leaves_what_the_model_allows() {
     }
 }
 
-/// Incompatible features of the superblock: the second one says that blocks were moved under their
-/// names.
-fn incompatible(world: &World) -> u64 {
-    let mut block = vec![0; BLOCK_SIZE];
-    let words = [0, 1].map(|slot| {
-        world.disk.read_at(slot * BLOCK_SIZE as u64, &mut block).expect("a read");
-        u64::from_le_bytes(block[32..40].try_into().expect("8 bytes"))
-    });
-    words[0] | words[1]
-}
-
-/// Two snapshots hold what was overwritten; Reverts bring it back. Blocks move from place to place
-/// under their names, while folds and commits go on.
-#[test]
-fn every_crash_of_blocks_that_move_under_snapshots_and_reverts_leaves_what_the_model_allows() {
-    for seed in seeds() {
-        println!("seed {seed}");
-        let mut world = World::new(3000 + seed, 7 << 20);
-        let is_ready = |world: &mut World, rounds: u32| {
-            let snapshots = world.pool().replica(GUID).expect("it").snapshots().len();
-            rounds > 300 && snapshots >= 2 && incompatible(world) & 2 != 0
-        };
-        let mut rounds = 0;
-        while !is_ready(&mut world, rounds) {
-            rounds += 1;
-            assert!(rounds < 3000, "no two snapshots, or no block was moved under its name");
-            step(&mut world);
-            if rounds % 3 == 0 {
-                world.set_stable_at_the_end();
-            }
-            for _ in 0..2 {
-                background(&mut world, 1 << 20);
-                world.begin_sync();
-                world.finish_sync();
-            }
-        }
-        let checker = enumerate(world, 40, |world| {
-            world.append();
-            world.set_stable_at_the_end();
-            for _ in 0..3 {
-                background(world, 2 << 20);
-                world.begin_sync();
-                world.finish_sync();
-            }
-        });
-        assert!(checker.images > 100, "{} images", checker.images);
-    }
-}
-
 #[test]
 fn every_crash_of_making_a_pool_leaves_none_or_an_empty_one() {
     let size = 4 << 20;

@@ -70,16 +70,7 @@ fn replica<T>(
 
 /// Appends what follows the replica's history, each entry a batch of its own.
 fn append(pool: &mut Pool<MemoryDisk>, epoch: u64, kinds: &[(EntryKind, u64, u32)]) {
-    append_to(pool, LIVED, epoch, kinds);
-}
-
-fn append_to(
-    pool: &mut Pool<MemoryDisk>,
-    guid: ReplicaGuid,
-    epoch: u64,
-    kinds: &[(EntryKind, u64, u32)],
-) {
-    replica(pool, guid, |store| {
+    replica(pool, LIVED, |store| {
         for (kind, lba, blocks) in kinds {
             let state = store.state();
             let position = Position { epoch: Epoch(epoch), lsn: state.position.lsn.next() };
@@ -287,42 +278,6 @@ fn a_pool_of_before_says_in_its_superblock_that_it_has_a_table_of_segments() {
     let held = facts(&mut pool);
     drop(pool);
     assert_eq!(facts(&mut Pool::open(disk, options).expect("a pool")), held);
-}
-
-/// All facts without the first line, which names the replicas that were deleted.
-fn but_retired(facts: String) -> String {
-    facts.lines().skip(1).map(|line| format!("{line}\n")).collect()
-}
-
-/// Under pressure blocks are moved under the names that leaves have, which builds of before do not
-/// look for. What the pool held is not touched.
-#[test]
-fn a_pool_of_before_is_brought_over_when_its_first_block_is_moved() {
-    crate::common::break_a_rule();
-    for version in Recorded::all(CRATE, "pool", RAISE) {
-        let disk = disk_of(&version.read("disk"));
-        let mut pool = open(&disk);
-        let held = but_retired(facts(&mut pool));
-        pool.create(identity(ReplicaGuid(0xd)), meta(), 600).expect("room");
-        let mut lsns = 0;
-        while incompatible_on_media(&disk) & 2 == 0 {
-            lsns += 1;
-            assert!(lsns < 20_000, "no block was moved");
-            append_to(&mut pool, ReplicaGuid(0xd), 1, &[(EntryKind::Write, lsns * 7919 % 500, 1)]);
-            let mut store = pool.replica(ReplicaGuid(0xd)).expect("it");
-            let last = store.state().position.lsn;
-            store.set_stable(last);
-            pool.background(1 << 20).expect("background work");
-            sync(&mut pool);
-        }
-        pool.settle().expect("recorded");
-        pool.delete(ReplicaGuid(0xd)).expect("room");
-        assert_eq!(but_retired(facts(&mut pool)), held);
-        drop(pool);
-        assert_eq!(but_retired(facts(&mut open(&disk))), held, "after a start");
-        let report = offline::check(disk, |_| ()).expect("a check");
-        assert!(report.is_sound(), "{report:?}");
-    }
 }
 
 #[test]

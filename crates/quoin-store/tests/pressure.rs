@@ -464,45 +464,6 @@ fn snapshots_that_come_and_go_under_pressure_give_their_space_back() {
     }
 }
 
-/// With addresses in leaves each block that moves changes a leaf for every snapshot.
-#[test]
-fn clean_up_beside_forty_snapshots_writes_no_leaf_of_them() {
-    let (live, kept, writes) = (1500u64, 40, 8000u64);
-    let mut writer = Writer::new(20 << 20, live);
-    let mut rng = ChaCha8Rng::seed_from_u64(3);
-    let mut last = vec![0; live as usize];
-    let mut snapshots = std::collections::VecDeque::new();
-    let mut before = 0;
-    for done in 0..live + writes {
-        if done >= live && done % 15 == 0 {
-            let id = SnapshotId(done.into());
-            writer.append(EntryKind::Snapshot { id, hidden: false }, 0, 0).expect("a snapshot");
-            snapshots.push_back((id, last.clone()));
-            if snapshots.len() > kept
-                && let Some((id, _)) = snapshots.pop_front()
-            {
-                writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("a delete");
-            }
-        }
-        if done == live + writes / 4 {
-            before = writer.pool.disk().written_bytes();
-        }
-        let lba = if done < live { done } else { rng.random_range(0..live) };
-        let appended = writer.append(EntryKind::Write, lba, 1);
-        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
-        last[lba as usize] = writer.lsn;
-        writer.housekeeping();
-    }
-    let written = (writer.pool.disk().written_bytes() - before) as f64 / 4096.0;
-    let written = written / (writes * 3 / 4) as f64;
-    println!("beside {kept} snapshots: {written:.1} blocks written for each block overwritten");
-    assert!(written < 14.0, "{written:.1} blocks written for each block overwritten");
-    writer.check(ReadView::Live, &last);
-    for (id, then) in &snapshots {
-        writer.check(ReadView::Snapshot(*id), then);
-    }
-}
-
 #[test]
 fn clean_up_leaves_alone_what_the_disk_refuses_to_read_for_a_while() {
     let live = 1200;

@@ -13,12 +13,11 @@ use crate::background::reverts::RevertFold;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
-use crate::format::logical::LogicalPlace;
-use crate::format::node::{LEAF_SHIFT, Root};
+use crate::format::node::LEAF_SHIFT;
 use crate::format::record::Record;
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
-use crate::replica::{Image, Replica, may_lack};
+use crate::replica::{Image, Replica};
 
 /// Entries of the log that one step collects.
 const ENTRIES_A_STEP: u64 = 4096;
@@ -41,32 +40,11 @@ pub struct CheckpointJob {
     special: Option<u64>,
     /// A Revert that ended the stage and is not in `work` yet.
     pub(super) revert: Option<RevertFold>,
-    /// Where the look at what only a view had goes on that this entry deletes.
-    pub(super) deleted_cursor: u64,
     /// Edits of a step, kept from step to step.
     pub(super) part: Edits,
 }
 
-/// What the next step of a fold does.
-enum JobPart {
-    Gather,
-    Fold,
-    /// Takes up the entry that ends the stage.
-    Special(u64),
-    /// Folds a Revert, if there is one.
-    Revert,
-}
-
 impl CheckpointJob {
-    fn part(&self) -> JobPart {
-        match self.special {
-            _ if self.next < self.stage_end => JobPart::Gather,
-            _ if self.next == self.stage_end && self.cursor < u64::MAX => JobPart::Fold,
-            Some(lsn) => JobPart::Special(lsn),
-            None => JobPart::Revert,
-        }
-    }
-
     /// The newest version that a snapshot of the job's state may hold.
     pub(super) fn kept_through(&self) -> u64 {
         self.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0)
@@ -100,8 +78,6 @@ pub struct Commit {
     /// The sync that makes everything durable to which the record refers.
     pub ticket: u64,
     pub record: bytes::Bytes,
-    /// The table of moved blocks that the record names.
-    pub moved: Root,
     pub frees: Vec<(u32, u32)>,
 }
 
@@ -135,7 +111,6 @@ impl Replica {
                 cursor: u64::MAX,
                 special: None,
                 revert: None,
-                deleted_cursor: 0,
                 part: Edits::default(),
             };
             self.begin_stage(&mut job);
@@ -167,29 +142,17 @@ impl Replica {
         core: &mut Core<D>,
         job: &mut CheckpointJob,
     ) -> Result<bool, StoreError> {
-        match job.part() {
-            JobPart::Gather => {
-                self.gather(core, job);
-                return Ok(false);
-            }
-            JobPart::Fold => {
-                self.fold_some(core, job)?;
-                if job.cursor < u64::MAX || job.special.is_some() {
-                    return Ok(false);
-                }
-            }
-            JobPart::Special(lsn) => {
-                if !self.count_what_goes(core, job, lsn)? {
-                    return Ok(false);
-                }
-                job.special = None;
-                self.fold_special(job, lsn);
-                job.next = lsn + 1;
-                if job.revert.is_some() {
-                    return Ok(false);
-                }
-            }
-            JobPart::Revert => {}
+        if job.next == job.stage_end && job.cursor < u64::MAX {
+            self.fold_some(core, job)?;
+        } else if job.next < job.stage_end {
+            self.gather(core, job);
+        }
+        if job.next < job.stage_end || job.cursor < u64::MAX {
+            return Ok(false);
+        }
+        if let Some(lsn) = job.special.take() {
+            self.fold_special(job, lsn);
+            job.next = lsn + 1;
         }
         if job.revert.is_some() && !self.fold_revert(core, job)? {
             return Ok(false);
@@ -213,7 +176,7 @@ impl Replica {
         job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
         job.stage_end = job.special.unwrap_or(job.target + 1);
         job.newest.clear();
-        (job.cursor, job.deleted_cursor) = (0, 0);
+        job.cursor = 0;
         job.part.made_for = None;
     }
 
@@ -258,7 +221,7 @@ impl Replica {
         job: &mut CheckpointJob,
     ) -> Result<(), StoreError> {
         let nodes_max = nodes_a_step(core);
-        let mut part = self.part_of(core, job, nodes_max);
+        let mut part = self.part_of(job, nodes_max);
         part.made_for = None;
         let kept_through = job.kept_through();
         let mut io = self.io(core);
@@ -271,9 +234,7 @@ impl Replica {
             false => stopped.unwrap_or(part.end),
         };
         for edit in part.edits.iter().filter(|edit| edit.lba < until) {
-            if let Change::Data { place, .. } = edit.change
-                && let Some(LogicalPlace { block: place, .. }) = LogicalPlace::decode(place)
-            {
+            if let Change::Data { place, .. } = edit.change {
                 let blocks = u64::from(edit.blocks).min(until - edit.lba);
                 self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
             }
@@ -285,52 +246,29 @@ impl Replica {
     /// Looks at the nodes that the next step of a fold reads.
     pub fn look_ahead_of_fold<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(()) };
-        let looked = match job.part() {
-            JobPart::Gather => Ok(()),
-            JobPart::Fold => self.look_ahead_of_edits(core, &mut job),
-            JobPart::Special(lsn) => self.look_ahead_of_what_goes(core, &job, lsn),
-            JobPart::Revert => self.look_ahead_of_revert(core, &job),
-        };
+        let mut looked = Ok(());
+        if job.next == job.stage_end && job.cursor < u64::MAX {
+            let nodes_max = nodes_a_step(core);
+            job.part = self.part_of(&mut job, nodes_max);
+            let stretches = job.part.edits.iter().map(Edit::stretch);
+            looked = tree::look_ahead(&mut self.io(core), job.work.root, stretches, nodes_max);
+        }
         self.maintenance.checkpoint = Some(job);
         looked
     }
 
-    fn look_ahead_of_edits<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut CheckpointJob,
-    ) -> Result<(), StoreError> {
-        let nodes_max = nodes_a_step(core);
-        job.part = self.part_of(core, job, nodes_max);
-        let stretches = || job.part.edits.iter().map(Edit::stretch);
-        let io = &mut self.io(core);
-        let root = job.work.root;
-        let mut lacking = may_lack(tree::look_ahead(io, root, stretches(), nodes_max))?;
-        if !io.family.moved.is_empty() {
-            // Places of what goes are looked for.
-            lacking = lacking.and(io.look_ahead_of_places(root, stretches(), nodes_max));
-        }
-        lacking
-    }
-
     /// The edits of the next step of a fold, which may have been made before.
-    fn part_of<D: Disk>(&self, core: &Core<D>, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
+    fn part_of(&self, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
         let mut part = std::mem::take(&mut job.part);
         if part.made_for != Some(job.cursor) {
-            self.edits_from(core, job, nodes_max, &mut part);
+            self.edits_from(job, nodes_max, &mut part);
             part.made_for = Some(job.cursor);
         }
         part
     }
 
     /// Next edits of a stage, about as many as one step can do.
-    fn edits_from<D: Disk>(
-        &self,
-        core: &Core<D>,
-        job: &CheckpointJob,
-        nodes_max: usize,
-        part: &mut Edits,
-    ) {
+    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize, part: &mut Edits) {
         part.clear();
         part.end = u64::MAX;
         let (mut leaves, mut last_leaf) = (0, u64::MAX);
@@ -353,8 +291,7 @@ impl Replica {
                     let offset = start - record.lba;
                     let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
                     part.crcs.extend(crcs);
-                    let place = self.family.logical(&core.superblock, place + offset);
-                    Change::Data { version: lsn, place, crc_at }
+                    Change::Data { version: lsn, place: place + offset, crc_at }
                 }
             };
             part.edits.push(Edit { lba: start, blocks, change });
@@ -379,6 +316,7 @@ impl Replica {
             }
             EntryKind::DeleteSnapshot { id } => {
                 work.snapshots.retain(|s| s.info.id != id);
+                self.count.request();
             }
             EntryKind::Revert { id } => {
                 let (cursor, blocks) = (0, work.head.volume_blocks);
@@ -387,7 +325,7 @@ impl Replica {
                     let (since, kept) = (s.info.lsn.0, s.root);
                     RevertFold { lsn, since, kept, cursor, blocks }
                 });
-                self.family.moved.breaks.add(lsn);
+                self.count.request();
             }
             _ => {}
         }
@@ -400,8 +338,6 @@ impl Replica {
         self.family.forget_log_before(first_needed);
         let folded = self.folded.head.position.lsn;
         self.frozen.fold(folded);
-        let newest: Vec<u64> = self.folded.snapshots.iter().map(|s| s.info.lsn.0).collect();
-        self.family.moved.breaks.forget_needless(&newest);
         if self.upper.has_reverts() {
             self.upper = self.upper_at(self.head.position.lsn);
         } else {
@@ -433,15 +369,8 @@ impl Replica {
         })
     }
 
-    /// Whether a start with the state as it is now has to count anew. Copies that count already are
-    /// of no use to it where the table does not have them.
-    pub fn are_counters_too_high(&self) -> bool {
-        let copies = self.maintenance.clean.as_ref().is_some_and(|job| job.has_copies());
-        self.count.is_too_high() || copies
-    }
-
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.are_counters_too_high();
+        let too_high = self.count.is_too_high();
         let segments =
             self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {
@@ -454,7 +383,6 @@ impl Replica {
             sequence: core.sequence,
             shadow: self.shadow.as_ref().map(|s| s.state()),
             table: self.table_state(),
-            moved: self.family.moved.state(),
         }
     }
 
@@ -478,15 +406,11 @@ impl Replica {
             core.release(0);
         }
         let ticket = core.tickets.request().0;
-        let is_moved = self.family.moved.root != self.family.moved.recorded_root();
-        if mutant::is("checkpoint-recorded-before-it-is-on-media")
-            || is_moved && mutant::is("moved-blocks-recorded-before-their-copies")
-        {
+        if mutant::is("checkpoint-recorded-before-it-is-on-media") {
             core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
         }
         core.tickets.committing.add(self.identity.guid);
-        let moved = self.family.moved.root;
-        self.maintenance.commit = Some(Commit { ticket, record, moved, frees });
+        self.maintenance.commit = Some(Commit { ticket, record, frees });
         self.maintenance.dirty = false;
         Ok(())
     }
@@ -507,7 +431,6 @@ impl Replica {
             (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
-        self.family.moved.recorded(commit.moved);
         // Segments that the disk refused to read are tried again: read errors may pass.
         self.family.segments.try_again();
         let ticket = core.tickets.request().0;

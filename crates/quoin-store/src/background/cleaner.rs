@@ -1,80 +1,109 @@
 //! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
 //!
-//! Which blocks are needed is asked of the views that are kept (the live map, snapshots, pins,
-//! a shadow), never of a counter: counters only choose the victim. Blocks keep the names that
-//! leaves have for them, so no view changes: where they lie now is noted in the table of moved
-//! blocks ([`crate::space::moved`]). Where a unit has next to no block left under its names, these
-//! get new ones in all views, which go on sharing nodes. Nodes are moved by writing them anew.
-//! Everything is done in steps of about a megabyte.
+//! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
+//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
+//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
+//! by writing them anew. Everything is done in steps of about a megabyte.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
+use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, mutant};
+use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
-use crate::background::block_moves::{Candidate, scarce};
-use crate::background::kept_views::{Breaks, KeptViews};
-use crate::background::node_moves::{NodeMove, NodeMoves};
-use crate::background::segment_data::SegmentData;
-use crate::core::Core;
+use crate::background::relocation::MovedBlock;
+use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
-use crate::format::logical::{self, LogicalPlace, MovedGroup};
-use crate::format::node::Root;
-use crate::map::tree::{self, Edit, Memo};
-use crate::replica::{Replica, may_lack};
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
+use crate::map::tree::{self, Change, Edit, Memo};
+use crate::replica::{Replica, Source};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
-/// Look-ups of blocks in views in one step, where each block has to be looked for in many; a group
-/// is looked for as a whole.
-const LOOK_UPS_A_STEP: usize = 4096;
-/// Groups that wait to be noted in the table of moved blocks.
-const GROUPS_PENDING_MAX: usize = 64;
+/// Blocks read at once of a segment that is in no cache.
+const PIECE_BLOCKS: u64 = 64;
 
-/// Where groups lie once their copies count.
-type Groups = BTreeMap<u64, Option<MovedGroup>>;
+#[derive(Clone, Copy)]
+struct Candidate {
+    lba: u64,
+    version: u64,
+    place: u64,
+    crc: u32,
+}
 
 /// A segment that is being emptied.
 pub struct CleanJob {
     unit: u32,
     blocks: Vec<Candidate>,
-    nodes: NodeMoves,
+    nodes: Vec<Edit>,
     done: usize,
-    /// Units of whose names so little is left that it gets new ones.
-    pub(super) renamed: BTreeSet<(u16, u32)>,
-    /// Groups that were written here first. While the segment is there their names mean it, so they
-    /// are noted all at once, in the step that gives the segment up.
-    pub(super) from_home: Groups,
-    /// Groups that were moved here before.
-    pub(super) moved_again: Groups,
-    pub(super) data: SegmentData,
+    /// Some of it was moved.
+    moved: bool,
+    data: SegmentData,
+}
+
+/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
+/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
+struct SegmentData {
+    /// The segment's blocks, where it is read by the piece.
+    range: Option<std::ops::Range<u64>>,
+    pieces: BTreeMap<u64, Bytes>,
+    /// Blocks that were read ahead of the next step.
+    ahead: BTreeMap<u64, Bytes>,
+}
+
+impl SegmentData {
+    /// The piece that has a block, if the segment is read by the piece: its first block and bytes.
+    fn piece_of(&self, place: u64) -> Option<(u64, usize)> {
+        let range = self.range.clone().filter(|range| range.contains(&place))?;
+        let first = place - (place - range.start) % PIECE_BLOCKS;
+        Some((first, (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE))
+    }
+
+    /// Has a block read beside, if it is not here yet.
+    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
+        let piece = self.piece_of(place);
+        let (first, length) = piece.unwrap_or((place, BLOCK_SIZE));
+        let into = if piece.is_some() { &mut self.pieces } else { &mut self.ahead };
+        if let Entry::Vacant(entry) = into.entry(first) {
+            let mut bytes = BytesMut::zeroed(length);
+            core.take_beside(first, &mut bytes)?;
+            entry.insert(bytes.freeze());
+        }
+        Ok(())
+    }
+
+    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
+        if let Some(block) = self.ahead.remove(&place) {
+            return Ok(block);
+        }
+        if let Some((first, length)) = self.piece_of(place) {
+            if let Entry::Vacant(entry) = self.pieces.entry(first) {
+                let mut bytes = BytesMut::zeroed(length);
+                // Where a piece cannot be read, the block that is wanted may be.
+                if core.read_once(first, &mut bytes).is_ok() {
+                    entry.insert(bytes.freeze());
+                }
+            }
+            if let Some(piece) = self.pieces.get(&first) {
+                let at = (place - first) as usize * BLOCK_SIZE;
+                return Ok(piece.slice(at..at + BLOCK_SIZE));
+            }
+        }
+        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
+        core.read(place, &mut bytes)?;
+        Ok(bytes.freeze())
+    }
 }
 
 impl CleanJob {
-    /// Whether it made copies that the table of moved blocks does not have yet.
-    pub fn has_copies(&self) -> bool {
-        self.from_home.values().chain(self.moved_again.values()).any(Option::is_some)
-    }
-
-    /// The blocks of the next step. A group moves as a whole.
-    fn next_part(&self, views: &KeptViews) -> Range<usize> {
-        let most = (LOOK_UPS_A_STEP / views.asked_max()).clamp(1, BLOCKS_A_STEP);
-        let mut end = (self.done + most).min(self.blocks.len());
-        while let Some(next) = self.blocks.get(end)
-            && end > self.done
-            && next.key == self.blocks[end - 1].key
-        {
-            end += 1;
-        }
-        self.done..end
-    }
-
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
-        self.data.read_again();
+        self.data.pieces.clear();
+        self.data.ahead.clear();
     }
 }
 
@@ -110,60 +139,34 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        let alone = self.shadow.as_ref().is_some_and(|s| s.owns_alone(segment.sequence));
-        if alone && segment.stream != Stream::Nodes {
-            // Its flip forgets the table of moved blocks.
-            return Ok(false);
-        }
-        let superblock = core.superblock;
-        let start = superblock.unit_start(segment.unit);
+        let start = core.superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
-        let range = start..start + u64::from(segment.used_blocks);
-        let data = SegmentData::new(uncached.then_some(range));
-        let (mut blocks, mut nodes) = (Vec::<Candidate>::new(), Vec::new());
-        let groups = logical::Groups::of(&superblock);
-        let generation = segment.generation;
+        let data = SegmentData {
+            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
+            pieces: BTreeMap::new(),
+            ahead: BTreeMap::new(),
+        };
+        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
+        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
-                    let (place, newest) = (entry.epoch, entry.lsn);
-                    let (base, level) = (entry.lba, entry.kind);
-                    nodes.push(NodeMove { place, base, level, newest });
+                    let change = Change::Renew { node: entry.epoch };
+                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
                     continue;
                 }
                 for (i, crc) in entry.crcs().enumerate() {
                     let (lba, version) = (entry.lba + i as u64, entry.lsn);
-                    let kept = (segment.stream == Stream::Moved && entry.epoch != 0)
-                        .then(|| LogicalPlace::decode(entry.epoch))
-                        .flatten();
-                    let name = kept.unwrap_or(LogicalPlace { generation, block: place });
-                    if let Some((key, number)) = groups.key(name) {
-                        blocks.push(Candidate {
-                            lba,
-                            version,
-                            place,
-                            crc,
-                            logical: name.encode(),
-                            key,
-                            number,
-                            is_at_home: kept.is_none(),
-                        });
-                    }
+                    job.blocks.push(Candidate { lba, version, place, crc });
                     place += 1;
                 }
             }
         })?;
         if complete {
-            // Blocks of other groups lie between those of one that were written here first, where
-            // the segment has both. Copies of one group keep their order.
-            blocks.sort_by_key(|candidate| candidate.key);
-            let nodes = NodeMoves::new(nodes);
-            let renamed = scarce(&superblock, &segment, &blocks);
-            let (from_home, moved_again) = Default::default();
-            let (unit, done) = (segment.unit, 0);
-            let job = CleanJob { unit, blocks, nodes, done, renamed, from_home, moved_again, data };
+            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
+            job.nodes.sort_unstable_by_key(|e| e.lba);
             self.maintenance.clean = Some(job);
         }
         Ok(complete)
@@ -173,147 +176,92 @@ impl Replica {
     pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
         self.merge_shadow(core)?;
+        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
-            let views = self.kept_views();
-            let part = job.next_part(&views);
-            job.done = part.end;
-            let part = job.blocks[part].to_vec();
-            if !self.move_blocks(core, &views, &part, &mut job)? {
+            let live = self.live_of(core, &job.blocks[job.done..end])?;
+            let any = !live.is_empty();
+            if !self.move_blocks(core, live, &mut job.data)? {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.family.segments.set_aside(job.unit);
-                self.maintenance.clean = Some(job);
-                self.abandon_clean(core);
+                if job.moved {
+                    // Moved blocks were counted in their new segment, and in this one as well.
+                    self.count.begin_anew();
+                    self.maintenance.dirty = true;
+                }
                 return Ok(true);
             }
-            job.data.step_is_done();
-            if job.moved_again.len() >= GROUPS_PENDING_MAX {
-                self.note_moved_again(core, &mut job)?;
-            }
+            job.data.ahead.clear();
+            job.moved |= any;
+        } else if !job.nodes.is_empty() {
+            self.renew(core, &job.nodes[job.done..end])?;
         }
-        if job.done < job.blocks.len() || !self.step_nodes(core, &mut job.nodes)? {
+        job.done = end;
+        if job.done < job.blocks.len().max(job.nodes.len()) {
             self.maintenance.clean = Some(job);
             return Ok(false);
         }
-        self.note_moved_again(core, &mut job)?;
-        self.note_moved(core, std::mem::take(&mut job.from_home).into_iter())?;
-        #[cfg(debug_assertions)]
-        self.check_no_node_is_left(core, job.unit)?;
         if let Some(segment) = self.family.segments.remove(job.unit) {
             self.maintenance.pending_free.push((job.unit, segment.units));
-            if mutant::is("former-places-freed-before-the-table") {
-                core.freed.add(0, job.unit, segment.units);
-                self.maintenance.pending_free.pop();
-                core.release(0);
-            }
         }
         self.maintenance.dirty = true;
         Ok(true)
     }
 
-    /// Compares what was found of the nodes with a look at all views, where these are small.
-    #[cfg(debug_assertions)]
-    fn check_no_node_is_left<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        unit: u32,
-    ) -> Result<(), StoreError> {
-        const FEW_BLOCKS: u64 = 1 << 17;
-        let views = 2 + self.folded.snapshots.len() as u64;
-        let segment = self.family.segments.next_from(unit).filter(|s| s.unit == unit);
-        let Some(segment) = segment.filter(|s| s.stream == Stream::Nodes) else { return Ok(()) };
-        if self.head.volume_blocks * views <= FEW_BLOCKS {
-            let blocks = u64::from(segment.units) * u64::from(core.superblock.unit_blocks);
-            let start = core.superblock.unit_start(unit);
-            let bytes = start * BLOCK_SIZE as u64..(start + blocks) * BLOCK_SIZE as u64;
-            assert!(self.has_no_node_in(core, &bytes)?, "a view has a node of a segment that goes");
-        }
-        Ok(())
-    }
-
     /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
     pub fn look_ahead_of_moves<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let Some(mut job) = self.maintenance.clean.take() else { return Ok(()) };
-        let looked = match job.blocks.is_empty() {
-            true => self.look_ahead_of_nodes(core, &mut job.nodes),
-            false => self.look_ahead_of_blocks(core, &mut job),
-        };
+        let looked = self.look_ahead_of_job(core, &mut job);
         self.maintenance.clean = Some(job);
         looked
     }
 
-    fn look_ahead_of_blocks<D: Disk>(
+    fn look_ahead_of_job<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         job: &mut CleanJob,
     ) -> Result<(), StoreError> {
-        let (views, mut lacking) = (self.kept_views(), Ok(()));
-        for candidate in &job.blocks[job.next_part(&views)] {
+        let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
+        let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
+        let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
+        let (views, mut lacking) = (self.views(), Ok(()));
+        for (root, newest) in &views {
+            let of_view = candidates.iter().filter(|candidate| candidate.version <= *newest);
+            let stretches = of_view.map(|candidate| (candidate.lba, candidate.lba + 1));
+            let stretches = stretches.chain(nodes.iter().map(Edit::stretch));
             let io = &mut self.io(core);
-            let found = io.is_current(candidate).and_then(|is_current| match is_current {
-                true => io.shows(&views, candidate, &mut Vec::new()),
-                false => Ok(false),
-            });
-            match found {
-                Ok(true) => {
-                    let looked = job.data.look_ahead(core, candidate.place);
-                    lacking = lacking.and(may_lack(looked)?);
+            lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
+        }
+        lacking?;
+        for candidate in candidates {
+            for (root, newest) in &views {
+                let mut found = [BlockAt::default()];
+                if candidate.version <= *newest {
+                    tree::blocks(&mut self.io(core), *root, candidate.lba, &mut found)?;
                 }
-                Ok(false) => {}
-                Err(error @ StoreError::Pending(_)) => lacking = Err(error),
-                Err(error) => return Err(error),
+                if found[0].place == candidate.place {
+                    lacking = lacking.and(job.data.look_ahead(core, candidate.place));
+                    break;
+                }
             }
         }
         lacking
     }
 
-    /// Notes groups whose blocks had been moved into the segment before: the table tells which copy
-    /// counts, so the segment may keep others.
-    fn note_moved_again<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut CleanJob,
-    ) -> Result<(), StoreError> {
-        let groups = std::mem::take(&mut job.moved_again);
-        let blocks = groups.values().flatten().map(|group| u64::from(group.blocks.count_ones()));
-        let bytes = blocks.sum::<u64>() * BLOCK_SIZE as u64;
-        self.note_moved(core, groups.into_iter())?;
-        self.family.segments.sub_live(job.unit, bytes);
-        self.maintenance.dirty = true;
-        Ok(())
-    }
-
-    /// Gives up emptying a segment. Copies that were made of it and not noted count for nothing.
-    pub fn abandon_clean<D: Disk>(&mut self, core: &Core<D>) {
-        let Some(job) = self.maintenance.clean.take() else { return };
-        for group in job.from_home.values().chain(job.moved_again.values()).flatten() {
-            let bytes = u64::from(group.blocks.count_ones()) * BLOCK_SIZE as u64;
-            let unit = self.family.sub_live(&core.superblock, group.place, bytes);
-            if let (Some(unit), Some(recount)) = (unit, &mut self.count.job) {
-                recount.counter_lowered(unit, group.place, bytes);
-            }
-        }
-    }
-
-    /// Every view that must survive.
-    pub(super) fn kept_views(&self) -> KeptViews {
+    /// Every view that must survive, with the newest version it can hold.
+    fn views(&self) -> Vec<(Root, u64)> {
         if mutant::is("views-forgotten-by-clean-up") {
-            return KeptViews::live_alone(self.folded.root);
+            return vec![(self.folded.root, u64::MAX)];
         }
-        let snapshots = self.folded.snapshots.iter().map(|s| (s.info.lsn.0, s.root));
-        let mut snapshots: Vec<(u64, Root)> = snapshots.collect();
-        snapshots.sort_unstable_by_key(|(newest, _)| *newest);
-        let mut others: Vec<Root> = Vec::new();
+        let mut views: Vec<(Root, u64)> =
+            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         if !mutant::is("pinned-base-forgotten-by-clean-up") {
-            // A flip may have come between.
-            others.extend(self.pins.values().map(|pin| pin.root));
+            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
         }
-        others.extend(self.shadow.iter().flat_map(|shadow| shadow.roots()));
-        let none = Breaks::default();
-        let breaks = match mutant::is("breaks-of-the-history-forgotten") {
-            true => &none,
-            false => &self.family.moved.breaks,
-        };
-        KeptViews::new(snapshots, self.folded.root, breaks, others)
+        views.push((self.folded.root, u64::MAX));
+        if let Some(shadow) = &self.shadow {
+            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+        }
+        views
     }
 
     fn views_mut(&mut self) -> Vec<&mut Root> {
@@ -327,15 +275,122 @@ impl Replica {
         views
     }
 
+    fn live_of<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Candidate>, StoreError> {
+        let views = self.views();
+        let mut io = self.io(core);
+        let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
+        for candidate in candidates {
+            for (root, newest) in &views {
+                if mutant::is("moved-block-overwrites-a-newer-one") {
+                    live.push(*candidate);
+                    break;
+                }
+                if candidate.version > *newest {
+                    continue;
+                }
+                let mut found = [BlockAt::default()];
+                tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
+                if found[0].place == BAD_PLACE {
+                    let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
+                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
+                        let change = Change::Renew { node: u64::MAX };
+                        lost.push(Edit { lba: leaf, blocks: 1, change });
+                    }
+                }
+                if found[0].place == candidate.place {
+                    live.push(*candidate);
+                    break;
+                }
+            }
+        }
+        if lost.is_empty() {
+            return Ok(live);
+        }
+        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        self.update_views(core, &lost, &[])?;
+        self.live_of(core, candidates)
+    }
+
+    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
+    /// now is perhaps good, and a copy of nothing would take its place for ever.
+    fn move_blocks<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        live: Vec<Candidate>,
+        data: &mut SegmentData,
+    ) -> Result<bool, StoreError> {
+        let mut blocks = Vec::with_capacity(live.len());
+        for candidate in &live {
+            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
+            if quoin_types::crc32c(&bytes) != candidate.crc {
+                // The block moves with its checksum, so it stays bad until a peer repairs it.
+                self.note_bad_place(core, candidate.lba, candidate.place)?;
+            }
+            let Candidate { lba, version, crc, .. } = *candidate;
+            blocks.push(MovedBlock { lba, version, crc, bytes });
+        }
+        let places = self.write_moved(core, &blocks, true)?;
+        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
+        let mut moves: Vec<Edit> = live
+            .iter()
+            .zip(places)
+            .enumerate()
+            .map(|(i, (from, to))| Edit {
+                lba: from.lba,
+                blocks: 1,
+                change: match mutant::is("moved-block-overwrites-a-newer-one") {
+                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                    false => Change::Move { from: from.place, to },
+                },
+            })
+            .collect();
+        // Two versions of one block need two passes: edits of a pass do not overlap.
+        while !moves.is_empty() {
+            let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
+            for edit in moves {
+                match pass.last() {
+                    Some(last) if last.lba == edit.lba => later.push(edit),
+                    _ => pass.push(edit),
+                }
+            }
+            self.update_views(core, &pass, &crcs)?;
+            moves = later;
+        }
+        Ok(true)
+    }
+
+    /// Notes a block as bad in a view that shows this place: the live one if it does.
+    fn note_bad_place<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        place: u64,
+    ) -> Result<(), StoreError> {
+        let snapshots: Vec<_> =
+            self.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
+        for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
+            self.find(core, &source, lba, 1)?;
+            if let Some(block) = core.found.first().filter(|block| block.place == place) {
+                let version = Lsn(block.version);
+                core.note_bad(BadBlock::block(self.identity.guid, lba, version).of(id));
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
-        self.renew_moved(core, nodes)?;
         self.renew_table(core, nodes)
     }
 
     /// Applies the edits to all views, or to none.
-    pub(super) fn update_views<D: Disk>(
+    fn update_views<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         edits: &[Edit],

@@ -8,7 +8,7 @@ use std::cell::Ref;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::core::PoolOptions;
 use crate::disk::Disk;
@@ -27,7 +27,7 @@ pub enum Fact {
     /// Its log is rotten in a place that only a fold makes harmless.
     FoldWanted,
     /// Trims wait in its log that free more than is kept of it, or a Revert, which costs every
-    /// read a second lookup, or the deletion of a snapshot, which may free any number of blocks.
+    /// read a second lookup.
     Trimmed,
     /// Its record is older than its maps.
     ToRecord,
@@ -80,12 +80,8 @@ impl ReplicaWork {
         set(Fact::AtWork, is_workable && work.has_job());
         set(Fact::CountDue, is_workable && replica.is_count_due());
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
-        let is_foldable_by =
-            |first: Option<u64>| first.is_some_and(|lsn| lsn <= replica.foldable());
-        let reverts = is_foldable_by(replica.log.reverts().next());
-        let deletes = is_foldable_by(replica.log.deletes().next())
-            && !mutant::is("deletion-waits-for-much-log");
-        set(Fact::Trimmed, (trimmed > options.log_keep_bytes || reverts || deletes) && may_fold);
+        let reverts = replica.log.reverts().next().is_some_and(|lsn| lsn <= replica.foldable());
+        set(Fact::Trimmed, (trimmed > options.log_keep_bytes || reverts) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
         ReplicaWork {
             facts,

@@ -88,8 +88,7 @@ mod tests {
     #[test]
     fn a_deleted_replica_frees_what_waited_for_a_commit_and_what_one_was_under_way_for() {
         let frees = vec![(4, 1)];
-        let moved = crate::format::node::Root::default();
-        let commit = Some(Commit { ticket: 1, record: bytes::Bytes::new(), moved, frees });
+        let commit = Some(Commit { ticket: 1, record: bytes::Bytes::new(), frees });
         let work = Maintenance { commit, pending_free: vec![(1, 2)], ..Maintenance::default() };
         assert_eq!(
             (work.pending_units(), work.committing_units(), work.may_commit()),

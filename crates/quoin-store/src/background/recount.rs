@@ -25,10 +25,10 @@ use std::collections::BTreeMap;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
-use crate::core::{Core, NodeIo, Tree};
+use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
-use crate::format::node::{BlockAt, LEAF_BLOCKS, Node, NodeRef, Root};
+use crate::format::node::{LEAF_BLOCKS, Node, Root};
 use crate::map::tree::{self, Nodes, Part};
 use crate::replica::Replica;
 
@@ -52,10 +52,8 @@ pub struct Recount {
     first_needed: u64,
     /// Whether the count was requested, and does not follow another one.
     is_first: bool,
-    /// Unit up to which the table of segments was walked, which comes after the map.
+    /// Unit up to which the table of segments was walked, which comes last.
     table_cursor: u64,
-    /// Key up to which the table of moved blocks was walked, which comes last.
-    moved_cursor: u64,
 }
 
 /// Part of a segment that was written before a count began, where later writes follow it.
@@ -122,11 +120,10 @@ impl Recount {
         }
     }
 
-    /// This leaf of a table, over what it has from `base` on, was replaced.
-    pub fn gone_of_table(&mut self, tree: Tree, unit: u32, block: u64, base: u64, bytes: u64) {
-        let cursor = if tree == Tree::Moved { self.moved_cursor } else { self.table_cursor };
+    /// This leaf of the table of segments, over the units from `base` on, was replaced.
+    pub fn gone_of_table(&mut self, unit: u32, block: u64, base: u64, bytes: u64) {
         if self.counts(unit, block)
-            && base < cursor
+            && base < self.table_cursor
             && let Some(live) = self.live.get_mut(&unit)
         {
             *live = live.saturating_sub(bytes);
@@ -144,23 +141,6 @@ impl Recount {
         self.at = Some(key);
         let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
         Some((key, root, from))
-    }
-}
-
-impl<D: Disk> NodeIo<'_, D> {
-    /// The blocks of a leaf where they lie, without those of this version and before. `None`: the
-    /// leaf is damaged.
-    fn leaf_to_count(
-        &mut self,
-        node: &NodeRef,
-        from: u64,
-    ) -> Result<Option<[BlockAt; LEAF_BLOCKS]>, StoreError> {
-        let loaded = self.load(0, node)?;
-        let Some(Node::Leaf(leaf)) = loaded.as_deref() else { return Ok(None) };
-        let mut blocks = leaf.blocks;
-        blocks.iter_mut().filter(|block| block.version <= from).for_each(|block| block.place = 0);
-        self.find_places(&mut blocks)?;
-        Ok(Some(blocks))
     }
 }
 
@@ -222,7 +202,6 @@ impl Replica {
             folded: self.folded.head.position.lsn.0,
             first_needed: self.log_start().index,
             table_cursor: 0,
-            moved_cursor: 0,
         })
     }
 
@@ -269,7 +248,7 @@ impl Replica {
             let Some(part) = tree::next_part(&mut io, *root, from, cursor)? else { break };
             cursor = part.range().1;
             if let Part::Leaf { node, .. } = part {
-                lacking = lacking.and(io.leaf_to_count(&node, from).map(drop));
+                lacking = lacking.and(io.load(0, &node).map(drop));
             }
         }
         lacking
@@ -290,7 +269,8 @@ impl Replica {
         };
         job.cursor = part.range().1;
         let Part::Leaf { node, .. } = part else { return Ok(true) };
-        let Some(blocks) = io.leaf_to_count(&node, from)? else { return Ok(true) };
+        let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
+        let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
         let superblock = core.superblock;
         let mut count = |block: u64, bytes: u64| {
             let unit = self.family.segment_of(&superblock, block);
@@ -299,33 +279,22 @@ impl Replica {
             }
         };
         count(node.place / BLOCK_SIZE as u64, node.length.into());
-        for block in blocks.iter().filter(|block| block.place != 0) {
-            count(block.place, BLOCK_SIZE as u64);
+        for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
+            if leaf.blocks[i].version > from {
+                count(leaf.blocks[i].place, BLOCK_SIZE as u64);
+            }
         }
         Ok(true)
     }
 
-    /// Counts the next leaf of the tables; false: there is none.
+    /// Counts the next leaf of the table of segments; false: there is none.
     fn count_table<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         job: &mut Recount,
     ) -> Result<bool, StoreError> {
-        let part = match self.next_of_table(core, job.table_cursor)? {
-            Some(part) => {
-                job.table_cursor = part.range().1;
-                part
-            }
-            None => {
-                // Leaves of segments that are written from now on are behind the cursor.
-                job.table_cursor = u64::MAX;
-                let Some(part) = self.next_of_moved(core, job.moved_cursor)? else {
-                    return Ok(false);
-                };
-                job.moved_cursor = part.range().1;
-                part
-            }
-        };
+        let Some(part) = self.next_of_table(core, job.table_cursor)? else { return Ok(false) };
+        job.table_cursor = part.range().1;
         let Part::Leaf { node, .. } = part else { return Ok(true) };
         let block = node.place / BLOCK_SIZE as u64;
         let unit = self.family.segment_of(&core.superblock, block);

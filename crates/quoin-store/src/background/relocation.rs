@@ -9,7 +9,6 @@ use quoin_types::BLOCK_SIZE;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
-use crate::format::logical::{Groups, LogicalPlace};
 use crate::replica::Replica;
 
 /// Blocks of one batch at most; its header fits three blocks.
@@ -21,18 +20,10 @@ pub struct MovedBlock {
     pub version: u64,
     pub crc: u32,
     pub bytes: Bytes,
-    /// The name that it keeps; 0: it gets that of the place where it is written.
-    pub logical: u64,
-}
-
-/// The group that a block keeps.
-fn group_of(groups: &Groups, block: &MovedBlock) -> Option<u64> {
-    groups.key(LogicalPlace::decode(block.logical)?).map(|(key, _)| key)
 }
 
 impl Replica {
-    /// Writes blocks to the stream of moved ones and says where they are. Blocks of one group that
-    /// follow each other stay side by side.
+    /// Writes blocks to the stream of moved ones and says where they are.
     pub fn write_moved<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -41,23 +32,12 @@ impl Replica {
     ) -> Result<Vec<u64>, StoreError> {
         let mut places = Vec::with_capacity(blocks.len());
         let mut rest = blocks;
-        let groups = Groups::of(&core.superblock);
-        // Whether a batch may end before this block.
-        let ends_before = |rest: &[MovedBlock], at: usize| {
-            let Some((before, next)) =
-                at.checked_sub(1).and_then(|b| rest.get(b)).zip(rest.get(at))
-            else {
-                return true;
-            };
-            let group = group_of(&groups, before);
-            group.is_none() || group != group_of(&groups, next)
-        };
         while !rest.is_empty() {
             let room = self.family.room(&core.superblock, Stream::Moved) as usize;
             let fresh = core.superblock.unit_blocks as usize - 1;
             let most = |room: usize| {
                 let all = rest.len().min(BLOCKS_A_BATCH);
-                (1..=all).rev().find(|n| n + header_blocks(*n) <= room && ends_before(rest, *n))
+                (1..=all).rev().find(|n| n + header_blocks(*n) <= room)
             };
             let count = most(room).or_else(|| most(fresh));
             let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
@@ -78,13 +58,11 @@ impl Replica {
         core.check_usable()?;
         let total = (blocks.len() + header_blocks(blocks.len())) as u32;
         let guid_hash = self.family.guid_hash;
-        let batch = &mut self.nodes;
-        let segment = self.family.segment_for(core, batch, Stream::Moved, total, from_reserve)?;
+        let segment = self.family.segment_for(core, Stream::Moved, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
         for block in blocks {
             let entry = BatchEntry {
-                epoch: block.logical,
                 lsn: block.version,
                 lba: block.lba,
                 blocks: 1,

@@ -1,5 +1,5 @@
 //! Folding a Revert: the slots that it changes are written into the map once, each with the
-//! Revert's LSN as version; the blocks stay where they are and keep the names that leaves have.
+//! Revert's LSN as version; the blocks stay where they are.
 //!
 //! Only what is newer than the snapshot is walked, a bounded number of leaves a step.
 
@@ -11,8 +11,8 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::node::{BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::map::tree::{self, Change, Part};
+use crate::replica::Replica;
 use crate::replica::upper::reverted;
-use crate::replica::{Replica, may_lack};
 
 /// Longest stretch that is changed by one edit.
 const STRETCH_BLOCKS_MAX: u64 = 1 << 30;
@@ -53,7 +53,6 @@ impl Replica {
         for edit in &part.edits {
             // The snapshot and the map both show the block from now on, as two views do.
             if let Change::Data { place, .. } = edit.change {
-                let place = self.io(core).physical(place)?;
                 self.family.add_live(&core.superblock, place, BLOCK_SIZE as u64);
             }
         }
@@ -62,29 +61,6 @@ impl Replica {
             job.revert = Some(revert);
         }
         Ok(is_done)
-    }
-
-    /// Looks at what the next step of [`Replica::fold_revert`] reads.
-    pub(super) fn look_ahead_of_revert<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &CheckpointJob,
-    ) -> Result<(), StoreError> {
-        let Some(revert) = &job.revert else { return Ok(()) };
-        let nodes_max = core.options.step_nodes.max(1);
-        let (mut io, mut lacking, mut cursor) = (self.io(core), Ok(()), revert.cursor);
-        for _ in 0..nodes_max {
-            let changed = tree::next_part(&mut io, job.work.root, revert.since, cursor)?;
-            let Some(changed) = changed else { break };
-            let (start, end) = changed.range();
-            cursor = end;
-            let blocks = end.min(start + LEAF_BLOCKS as u64) - start;
-            let mut found = vec![BlockAt::default(); blocks as usize];
-            for root in [job.work.root, revert.kept] {
-                lacking = lacking.and(may_lack(io.blocks(root, start, &mut found))?);
-            }
-        }
-        lacking
     }
 
     /// Adds the edits of the next stretch that the Revert may change; false if there is none.

@@ -493,8 +493,6 @@ impl<D: Disk> Pool<D> {
             if !replica.is_prepared() {
                 replica.checkpoint_now(&mut self.core, replica.stable.0)?;
             }
-            // The next start need not count.
-            replica.abandon_clean(&self.core);
             replica.family.segments.recorded.write_drifted();
         }
         // Nodes, then the record, then what it frees.

@@ -37,8 +37,7 @@ use crate::testing::model::{push_slot, without_bytes};
 const PART_BYTES: u64 = 4096;
 
 /// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
-/// order, the segments, the table of moved blocks) and the cursor in it. The default is the
-/// beginning.
+/// order, the segments) and the cursor in it. The default is the beginning.
 ///
 /// Blocks only ever move down this order, from the log into the map and from the map into a
 /// snapshot, so a fold in the middle of a pass hides nothing from it.
@@ -118,10 +117,7 @@ impl Replica {
         Ok(match at.stage {
             0 => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
             view if view <= views => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
-            stage if stage == views + 1 => {
-                self.scrub_segment(core, at.cursor, done)?.map_or(next_stage, on)
-            }
-            stage if stage == views + 2 => self.scrub_moved(core, at.cursor, done)?.and_then(on),
+            stage if stage == views + 1 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
             _ => None,
         })
     }
@@ -358,36 +354,6 @@ impl Replica {
         Ok(())
     }
 
-    /// The nodes of the table of moved blocks that lead to its next leaf. What lies under one that
-    /// is lost was found with the map. One that is in the cache still is written again.
-    fn scrub_moved<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        cursor: u64,
-        done: &mut Scrubbed,
-    ) -> Result<Option<u64>, StoreError> {
-        self.io(core).flush()?;
-        let Some(part) = self.next_of_moved(core, cursor)? else { return Ok(None) };
-        let (start, end) = part.range();
-        let root = self.family.moved.root;
-        for (level, base, node) in tree::path(&mut self.moved_io(core), root, start.max(cursor))? {
-            if base < cursor || !node.is_possible() {
-                continue;
-            }
-            done.read_bytes += u64::from(node.length);
-            if core.is_whole_on_media(level, &node)? {
-                continue;
-            }
-            done.headers += 1;
-            if self.job_is_free() && self.moved_io(core).load(level, &node)?.is_some() {
-                let change = Change::Renew { node: node.place };
-                self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
-                self.maintenance.dirty = true;
-            }
-        }
-        Ok(Some(end))
-    }
-
     /// Compares blocks of a view with their checksums on media: `ReplicaStore::verify`.
     #[allow(clippy::too_many_arguments)]
     pub fn verify<D: Disk>(
@@ -484,25 +450,17 @@ impl Replica {
             if let Content::Data { crc, data } = &slot.content {
                 let crc_at = moved.len() as u32;
                 change = Change::Data { version, place: 0, crc_at };
-                let (crc, bytes) = (*crc, data.clone());
-                moved.push(MovedBlock { lba, version, crc, bytes, logical: 0 });
+                moved.push(MovedBlock { lba, version, crc: *crc, bytes: data.clone() });
             }
             edits.push(Edit { lba, blocks: 1, change });
         }
         let places = self.write_moved(core, &moved, true)?;
         for edit in &mut edits {
             if let Change::Data { place, crc_at, .. } = &mut edit.change {
-                let written = places.get(*crc_at as usize);
-                let logical = |place: &u64| self.family.logical(&core.superblock, *place);
-                *place = written.map_or(LOST_PLACE, logical);
+                *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
             }
         }
         let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
-        // Older views may show these versions where they were written first.
-        let before = kept.unwrap_or(self.folded.snapshots.len()).checked_sub(1);
-        if let Some(before) = before {
-            self.family.moved.breaks.add(self.folded.snapshots[before].info.lsn.0 + 1);
-        }
         let mut io = self.io(core);
         io.gives_up = true;
         let mended = tree::update(&mut io, root, &edits, &crcs, None)?;

@@ -5,7 +5,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_types::codec::{Malformed, Reader, Writer};
 use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, SNAPSHOTS_MAX, SnapshotInfo};
 use quoin_types::{Chain, Epoch, Lsn, Position, SnapshotId, View};
-use zerocopy::little_endian::{U16, U32, U64, U128};
+use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
 use crate::format::batch::Stream;
@@ -18,8 +18,7 @@ use crate::log::history::Head;
 /// | offset | size | field |
 /// |---|---|---|
 /// | 0 | 4 | first unit |
-/// | 4 | 2 | units |
-/// | 6 | 2 | generation |
+/// | 4 | 4 | units |
 /// | 8 | 1 | stream |
 /// | 9 | 8 | sequence number |
 /// | 17 | 4 | blocks written |
@@ -30,8 +29,7 @@ use crate::log::history::Head;
 #[repr(C)]
 pub struct SegmentOnDisk {
     unit: U32,
-    units: U16,
-    generation: U16,
+    units: U32,
     stream: u8,
     sequence: U64,
     used_blocks: U32,
@@ -172,8 +170,6 @@ pub struct SegmentState {
     pub unit: u32,
     pub units: u32,
     pub stream: Stream,
-    /// Of the names of the blocks that were written here first.
-    pub generation: u16,
     pub sequence: u64,
     /// Blocks written, the segment's header included.
     pub used_blocks: u32,
@@ -245,7 +241,6 @@ pub struct Checkpoint {
     pub sequence: u64,
     pub shadow: Option<ShadowState>,
     pub table: Option<TableState>,
-    pub moved: Option<MovedState>,
 }
 
 /// Segments that are listed in nodes: a map from units to segments, as of some commit.
@@ -261,37 +256,11 @@ pub struct TableState {
     pub too_high: bool,
 }
 
-/// Where the table of moved blocks lies.
-///
-/// In a checkpoint it follows the table of segments, which is an empty one where there is none:
-/// the root, a [`MovedOnDisk`], the number of LSNs (4), the LSNs (8 each).
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct MovedState {
-    pub root: Root,
-    /// No segment was opened with a higher one.
-    pub generation: u16,
-    /// LSNs from which on a view may show a block that the ones before it do not.
-    pub breaks: Vec<u64>,
-}
-
-/// Names of moved blocks in a checkpoint.
-///
-/// | offset | size | field |
-/// |---|---|---|
-/// | 0 | 2 | highest generation of a segment so far |
-#[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
-#[repr(C)]
-struct MovedOnDisk {
-    generation: U16,
-}
-const _: () = assert!(size_of::<MovedOnDisk>() == 2);
-
 impl From<SegmentState> for SegmentOnDisk {
     fn from(segment: SegmentState) -> Self {
         SegmentOnDisk {
             unit: segment.unit.into(),
-            units: (segment.units as u16).into(),
-            generation: segment.generation.into(),
+            units: segment.units.into(),
             stream: segment.stream as u8,
             sequence: segment.sequence.into(),
             used_blocks: segment.used_blocks.into(),
@@ -306,8 +275,7 @@ impl SegmentOnDisk {
     pub fn decoded(&self) -> Result<SegmentState, Malformed> {
         Ok(SegmentState {
             unit: self.unit.get(),
-            units: self.units.get().into(),
-            generation: self.generation.get(),
+            units: self.units.get(),
             stream: Stream::from_code(self.stream).ok_or(Malformed("segment"))?,
             sequence: self.sequence.get(),
             used_blocks: self.used_blocks.get(),
@@ -493,17 +461,8 @@ impl Checkpoint {
             encode_shadow(shadow, out);
         }
         // Only where there is one: an older form of the record ends here.
-        let has_moved = self.moved.is_some();
-        match &self.table {
-            Some(table) => encode_table(table, out),
-            None if has_moved => encode_table(&TableState::default(), out),
-            None => {}
-        }
-        if let Some(moved) = &self.moved {
-            encode_root(&moved.root, out);
-            put(out, &MovedOnDisk { generation: moved.generation.into() });
-            out.put_count(moved.breaks.len());
-            moved.breaks.iter().for_each(|lsn| put(out, &U64::new(*lsn)));
+        if let Some(table) = &self.table {
+            encode_table(table, out);
         }
         std::mem::take(out).freeze()
     }
@@ -526,11 +485,7 @@ impl Checkpoint {
             },
             table: match r.remaining() {
                 0 => None,
-                _ => Some(decode_table(r)?).filter(|table| *table != TableState::default()),
-            },
-            moved: match r.remaining() {
-                0 => None,
-                _ => Some(decode_moved(r)?),
+                _ => Some(decode_table(r)?),
             },
         };
         r.end("checkpoint")?;
@@ -571,14 +526,6 @@ fn encode_table(table: &TableState, out: &mut BytesMut) {
         put(out, &RemovedOnDisk { unit: (*unit).into() });
     }
     out.put_flag(table.too_high);
-}
-
-fn decode_moved(r: &mut Reader) -> Result<MovedState, Malformed> {
-    let root = decode_root(r)?;
-    let raw = read!(r, MovedOnDisk, "moved blocks");
-    let count = r.count(size_of::<U64>(), "moved blocks")?;
-    let breaks = (0..count).map(|_| r.u64("moved blocks")).collect::<Result<_, _>>()?;
-    Ok(MovedState { root, generation: raw.generation.get(), breaks })
 }
 
 fn decode_table(r: &mut Reader) -> Result<TableState, Malformed> {

@@ -5,7 +5,6 @@
 
 pub mod batch;
 pub mod checkpoint;
-pub mod logical;
 pub mod node;
 pub mod record;
 #[cfg(test)]

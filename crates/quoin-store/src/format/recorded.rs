@@ -16,7 +16,7 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::checkpoint::{
-    Checkpoint, LogStart, MovedState, SegmentState, ShadowState, SnapshotState, TableState,
+    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
 };
 use crate::format::node::{
     BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
@@ -24,7 +24,7 @@ use crate::format::node::{
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::segment::segment_header;
 use crate::format::superblock::{
-    FORMAT_VERSION, Features, FormatOptions, MOVED_BLOCKS, SECOND_EDITION, Superblock,
+    FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock,
 };
 use crate::log::history::Head;
 use crate::metadata::ring::Ring;
@@ -82,7 +82,6 @@ fn segment(unit: u32, stream: Stream) -> SegmentState {
         unit,
         units: 8,
         stream,
-        generation: 0,
         sequence: 5 << 32 | u64::from(unit),
         used_blocks: 17,
         live_bytes: 40960,
@@ -131,20 +130,12 @@ fn checkpoint() -> Checkpoint {
             first_sequence: 5 << 32,
         }),
         table: None,
-        moved: None,
     }
 }
 
 fn with_table() -> Checkpoint {
     let table = TableState { root: root(4), removed: vec![3, 16], too_high: true };
     Checkpoint { table: Some(table), ..checkpoint() }
-}
-
-fn with_moved() -> Checkpoint {
-    let moved = MovedState { root: root(5), generation: 3, breaks: vec![0x45, 0x9e] };
-    let mut checkpoint = Checkpoint { moved: Some(moved), ..checkpoint() };
-    checkpoint.segments[1].generation = 3;
-    checkpoint
 }
 
 fn meta() -> ReplicaMeta {
@@ -188,7 +179,6 @@ fn records() -> Vec<(&'static str, Record)> {
         ("ring-4-checkpoint", Record::Checkpoint(guid, checkpoint().encode())),
         ("ring-4-checkpoint-bare", Record::Checkpoint(guid, Checkpoint::default().encode())),
         ("ring-4-checkpoint-table", Record::Checkpoint(guid, with_table().encode())),
-        ("ring-4-checkpoint-moved", Record::Checkpoint(guid, with_moved().encode())),
         ("ring-5-log-segment", Record::LogSegment(guid, segment(16, Stream::Log))),
         ("ring-6-cut", Record::Cut { guid, index: 12, keep: Lsn(99) }),
         ("ring-7-delete", Record::Delete(guid)),
@@ -216,7 +206,6 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
                 let meant = match name.rsplit('-').next() {
                     Some("bare") => Checkpoint::default(),
                     Some("table") => with_table(),
-                    Some("moved") => with_moved(),
                     _ => checkpoint(),
                 };
                 assert_eq!(Checkpoint::decode(bytes), Ok(meant), "{name}");
@@ -404,7 +393,7 @@ fn a_pool_with_unknown_compatible_features_is_opened_and_they_are_kept() {
     for bit in 0..64 {
         for word in [0, 1] {
             let features = match word {
-                0 if 1 << bit & (SECOND_EDITION | MOVED_BLOCKS) != 0 => continue,
+                0 if 1 << bit == SECOND_EDITION => continue,
                 0 => Features { incompat: 1 << bit, ..Features::default() },
                 _ => Features { ro_compat: 1 << bit, ..Features::default() },
             };

@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use quoin_types::{BLOCK_SIZE, ReplicaGuid};
-use zerocopy::little_endian::{U16, U32, U64, U128};
+use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::format::batch::Stream;
@@ -23,8 +23,7 @@ const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// | 40 | 16 | pool id |
 /// | 56 | 16 | family (the GUID of its first replica) |
 /// | 72 | 8 | sequence number: start counter · 2³² + n, so new at each reuse |
-/// | 80 | 2 | units |
-/// | 82 | 2 | generation |
+/// | 80 | 4 | units |
 /// | 84 | 1 | stream: 0 log, 1 moved blocks, 2 map nodes |
 /// | 85 | 4 | CRC32C of what is before |
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -37,8 +36,7 @@ struct OnDisk {
     pool: U128,
     family: U128,
     sequence: U64,
-    units: U16,
-    generation: U16,
+    units: U32,
     stream: u8,
     crc: U32,
 }
@@ -54,8 +52,7 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
         pool: superblock.pool.0.into(),
         family: guid.0.into(),
         sequence: state.sequence.into(),
-        units: (state.units as u16).into(),
-        generation: state.generation.into(),
+        units: state.units.into(),
         stream: state.stream as u8,
         crc: U32::ZERO,
     };
@@ -76,9 +73,8 @@ pub fn decode_header(
     let (raw, _) = OnDisk::ref_from_prefix(bytes).ok()?;
     let state = SegmentState {
         unit,
-        units: raw.units.get().into(),
+        units: raw.units.get(),
         stream: Stream::from_code(raw.stream)?,
-        generation: raw.generation.get(),
         sequence: raw.sequence.get(),
         used_blocks: 1,
         live_bytes: 0,

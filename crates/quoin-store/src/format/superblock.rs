@@ -136,11 +136,8 @@ pub struct FormatOptions {
 pub const KEEPS_SPACE: u64 = 1;
 /// An incompatible feature: records may name a table of segments.
 pub const SECOND_EDITION: u64 = 1;
-/// An incompatible feature: leaves of the map may name places where blocks were before they were
-/// moved.
-pub const MOVED_BLOCKS: u64 = 2;
 /// Incompatible features that this build knows.
-const KNOWN_INCOMPAT: u64 = SECOND_EDITION | MOVED_BLOCKS;
+const KNOWN_INCOMPAT: u64 = SECOND_EDITION;
 const UNIT_BLOCKS_MAX: u32 = 1 << 16;
 /// Blocks of a unit unless the pool is made otherwise.
 const UNIT_BLOCKS: u32 = 1024;

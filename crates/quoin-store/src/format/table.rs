@@ -1,6 +1,6 @@
 //! A segment in the table of segments: an entry of a leaf, like a block of the map.
 
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
 use crate::format::batch::Stream;
@@ -16,14 +16,14 @@ use crate::format::superblock::LARGE_UNITS;
 /// | 0 | 1 | stream, and 4 where the segment is large |
 /// | 1 | 4 | blocks written |
 /// | 5 | 1 | 1: an entry is no hole |
-/// | 6 | 2 | generation |
+/// | 6 | 2 | zero |
 #[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
 #[repr(C)]
 struct PlaceOnDisk {
     form: u8,
     used_blocks: U32,
     is_segment: u8,
-    generation: U16,
+    zero: [u8; 2],
 }
 const _: () = assert!(size_of::<PlaceOnDisk>() == 8);
 
@@ -37,7 +37,7 @@ pub fn entry_of(state: &SegmentState) -> (BlockAt, u32) {
         form: state.stream as u8 | size,
         used_blocks: state.used_blocks.into(),
         is_segment: 1,
-        generation: state.generation.into(),
+        zero: [0; 2],
     });
     (BlockAt { version: state.sequence, place: place.get(), crc: live }, live)
 }
@@ -45,14 +45,13 @@ pub fn entry_of(state: &SegmentState) -> (BlockAt, u32) {
 /// The segment of an entry at this unit, if it is one.
 pub fn segment_of(unit: u32, entry: &BlockAt) -> Option<SegmentState> {
     let raw: PlaceOnDisk = zerocopy::transmute!(U64::new(entry.place));
-    if raw.is_segment != 1 {
+    if (raw.is_segment, raw.zero) != (1, [0; 2]) {
         return None;
     }
     Some(SegmentState {
         unit,
         units: if raw.form & IS_LARGE == 0 { 1 } else { LARGE_UNITS },
         stream: Stream::from_code(raw.form & !IS_LARGE)?,
-        generation: raw.generation.get(),
         sequence: entry.version,
         used_blocks: raw.used_blocks.get(),
         live_bytes: entry.crc.into(),
@@ -76,7 +75,6 @@ mod tests {
                     unit: 16,
                     units,
                     stream,
-                    generation: 0x7ffe,
                     sequence: 7 << 32 | 5,
                     used_blocks,
                     live_bytes: u64::from(used_blocks) * BLOCK_SIZE as u64,

@@ -56,8 +56,6 @@ pub struct Log {
     special: BTreeMap<u64, EntryKind>,
     /// LSNs of the Reverts.
     reverts: VecDeque<u64>,
-    /// LSNs of the entries that delete snapshots.
-    deletes: VecDeque<u64>,
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
     pub bytes: u64,
@@ -93,10 +91,8 @@ impl Log {
         if !matches!(entry.kind, EntryKind::Write | EntryKind::Trim) {
             self.special.insert(entry.lsn.0, entry.kind.clone());
         }
-        match entry.kind {
-            EntryKind::Revert { .. } => self.reverts.push_back(entry.lsn.0),
-            EntryKind::DeleteSnapshot { .. } => self.deletes.push_back(entry.lsn.0),
-            _ => {}
+        if matches!(entry.kind, EntryKind::Revert { .. }) {
+            self.reverts.push_back(entry.lsn.0);
         }
         self.bytes += bytes_of(&record);
         self.hole_blocks += holes_of(&record);
@@ -135,11 +131,6 @@ impl Log {
         self.reverts.iter().copied()
     }
 
-    /// LSNs of the entries that delete snapshots, oldest first.
-    pub fn deletes(&self) -> impl ExactSizeIterator<Item = u64> + '_ {
-        self.deletes.iter().copied()
-    }
-
     /// Entries that are neither Write nor Trim, from `lsn` on.
     pub fn special_from(&self, lsn: u64) -> impl Iterator<Item = (u64, &EntryKind)> {
         self.special.range(lsn..).map(|(l, k)| (*l, k))
@@ -161,9 +152,7 @@ impl Log {
             self.crcs.truncate(crcs);
         }
         self.special.split_off(&(keep + 1));
-        for lsns in [&mut self.reverts, &mut self.deletes] {
-            lsns.truncate(lsns.partition_point(|lsn| *lsn <= keep));
-        }
+        self.reverts.truncate(self.reverts.partition_point(|lsn| *lsn <= keep));
     }
 
     /// Removes the entries up to `lsn` and the batches that hold no later one.
@@ -180,9 +169,7 @@ impl Log {
             }
         }
         self.special = self.special.split_off(&(lsn + 1));
-        for lsns in [&mut self.reverts, &mut self.deletes] {
-            lsns.drain(..lsns.partition_point(|at| *at <= lsn));
-        }
+        self.reverts.drain(..self.reverts.partition_point(|at| *at <= lsn));
         while self.batches.front().is_some_and(|b| b.last_lsn <= lsn) {
             self.batches.pop_front();
         }

@@ -28,7 +28,7 @@ pub trait Nodes {
     }
     /// The leaf is not written after all.
     fn not_changed(&mut self, _leaf: Arc<Node>) {}
-    /// A data block is no longer at this place, or of this version, in the tree that was updated.
+    /// A data block is no longer at this place in the tree that was updated.
     fn replaced(&mut self, lba: u64, place: u64, version: u64);
     /// A node over the LBAs from `base` on is no longer part of the tree that was updated.
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef);
@@ -146,60 +146,9 @@ pub fn update_some(
     }
     let renews = edits.iter().any(|e| matches!(e.change, Change::Renew { .. }));
     let left = nodes_max;
-    let (renewal, moved, stopped) = (None, false, None);
-    let mut walk = Walk { nodes, edits, crcs, renews, renewal, left, moved, stopped };
+    let mut walk = Walk { nodes, edits, crcs, renews, left, moved: false, stopped: None };
     let child = walk.update(child, level, 0, 0..edits.len(), &mut memo)?;
     Ok((Root { level, child }, walk.stopped))
-}
-
-/// Nodes that are written anew where a map has them: of each edit, in the same order, the level of
-/// its node and whether the map has it. What it says before holds where a part of the map is in the
-/// memo.
-pub struct Renewal<'a> {
-    pub levels: &'a [u8],
-    pub shown: &'a mut [bool],
-}
-
-/// Writes the nodes anew that the edits name, each a [`Change::Renew`] of one node, as far as the
-/// map has them. Leaves that are not among them are not read.
-pub fn renew(
-    nodes: &mut impl Nodes,
-    root: Root,
-    edits: &[Edit],
-    memo: &mut Memo,
-    renewal: Renewal<'_>,
-) -> Result<Root, StoreError> {
-    let (moved, stopped, left) = (false, None, usize::MAX);
-    let renewal = Some(renewal);
-    let mut walk = Walk { nodes, edits, crcs: &[], renews: true, renewal, left, moved, stopped };
-    // What begins behind the map is no part of it.
-    let count = edits.partition_point(|edit| edit.lba < span(root.level));
-    walk.not_shown(root.level, true, count..edits.len());
-    let child = walk.update(root.child, root.level, 0, 0..count, &mut Some(memo))?;
-    Ok(Root { level: root.level, child })
-}
-
-/// The node of this level over the LBAs from `base` on, if the map has one.
-pub fn node_at(
-    nodes: &mut impl Nodes,
-    root: Root,
-    level: u8,
-    base: u64,
-) -> Result<Option<NodeRef>, StoreError> {
-    let (mut child, mut at) = (root.child, root.level);
-    if base >= span(root.level) {
-        return Ok(None);
-    }
-    while let Child::Node(node) = child {
-        if at <= level {
-            return Ok((at == level).then_some(node));
-        }
-        let Some(loaded) = nodes.load(at, &node)? else { break };
-        let Node::Interior(children) = &*loaded else { break };
-        at -= 1;
-        child = children[(base / span(at)) as usize % FANOUT];
-    }
-    Ok(None)
 }
 
 struct Walk<'a, N> {
@@ -208,7 +157,6 @@ struct Walk<'a, N> {
     crcs: &'a [u32],
     /// Whether some edit is a [`Change::Renew`].
     renews: bool,
-    renewal: Option<Renewal<'a>>,
     /// Nodes that it may still look at.
     left: usize,
     /// Whether some LBA was done.
@@ -218,36 +166,6 @@ struct Walk<'a, N> {
 }
 
 impl<N: Nodes> Walk<'_, N> {
-    /// The map has nothing that these edits name at this level, and `below`: nor under it.
-    fn not_shown(&mut self, level: u8, below: bool, range: std::ops::Range<usize>) {
-        let Some(renewal) = &mut self.renewal else { return };
-        for i in range {
-            let is_meant = renewal.levels[i] == level || below && renewal.levels[i] < level;
-            renewal.shown[i] &= !is_meant;
-        }
-    }
-
-    /// What the map had below this level is lost: another one may have it where this one had it.
-    fn perhaps_shown(&mut self, level: u8, range: std::ops::Range<usize>) {
-        let Some(renewal) = &mut self.renewal else { return };
-        for i in range {
-            renewal.shown[i] |= renewal.levels[i] < level;
-        }
-    }
-
-    /// The map has this node: notes which of the edits name it. False: none does.
-    fn note_shown(&mut self, level: u8, place: u64, range: std::ops::Range<usize>) -> bool {
-        let Some(renewal) = &mut self.renewal else { return true };
-        let mut is_named = false;
-        for i in range {
-            if renewal.levels[i] == level {
-                renewal.shown[i] = self.edits[i].change == Change::Renew { node: place };
-                is_named |= renewal.shown[i];
-            }
-        }
-        is_named
-    }
-
     fn update(
         &mut self,
         child: Child,
@@ -259,33 +177,17 @@ impl<N: Nodes> Walk<'_, N> {
         let mut is_lost = false;
         self.left = self.left.saturating_sub(1);
         let old = match child {
-            Child::Hole(_) => {
-                if self.renewal.is_some() {
-                    self.not_shown(level, true, range);
-                    return Ok(child);
-                }
-                None
-            }
+            Child::Hole(_) => None,
             Child::Node(node) => {
                 // Lost nodes have no place of their own.
                 let shared = memo.as_ref().filter(|_| node.place != 0);
-                let known = shared.and_then(|m| m.get(&node.place)).copied();
-                if self.renewal.is_some() && !node.is_possible() {
-                    self.perhaps_shown(level + 1, range);
-                    return Ok(child);
-                }
-                let is_named = self.note_shown(level, node.place, range.clone());
-                if let Some(known) = known {
-                    return Ok(known);
-                }
-                if !is_named && level == 0 {
-                    return Ok(child);
+                if let Some(known) = shared.and_then(|m| m.get(&node.place)) {
+                    return Ok(*known);
                 }
                 let loaded = match self.nodes.load(level, &node)? {
                     Some(loaded) => loaded,
                     None => {
                         self.nodes.damaged(level, base, &node)?;
-                        self.perhaps_shown(level, range.clone());
                         is_lost = true;
                         Arc::new(lost(level, node.newest))
                     }
@@ -326,10 +228,7 @@ impl<N: Nodes> Walk<'_, N> {
                 Some(Node::Interior(children)) => children.clone(),
                 _ => Box::new([Child::Hole(version); FANOUT]),
             };
-            let changed = match self.renewal.is_some() && is_lost {
-                true => false,
-                false => self.update_children(&mut children, level, base, range, memo)?,
-            };
+            let changed = self.update_children(&mut children, level, base, range, memo)?;
             let first = children[0];
             let uniform = matches!(first, Child::Hole(_)) && children.iter().all(|c| *c == first);
             match changed {
@@ -438,8 +337,7 @@ impl<N: Nodes> Walk<'_, N> {
                     }
                     Change::Move { .. } | Change::Renew { .. } => continue,
                 };
-                let stays = (block.place, block.version) == (new.place, new.version);
-                if block.place != 0 && !stays {
+                if block.place != 0 && block.place != new.place {
                     self.nodes.replaced(lba, block.place, block.version);
                 }
                 changed |= *block != new;
@@ -514,94 +412,6 @@ fn find(
         }
     }
     Ok(None)
-}
-
-/// Result of a step of a walk of what only one of two maps has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Difference {
-    /// A leaf over the LBAs from `start` on.
-    Leaf { start: u64, node: NodeRef },
-    /// Enough nodes were looked at; there is nothing before this LBA.
-    Stopped(u64),
-}
-
-/// The first leaf of `old` from `cursor` on that holds versions above `from` and that `new` does
-/// not share. Of the nodes above that are not shared either, those that begin at or behind the
-/// cursor are handed to `above`, with their level and first LBA: so a walk from leaf to leaf
-/// meets each of them once. What the two share costs nothing. `left` is the number of nodes that
-/// may still be looked at, about.
-pub fn next_difference(
-    nodes: &mut impl Nodes,
-    [old, new]: [Root; 2],
-    from: u64,
-    cursor: u64,
-    left: &mut usize,
-    above: &mut Vec<(u8, u64, NodeRef)>,
-) -> Result<Option<Difference>, StoreError> {
-    // What a larger map has in the range of the smaller one.
-    let (mut level, mut beside) = (new.level, new.child);
-    while level > old.level {
-        beside = match beside {
-            Child::Hole(_) => beside,
-            Child::Node(node) => match nodes.load(level, &node)?.as_deref() {
-                Some(Node::Interior(children)) => children[0],
-                _ => Child::EMPTY,
-            },
-        };
-        level -= 1;
-    }
-    let beside = Root { level, child: beside };
-    DifferenceWalk { nodes, from, cursor, left, above }.next(old, beside, 0)
-}
-
-struct DifferenceWalk<'a, N> {
-    nodes: &'a mut N,
-    from: u64,
-    cursor: u64,
-    left: &'a mut usize,
-    above: &'a mut Vec<(u8, u64, NodeRef)>,
-}
-
-impl<N: Nodes> DifferenceWalk<'_, N> {
-    fn next(&mut self, old: Root, new: Root, start: u64) -> Result<Option<Difference>, StoreError> {
-        let Child::Node(node) = old.child else { return Ok(None) };
-        if old == new || node.newest <= self.from || self.cursor >= start + span(old.level) {
-            return Ok(None);
-        }
-        *self.left = self.left.saturating_sub(1);
-        if old.level == 0 {
-            return Ok(Some(Difference::Leaf { start, node }));
-        }
-        let loaded = self.nodes.load(old.level, &node)?;
-        let others = match new.child {
-            Child::Node(node) if new.level == old.level => self.nodes.load(new.level, &node)?,
-            _ => None,
-        };
-        if start >= self.cursor {
-            self.above.push((old.level, start, node));
-        }
-        let Some(Node::Interior(children)) = loaded.as_deref() else { return Ok(None) };
-        let child_span = span(old.level - 1);
-        let first = (self.cursor.saturating_sub(start) / child_span) as usize;
-        for (index, child) in children.iter().enumerate().skip(first) {
-            let beside = match others.as_deref() {
-                Some(Node::Interior(others)) => Root { level: old.level - 1, child: others[index] },
-                // A smaller map lies in the first child.
-                _ if new.level < old.level && index == 0 => new,
-                _ => Root { level: old.level - 1, child: Child::EMPTY },
-            };
-            let old = Root { level: old.level - 1, child: *child };
-            let child_start = start + index as u64 * child_span;
-            // Behind the beginning of all nodes above, so none of them is met again.
-            if *self.left == 0 && child_start > self.cursor && index > 0 {
-                return Ok(Some(Difference::Stopped(child_start)));
-            }
-            if let Some(found) = self.next(old, beside, child_start)? {
-                return Ok(Some(found));
-            }
-        }
-        Ok(None)
-    }
 }
 
 /// State in the map of `out.len()` blocks from `lba` on.
@@ -894,83 +704,6 @@ mod tests {
             once.replaced.sort_unstable();
             in_parts.replaced.sort_unstable();
             prop_assert_eq!(once.replaced, in_parts.replaced, "each block is given up once");
-        }
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(40))]
-        #[test]
-        fn a_walk_of_the_difference_meets_what_only_one_map_has_and_nothing_that_both_share(
-            (shared, only_old, only_new) in (edits(), edits(), edits()),
-            nodes_max in 0usize..5,
-        ) {
-            let mut nodes = InMemory::default();
-            let crcs = vec![5u32; 70_000];
-            let mut plain = [BTreeMap::<u64, u64>::new(), BTreeMap::new(), BTreeMap::new()];
-            let mut roots = [Root::default(); 3];
-            let rounds = [(shared, 1), (only_old, 2), (only_new, 3)];
-            for (index, (raw, version)) in rounds.into_iter().enumerate() {
-                // Each map follows the one before, as views do.
-                let before = index.checked_sub(1);
-                let mut root = before.map_or(Root::default(), |before| roots[before]);
-                let mut held = before.map_or_else(BTreeMap::new, |before| plain[before].clone());
-                let mut batch = Vec::new();
-                for (lba, blocks, hole) in disjoint(raw) {
-                    let blocks = if hole { blocks } else { blocks.min(600) };
-                    let place = (version << 32) + lba + 1;
-                    let change = match hole {
-                        true => Change::Hole { version },
-                        false => Change::Data { version, place, crc_at: 0 },
-                    };
-                    batch.push(Edit { lba, blocks, change });
-                    for lba in lba..lba + u64::from(blocks) {
-                        match hole {
-                            true => drop(held.remove(&lba)),
-                            false => drop(held.insert(lba, version)),
-                        }
-                    }
-                }
-                root = update(&mut nodes, root, &batch, &crcs, None).expect("an update");
-                (roots[index], plain[index]) = (root, held);
-            }
-            let [_, old, new] = roots;
-            for from in 0..3 {
-                let (mut cursor, mut above, mut found) = (0, Vec::new(), BTreeMap::new());
-                let mut next = |nodes: &mut InMemory, cursor| {
-                    let (views, left) = ([old, new], &mut nodes_max.clone());
-                    next_difference(nodes, views, from, cursor, left, &mut above).expect("a walk")
-                };
-                while let Some(part) = next(&mut nodes, cursor) {
-                    let (start, node) = match part {
-                        Difference::Leaf { start, node } => (start, node),
-                        Difference::Stopped(at) => {
-                            prop_assert!(at > cursor, "no step forward");
-                            cursor = at;
-                            continue;
-                        }
-                    };
-                    prop_assert!(start >= cursor && node.newest > from);
-                    cursor = start + LEAF_BLOCKS as u64;
-                    let mut beside = [BlockAt::default(); LEAF_BLOCKS];
-                    blocks(&mut nodes, new, start, &mut beside).expect("a walk");
-                    let loaded = nodes.load(0, &node).expect("a read");
-                    let Some(Node::Leaf(leaf)) = loaded.as_deref() else { panic!("a leaf") };
-                    prop_assert!(leaf.blocks != beside, "both maps share it");
-                    for (lba, (block, beside)) in (start..).zip(leaf.blocks.iter().zip(&beside)) {
-                        if block.place != 0 && block.version > from && block.place != beside.place {
-                            found.insert(lba, block.version);
-                        }
-                    }
-                }
-                let lost = plain[1].iter().filter(|(lba, version)| {
-                    **version > from && plain[2].get(lba) != Some(*version)
-                });
-                prop_assert!(found.iter().eq(lost), "above {}", from);
-                let mut unique = above.clone();
-                unique.sort_unstable_by_key(|(level, start, _)| (*level, *start));
-                unique.dedup();
-                prop_assert_eq!(unique.len(), above.len(), "a node was met twice");
-            }
         }
     }
 

@@ -11,7 +11,7 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
 use crate::format::checkpoint::{
-    Checkpoint, LogStart, MovedState, SegmentState, ShadowState, SnapshotState, TableState,
+    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
 };
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LEAF_SHIFT, LOST_PLACE, Root};
 use crate::format::record::Record;
@@ -60,12 +60,6 @@ impl Shadow {
         let before = self.edits.last().map(|before| (before.lba, before.blocks));
         self.leaves += more_leaves(before, (edit.lba, edit.blocks));
         self.edits.push(edit);
-    }
-
-    /// Whether a segment of this sequence number belongs to an increment that began empty: its
-    /// flip gives up all that was there before, the table of moved blocks included.
-    pub fn owns_alone(&self, sequence: u64) -> bool {
-        self.state.from == Lsn::ZERO && sequence >= self.state.first_sequence
     }
 
     /// Without the edits that were not merged: a commit merges them first.
@@ -262,17 +256,13 @@ impl Replica {
                 Content::Bad => return Err(StoreError::Rule("an increment carries a bad block")),
                 Content::Data { crc, data: bytes } if bytes.len() == BLOCK_SIZE => {
                     let (lba, version, crc) = (slot.lba, slot.version.0, *crc);
-                    let bytes = bytes.clone();
-                    data.push(MovedBlock { lba, version, crc, bytes, logical: 0 });
+                    data.push(MovedBlock { lba, version, crc, bytes: bytes.clone() });
                 }
                 Content::Data { .. } => return Err(StoreError::Rule("a slot without its block")),
                 Content::Hole => {}
             }
         }
-        let mut places = self.write_moved(core, &data, false)?;
-        for place in &mut places {
-            *place = self.family.logical(&core.superblock, *place);
-        }
+        let places = self.write_moved(core, &data, false)?;
         let mut written = data.iter().zip(places);
         for slot in slots {
             if slot.blocks == 0 {
@@ -375,7 +365,7 @@ impl Replica {
         }
         // From here to the flip no block and no node of the shadow may move: what the record
         // will refer to is what the next sync makes durable.
-        self.abandon_clean(core);
+        self.maintenance.clean = None;
         self.merge_shadow(core)?;
         let state = &self.shadow_of(rebuild)?.state;
         let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
@@ -423,13 +413,6 @@ impl Replica {
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before.
         let frees_old = empty_start && self.pins.is_empty();
-        // A shadow that began empty has no block that was moved: see `begin_clean`.
-        let moved = self.family.moved.state();
-        let moved = match frees_old {
-            true => moved
-                .map(|moved| MovedState { generation: moved.generation, ..MovedState::default() }),
-            false => moved,
-        };
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let of = &self.family.segments;
         let next = of.next[Successor::AtFlip as usize].as_ref();
@@ -456,7 +439,6 @@ impl Replica {
             sequence: core.sequence,
             shadow: None,
             table: table.map(|table| TableState { too_high: !forgets, ..table }),
-            moved,
         };
         core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
 
@@ -467,10 +449,6 @@ impl Replica {
             self.family.segments.change_tables(Successor::AtFlip);
             // The one that was lost is given up with all else.
             self.family.segments.next = [None, None];
-        }
-        match frees_old {
-            true => self.family.moved.forget_all(),
-            false => self.family.moved.recorded(self.family.moved.root),
         }
         self.end_table_of_flip();
         let open = self.family.open;

@@ -14,7 +14,7 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant}
 
 use crate::background::maintenance::{Maintenance, Quarantine};
 use crate::background::recount::LiveCount;
-use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
+use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
@@ -25,6 +25,7 @@ use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
+use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::frozen::FrozenViews;
 use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
@@ -154,7 +155,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
-            tree: Tree::Map,
+            is_table: false,
         }
     }
 
@@ -237,8 +238,7 @@ impl Replica {
         let waits = self.head.is_media();
         self.family.log_waits = waits;
         let before = self.family.open[Stream::Log as usize];
-        let batch = &mut self.nodes;
-        let segment = self.family.segment_for(core, batch, Stream::Log, total, from_reserve)?;
+        let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
         for entry in entries {
@@ -439,15 +439,15 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes: batch, upper, frozen, log, folded, .. } = self;
-        let (kept_through, recount, gives_up, tree) = (u64::MAX, None, false, Tree::Map);
-        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, tree };
+        let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
-            return io.blocks(root, lba, found);
+            return tree::blocks(&mut io, root, lba, found);
         }
         let upper = match view {
-            Source::Root(root) => return io.blocks(*root, lba, found),
+            Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };

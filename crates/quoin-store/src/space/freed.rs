@@ -182,7 +182,6 @@ mod tests {
             unit,
             units: 1,
             stream: Stream::Moved,
-            generation: 0,
             sequence: u64::from(unit) + 1,
             used_blocks: 16,
             live_bytes: u64::from(unit % 13) * BLOCK_SIZE as u64,

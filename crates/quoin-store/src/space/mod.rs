@@ -1,8 +1,7 @@
-//! Free units, segments, where moved blocks lie, and space that is given back.
+//! Free units, segments, and space that is given back.
 
 pub mod bit_set;
 pub mod freed;
-pub mod moved;
 pub mod ready;
 pub mod segment_table;
 pub mod segments;

@@ -1,7 +1,7 @@
 //! The segments of a replica in memory, and which of them clean-up may empty.
 //!
 //! Segments that still change are few: the open ones, and the log that is not folded. They are
-//! kept whole. Each of the others takes 20 bytes, in pages of 256 units.
+//! kept whole. Each of the others takes 16 bytes, in pages of 256 units.
 //!
 //! **Candidates.** A segment that no batch is added to any more is in the class of its live
 //! percent and its size. Of each page the oldest segment of each class is known, so the oldest of a
@@ -33,14 +33,12 @@ const BLOCKS_MAX: u32 = LARGE_UNITS << 16;
 
 /// A segment to which nothing is added any more.
 #[derive(Clone, Copy)]
-#[repr(C, packed(4))]
 struct Packed {
     sequence: u64,
     live_bytes: u32,
     /// The lowest 8 bits: its first unit within the page. Then flags, the stream in two bits, and
     /// the blocks that were written.
     bits: u32,
-    generation: u16,
 }
 
 const IS_LARGE: u32 = 1 << 8;
@@ -54,7 +52,6 @@ impl Packed {
         let flag = |is_set: bool, bit: u32| if is_set { bit } else { 0 };
         Packed {
             sequence: state.sequence,
-            generation: state.generation,
             live_bytes: u32::try_from(state.live_bytes).unwrap_or(u32::MAX),
             bits: (state.unit % PAGE_UNITS)
                 | flag(state.units == LARGE_UNITS, IS_LARGE)
@@ -85,7 +82,6 @@ impl Packed {
                 1 => Stream::Moved,
                 _ => Stream::Nodes,
             },
-            generation: self.generation,
             sequence: self.sequence,
             used_blocks: self.bits >> USED_SHIFT,
             live_bytes: self.live_bytes.into(),
@@ -349,25 +345,16 @@ impl Segments {
 
     /// The first unit of the segment that this unit is in.
     pub fn containing(&self, unit: u32) -> Option<u32> {
-        self.first_and_generation(unit).map(|(first, _)| first)
-    }
-
-    /// The generation of the segment that this unit is in.
-    pub fn generation_at(&self, unit: u32) -> Option<u16> {
-        self.first_and_generation(unit).map(|(_, generation)| generation)
-    }
-
-    fn first_and_generation(&self, unit: u32) -> Option<(u32, u16)> {
         let segment = self.busy.range(..=unit).next_back().map(|(_, segment)| &segment.state);
         if let Some(state) = segment.filter(|state| unit < state.unit + state.units) {
-            return Some((state.unit, state.generation));
+            return Some(state.unit);
         }
         let page = unit / PAGE_UNITS;
         let entries = self.pages.get(&page)?;
         let until = entries.partition_point(|e| e.unit_in_page() <= unit % PAGE_UNITS);
         let entry = entries.get(until.checked_sub(1)?)?;
-        let first = page * PAGE_UNITS + entry.unit_in_page();
-        (unit < first + entry.units()).then_some((first, entry.generation))
+        (unit % PAGE_UNITS < entry.unit_in_page() + entry.units())
+            .then_some(page * PAGE_UNITS + entry.unit_in_page())
     }
 
     /// The first segment from this unit on.
@@ -700,7 +687,6 @@ mod tests {
             unit,
             units,
             stream: Stream::Moved,
-            generation: 0,
             sequence,
             used_blocks: units * UNIT_BLOCKS,
             live_bytes,
@@ -787,12 +773,11 @@ mod tests {
     }
 
     #[test]
-    fn a_settled_segment_takes_twenty_bytes_and_keeps_all_but_its_place_in_the_log() {
-        assert_eq!(size_of::<Packed>(), 20);
+    fn a_settled_segment_takes_sixteen_bytes_and_keeps_all_but_its_place_in_the_log() {
+        assert_eq!(size_of::<Packed>(), 16);
         let largest = SegmentState {
             used_blocks: BLOCKS_MAX,
             live_bytes: u64::from(BLOCKS_MAX) * BLOCK_SIZE as u64,
-            generation: 0x7ffe,
             ..state(248, LARGE_UNITS, u64::MAX, 0)
         };
         for stream in [Stream::Log, Stream::Moved, Stream::Nodes] {

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
-use crate::core::{Core, NodeBatch};
+use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{Stream, batch_blocks_max, guid_hash};
 use crate::format::checkpoint::SegmentState;
@@ -14,7 +14,6 @@ use crate::format::record::Record;
 use crate::format::segment::segment_header;
 use crate::format::superblock::{LARGE_UNITS, Superblock};
 use crate::space::bit_set::BitSet;
-use crate::space::moved::MovedBlocks;
 use crate::space::segment_table::Segments;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
@@ -239,8 +238,6 @@ pub struct Family {
     pub guid_hash: u64,
     pub large: bool,
     pub segments: Segments,
-    /// Where blocks lie that are not where they were written first.
-    pub moved: MovedBlocks,
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
@@ -304,7 +301,6 @@ impl Family {
             guid_hash: guid_hash(guid),
             large: volume_blocks >= LARGE_FROM_BLOCKS,
             segments: Segments::new(unit_blocks),
-            moved: MovedBlocks::default(),
             open: [None; 3],
             log_waits: false,
             log_order: VecDeque::new(),
@@ -341,7 +337,6 @@ impl Family {
     pub fn segment_for<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        batch: &mut NodeBatch,
         stream: Stream,
         blocks: u32,
         from_reserve: bool,
@@ -369,19 +364,11 @@ impl Family {
         let warm_first = waits && core.disk.notes_space();
         let allocated = core.allocate(large, from_reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
-        let generation = match self.free_generation(core, batch, unit, units) {
-            Ok(generation) => generation,
-            Err(error) => {
-                core.allocator.give(unit, units);
-                return Err(error);
-            }
-        };
         core.sequence += 1;
         let state = SegmentState {
             unit,
             units,
             stream,
-            generation,
             sequence: core.sequence,
             used_blocks: 1,
             live_bytes: 0,
@@ -413,7 +400,6 @@ impl Family {
         self.close(stream);
         self.open[stream as usize] = Some(unit);
         self.changes += 1;
-        self.moved.opened(generation);
         if stream == Stream::Log {
             self.log_order.push_back((state.sequence, unit));
         }

@@ -20,7 +20,7 @@
 //! **Rot.** While the pool is open, memory has all that the table says, and a bad node is written
 //! again. At an open the segments under a bad leaf are found by their headers, once all others are
 //! known. A stale header of a unit that is free claims too much, never too little, and clean-up
-//! finds nothing in it; one whose blocks were moved is told by the table of moved blocks.
+//! finds nothing in it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +28,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::cleaner::read_header;
-use crate::core::{Core, NodeIo, Tree};
+use crate::core::{Core, NodeIo};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::{SegmentState, TableState};
@@ -249,12 +249,12 @@ pub struct FoundTable {
 
 impl Replica {
     fn table_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        NodeIo { tree: Tree::Segments, ..self.io(core) }
+        NodeIo { is_table: true, ..self.io(core) }
     }
 
     /// What a record says of the table.
     pub fn table_state(&self) -> Option<TableState> {
-        self.family.segments.recorded.state(self.are_counters_too_high())
+        self.family.segments.recorded.state(self.count.is_too_high())
     }
 
     /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
@@ -544,10 +544,7 @@ impl Replica {
                 let Some(mut state) = header else { continue };
                 let is_ours =
                     state.sequence <= found.newest && Segments::is_possible(unit, state.units);
-                if !is_ours
-                    || self.was_emptied(core, &state)?
-                    || !core.allocator.take(unit, state.units)
-                {
+                if !is_ours || !core.allocator.take(unit, state.units) {
                     continue;
                 }
                 state.used_blocks = self.end_of(core, &state)?;
@@ -737,7 +734,6 @@ mod tests {
                 unit,
                 units,
                 stream: [Stream::Log, Stream::Moved, Stream::Nodes][n as usize % 3],
-                generation: n as u16 % 5,
                 sequence: u64::from(n) + 1,
                 used_blocks: units * 1000,
                 live_bytes: u64::from(n % 97) * 40_000,
