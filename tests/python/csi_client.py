@@ -129,10 +129,14 @@ def refusals(driver, pb, capability, has_node):
     )
     driver.call(controller.DeleteVolume, pb.DeleteVolumeRequest(volume_id=UNKNOWN))
     driver.refused(controller.CreateSnapshot, pb.CreateSnapshotRequest(), code.INVALID_ARGUMENT)
+    groups = driver.call(
+        driver.group.GroupControllerGetCapabilities, pb.GroupControllerGetCapabilitiesRequest()
+    )
+    check(len(groups.capabilities) == 1, "group snapshots are one capability")
     driver.refused(
-        driver.group.GroupControllerGetCapabilities,
-        pb.GroupControllerGetCapabilitiesRequest(),
-        code.UNIMPLEMENTED,
+        driver.group.CreateVolumeGroupSnapshot,
+        pb.CreateVolumeGroupSnapshotRequest(),
+        code.INVALID_ARGUMENT,
     )
     far = pb.CreateVolumeRequest(
         name="far",
