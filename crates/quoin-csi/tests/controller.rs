@@ -122,9 +122,7 @@ async fn an_invalid_create_request_creates_nothing() {
         CreateVolumeRequest { capacity_range: Some(range(0, -1)), ..good() },
         CreateVolumeRequest { volume_content_source: source(None), ..good() },
         CreateVolumeRequest { volume_content_source: source(snapshot("")), ..good() },
-        CreateVolumeRequest { volume_content_source: source(snapshot("s")), ..good() },
         CreateVolumeRequest { volume_content_source: source(volume("")), ..good() },
-        CreateVolumeRequest { volume_content_source: source(volume("v")), ..good() },
         CreateVolumeRequest {
             accessibility_requirements: Some(TopologyRequirement::default()),
             ..good()

@@ -1,6 +1,7 @@
 //! The CSI services over a control plane and devices of the tests. One program, so that it is
 //! linked once.
 
+mod clones;
 mod common;
 
 mod controller;

@@ -10,7 +10,7 @@ use quoin_api::control;
 use quoin_identity::convert::{id, membership};
 pub use quoin_replication::pool_host::holdings::Phase;
 use quoin_replication::recognition::PoolCounts;
-use quoin_replication::replica::store::ReplicaIdentity;
+use quoin_replication::replica::store::{CloneSource, ReplicaIdentity};
 use quoin_types::{
     BLOCK_SIZE, Epoch, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
 };
@@ -23,6 +23,10 @@ pub struct Wanted {
     pub identity: ReplicaIdentity,
     pub blocks: u64,
     pub phase: Phase,
+    /// The snapshot that a clone begins with.
+    pub source: Option<CloneSource>,
+    /// It is to take over the blocks that it shares with its source.
+    pub flatten: bool,
     pub membership: Membership,
     /// Sessions that are not to be opened any more.
     pub fence: Fence,
@@ -74,6 +78,8 @@ pub struct ReplicaState {
     pub bad_blocks: u64,
     /// Bad copies that were replaced since the pool was opened.
     pub repaired: u64,
+    /// It shares blocks with the source that it was made from.
+    pub is_clone: bool,
     /// A target's lease on it lives.
     pub hears_target: bool,
 }
@@ -96,10 +102,20 @@ pub struct PoolState {
 fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
     let phase = match message.phase.as_str() {
         "Init" => Phase::Init,
+        "Clone" => Phase::Clone,
         "Recreate" => Phase::Recreate,
         "Keep" => Phase::Keep,
         "Delete" => Phase::Delete,
         other => return Err(format!("phase {other:?} is not known to this version")),
+    };
+    let source = match (&message.source, phase) {
+        (Some(source), Phase::Clone) => Some(CloneSource {
+            volume: id("volume of the source", &source.volume_id)?,
+            snapshot: id("snapshot", &source.snapshot_id)?,
+        }),
+        // Without it the replica would begin empty, and count.
+        (None, Phase::Clone) => return Err("the source of the clone is missing".into()),
+        _ => None,
     };
     let blocks = message.size_bytes.div_ceil(BLOCK_SIZE as u64);
     if phase != Phase::Delete && !(1..=VOLUME_BLOCKS_MAX).contains(&blocks) {
@@ -120,6 +136,8 @@ fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
         },
         blocks,
         phase,
+        source,
+        flatten: message.flatten,
         membership: match &message.membership {
             Some(m) => membership(m)?,
             None if phase == Phase::Delete => Membership::default(),
@@ -193,6 +211,7 @@ impl ReplicaState {
             used_bytes: self.used_bytes,
             bad_blocks: self.bad_blocks,
             repaired: self.repaired,
+            is_clone: self.is_clone,
             hearing: match self.hears_target {
                 true => control::replica_report::Hearing::Hears.into(),
                 false => control::replica_report::Hearing::Silent.into(),
@@ -203,6 +222,8 @@ impl ReplicaState {
 
 #[cfg(test)]
 mod tests {
+    use quoin_types::SnapshotId;
+
     use super::*;
 
     fn message() -> control::ReplicaAssignment {
@@ -240,6 +261,21 @@ mod tests {
         assert_eq!((wanted.identity.guid, wanted.blocks), (ReplicaGuid(3), 256));
         assert_eq!(wanted.membership.known[0].id, ReplicaId(2));
         assert_eq!(wanted.fence, Fence::default());
+        let source = control::CloneSource {
+            volume_id: VolumeId(9).to_string(),
+            snapshot_id: SnapshotId(8).to_string(),
+        };
+        let clone = control::ReplicaAssignment {
+            phase: "Clone".into(),
+            source: Some(source.clone()),
+            ..message()
+        };
+        let clone = super::wanted(&clone).unwrap();
+        let of = CloneSource { volume: VolumeId(9), snapshot: SnapshotId(8) };
+        assert_eq!((clone.phase, clone.source), (Phase::Clone, Some(of)));
+        let kept =
+            control::ReplicaAssignment { phase: "Keep".into(), source: Some(source), ..message() };
+        assert_eq!(super::wanted(&kept).unwrap().source, None, "it was made before");
         let fenced =
             control::ReplicaAssignment { fence_epoch: 7, fence_at_once: true, ..message() };
         let fenced = super::wanted(&fenced).unwrap().fence;
@@ -300,6 +336,7 @@ mod tests {
             control::ReplicaAssignment { size_bytes: u64::MAX, ..message() },
             control::ReplicaAssignment { size_bytes: 0, ..message() },
             control::ReplicaAssignment { membership: None, ..message() },
+            control::ReplicaAssignment { phase: "Clone".into(), ..message() },
         ];
         for odd in odd {
             let (assignment, refused) = Assignment::from_message(&control::PoolAssignment {

@@ -392,6 +392,7 @@ mod tests {
             used_bytes: 0,
             bad_blocks: 0,
             repaired: 0,
+            is_clone: false,
             hears_target: false,
         };
         let mut told = Told::new();

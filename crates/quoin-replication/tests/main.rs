@@ -9,6 +9,7 @@ mod one_replica;
 mod apart;
 mod bounds;
 mod bulk;
+mod clones;
 mod codec;
 mod copying;
 mod edges;

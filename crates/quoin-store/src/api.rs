@@ -46,6 +46,22 @@ pub trait ReplicaPool {
         meta: ReplicaMeta,
         blocks: u64,
     ) -> Result<(), StoreError>;
+    /// Makes a replica of `blocks` blocks that begins with the content of a snapshot of another
+    /// volume's replica in this pool, and shares it; durable with the next requested sync. Its
+    /// history begins at (epoch 0, the snapshot's LSN). Refused where the pool does not have the
+    /// snapshot, or has it damaged.
+    fn create_clone(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        source: &CloneSource,
+    ) -> Result<Cloned, StoreError>;
+    /// Has a clone take over the blocks that it shares with its source, as background work; until the
+    /// next start. Of other replicas there is nothing to do.
+    fn flatten(&mut self, guid: ReplicaGuid);
+    /// Whether a replica shares blocks with the source that it was made from.
+    fn is_clone(&self, guid: ReplicaGuid) -> bool;
     /// Replaces what a replica keeps about its volume ([`ReplicaIdentity::volume_spec`]); durable
     /// with the next requested sync. Refused where the pool has no room for it.
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError>;
@@ -108,6 +124,18 @@ pub fn give_up_continuity<P: ReplicaPool>(pool: &mut P) -> Result<SyncTicket, St
         replica.put_meta(meta)?;
     }
     Ok(pool.request_sync())
+}
+
+pub use quoin_replication::replica::store::CloneSource;
+
+/// Outcome of an attempt to make a clone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cloned {
+    /// It is there; durable with the next requested sync.
+    Made,
+    /// The snapshot is not yet recorded in the map of its replica, which was told to see to that:
+    /// the attempt is made again later.
+    NotYet,
 }
 
 /// How urgent background work is.

@@ -9,6 +9,7 @@ use quoin_replication::replica::store::{FetchTicket, IoFault, StoreError, SyncTi
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, SnapshotId, mutant};
 
 use crate::background::recount::Recount;
+use crate::clones::bases::Bases;
 use crate::disk::Disk;
 use crate::disk::fetch::{Fetches, Looked, Stretch};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
@@ -103,6 +104,8 @@ pub struct Core<D> {
     pub durable: DurableState,
     pub mark: Mark,
     pub cache: Cache,
+    /// Snapshots that clones show.
+    pub bases: Bases,
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
     pub tickets: Tickets,

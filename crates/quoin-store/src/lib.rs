@@ -15,11 +15,13 @@
 //! | `log` | entries above the folded map, the state that they leave beside blocks |
 //! | `map` | the copy-on-write map from LBA to block |
 //! | `replica` | one replica: its map, the log above it, how the two answer together |
+//! | `clones` | replicas that show a snapshot of another one where they have no block of their own |
 //! | `background` | what is done beside requests: checkpoints, cleaning, scrub |
 //! | `rebuild` | increments, sent and received |
 //! | `recovery` | opening a replica after a stop or a crash |
 
 mod background;
+mod clones;
 mod core;
 mod format;
 mod log;
@@ -37,7 +39,7 @@ pub mod disk;
 pub mod error;
 pub mod offline;
 
-pub use api::{Due, ReplicaPool, give_up_continuity};
+pub use api::{CloneSource, Cloned, Due, ReplicaPool, give_up_continuity};
 pub use background::scrub::{ScrubAt, Scrubbed};
 pub use core::{BadBlock, PoolOptions};
 pub use disk::Disk;

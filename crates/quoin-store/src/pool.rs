@@ -14,10 +14,11 @@ use quoin_types::message::{
 };
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
-use crate::api::{Due, ReplicaPool};
+use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
 use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
 use crate::background::scheduler::Victim;
+use crate::clones::bases::Bases;
 use crate::core::{BadBlock, Core, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner};
@@ -25,6 +26,7 @@ use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
+use crate::format::relatives::BaseId;
 use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
@@ -46,7 +48,7 @@ const FETCHED_PAYLOADS_MAX: usize = 512 << 10;
 /// percent: the rest is for what changes.
 const RING_FULL_PERCENT: usize = 40;
 /// Taken for the records of a new replica, beside the description of its volume.
-const CREATION_BYTES: usize = 4096;
+pub(crate) const CREATION_BYTES: usize = 4096;
 
 /// Space and memory of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -142,6 +144,7 @@ impl<D: Disk> Pool<D> {
             sequence: superblock.starts << 32,
             superblock,
             cache: Cache::new(options.cache_bytes),
+            bases: Bases::default(),
             fetches: Fetches::default(),
             options,
             ring,
@@ -161,6 +164,7 @@ impl<D: Disk> Pool<D> {
         core.claim_ring();
         let (mut replicas, mut wiped, mut lost) = (BTreeMap::new(), Vec::new(), Vec::new());
         let mut corrected = durable;
+        crate::clones::creation::read_bases(&mut core, &corrected)?;
         for (guid, durable) in &mut corrected.replicas {
             let (replica, stale, found) = recover(&mut core, durable)?;
             replicas.insert(*guid, replica);
@@ -172,6 +176,7 @@ impl<D: Disk> Pool<D> {
                 replica.search_lost(&mut core, &found)?;
             }
         }
+        crate::clones::creation::check_bases(&mut core, &mut replicas, &mut corrected);
         core.durable = corrected;
         core.restate()?;
         // The findings are on media. Only now may their sources go: stale headers, and the number
@@ -182,7 +187,7 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while core.release(0) {}
-        let pool = Pool {
+        let mut pool = Pool {
             core,
             replicas,
             starved: false,
@@ -192,6 +197,8 @@ impl<D: Disk> Pool<D> {
             look_ahead: LookAhead::default(),
         };
         pool.touch_all();
+        pool.drop_unused_bases()?;
+        pool.drop_empty_remnants()?;
         Ok(pool)
     }
 
@@ -255,7 +262,7 @@ impl<D: Disk> Pool<D> {
             free_bytes: u64::from(allocator.free_for_clients()) * unit,
             used_bytes: u64::from(allocator.units() - allocator.free_units()) * unit,
             reserve_bytes: u64::from(allocator.reserve_units) * unit,
-            replicas: self.replicas.len(),
+            replicas: self.replicas.values().filter(|r| !r.is_remnant()).count(),
             starts: self.starts(),
             log_bytes: self.replicas.values().map(|r| r.log.bytes).sum(),
         }
@@ -278,7 +285,8 @@ impl<D: Disk> Pool<D> {
         let mut bad = std::mem::take(&mut self.core.bad);
         // A node may reach beyond the volume's end.
         bad.retain(|bad| {
-            self.replicas.get(&bad.replica).is_some_and(|r| bad.lba < r.head.volume_blocks)
+            let of = self.replicas.get(&bad.replica).filter(|replica| !replica.is_remnant());
+            of.is_some_and(|replica| bad.lba < replica.head.volume_blocks)
         });
         bad
     }
@@ -295,7 +303,7 @@ impl<D: Disk> Pool<D> {
     }
 
     /// Whether so much more takes the whole state beyond its part of the metadata ring.
-    fn ring_lacks(&self, bytes: usize) -> bool {
+    pub(crate) fn ring_lacks(&self, bytes: usize) -> bool {
         let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
         self.core.durable.encoded_len() + bytes > limit
     }
@@ -314,6 +322,29 @@ impl<D: Disk> Pool<D> {
         &self.core.disk
     }
 
+    /// Removes a replica, or a remnant, with all that it has.
+    pub(crate) fn remove(&mut self, guid: ReplicaGuid) -> Result<(), StoreError> {
+        self.core.record(Record::Delete(guid))?;
+        self.victim.set(None);
+        let ticket = self.core.tickets.request().0;
+        self.touch(guid);
+        self.drop_calls(guid);
+        if let Some(Replica { family, maintenance, .. }) = self.replicas.remove(&guid) {
+            for (unit, units) in maintenance.into_frees() {
+                self.core.freed.add(ticket, unit, units);
+            }
+            self.core.freed.add_all(ticket, family.segments.leave());
+        }
+        Ok(())
+    }
+
+    /// No call that waits for a read of the disk is made again for this replica.
+    pub(crate) fn drop_calls(&mut self, guid: ReplicaGuid) {
+        for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
+            self.core.fetches.drop_calls(owner);
+        }
+    }
+
     /// Records what this sync was needed for, and frees what that allows.
     fn record_what_waited(&mut self, ticket: SyncTicket) {
         if self.core.mark.synced(ticket)
@@ -323,6 +354,10 @@ impl<D: Disk> Pool<D> {
             return;
         }
         self.release_some();
+        if let Err(StoreError::Io(fault)) = self.drop_unused_bases() {
+            self.core.failed = Some(fault);
+            return;
+        }
         for guid in self.core.tickets.written.end() {
             // How much may be folded follows what is durable.
             self.touch(guid);
@@ -347,12 +382,13 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         D: 'a;
 
     fn replicas(&self) -> Vec<ReplicaGuid> {
-        self.replicas.keys().copied().collect()
+        let there = self.replicas.iter().filter(|(_, replica)| !replica.is_remnant());
+        there.map(|(guid, _)| *guid).collect()
     }
 
     fn replica(&mut self, guid: ReplicaGuid) -> Option<Handle<'_, D>> {
         self.touch(guid);
-        let replica = self.replicas.get_mut(&guid)?;
+        let replica = self.replicas.get_mut(&guid).filter(|replica| !replica.is_remnant())?;
         Some(Handle { core: &mut self.core, replica })
     }
 
@@ -391,6 +427,28 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         Ok(())
     }
 
+    fn create_clone(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        source: &CloneSource,
+    ) -> Result<Cloned, StoreError> {
+        self.make_clone(identity, meta, blocks, source)
+    }
+
+    fn flatten(&mut self, guid: ReplicaGuid) {
+        self.touch(guid);
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            replica.begin_flatten();
+        }
+    }
+
+    fn is_clone(&self, guid: ReplicaGuid) -> bool {
+        let is_it = |replica: &Replica| replica.shows_base();
+        self.replicas.get(&guid).is_some_and(is_it)
+    }
+
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
         self.core.check_usable()?;
         if self.ring_lacks(volume_spec.len()) {
@@ -405,29 +463,28 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
-        if !self.replicas.contains_key(&guid) {
+        let Some(replica) = self.replicas.get(&guid).filter(|replica| !replica.is_remnant()) else {
             return Ok(false);
+        };
+        let is_kept = replica.keeps_bases();
+        let mut shown: Vec<BaseId> = replica.family.relatives.base.into_iter().collect();
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            shown.extend(replica.maintenance.take_given_up_bases());
         }
         let ring_bytes = self.core.ring.capacity();
         self.core.durable.make_room_for_deleted(guid, ring_bytes);
-        self.core.record(Record::Delete(guid))?;
-        self.victim.set(None);
-        let ticket = self.core.tickets.request().0;
-        self.touch(guid);
-        for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
-            self.core.fetches.drop_calls(owner);
+        match is_kept && !mutant::is("deleted-with-what-clones-show") {
+            true => self.leave_remnant(guid)?,
+            false => self.remove(guid)?,
         }
-        if let Some(Replica { family, maintenance, .. }) = self.replicas.remove(&guid) {
-            for (unit, units) in maintenance.into_frees() {
-                self.core.freed.add(ticket, unit, units);
-            }
-            self.core.freed.add_all(ticket, family.segments.leave());
-        }
+        shown.into_iter().for_each(|base| self.core.bases.end_use(base));
+        self.drop_unused_bases()?;
         Ok(true)
     }
 
     fn is_retired(&self, guid: ReplicaGuid) -> bool {
-        self.core.durable.retired.contains(&guid)
+        let is_left = |replica: &Replica| replica.is_remnant();
+        self.core.durable.retired.contains(&guid) || self.replicas.get(&guid).is_some_and(is_left)
     }
 
     fn retired(&self) -> Vec<ReplicaGuid> {

@@ -24,11 +24,13 @@ use quoin_replication::replica::store::{BootCookie, StoreError};
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
 use crate::background::cleaner::{header_at, read_header, readable};
+use crate::clones::Relatives;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
+use crate::format::relatives::RelativesState;
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
@@ -75,6 +77,13 @@ pub fn recover<D: Disk>(
         blocks,
         core.superblock.unit_blocks,
     );
+    let relatives = RelativesState::decode(durable.relatives.clone());
+    let relatives = relatives.map_err(|_| PoolError::MetadataLost)?;
+    replica.family.relatives = Relatives {
+        base: relatives.base,
+        kept_through: core.bases.kept_through(durable.identity.guid),
+        is_remnant: relatives.is_remnant,
+    };
     let first_sequence = match checkpoint.log.sequence {
         0 => checkpoint.sequence + 1,
         sequence => sequence,

@@ -37,7 +37,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 /// Blocks of an image that is put together; clones share what they have in common.
-type Blocks = BTreeMap<u64, Arc<[u8]>>;
+pub type Blocks = BTreeMap<u64, Arc<[u8]>>;
 
 fn apply(blocks: &mut Blocks, event: &DiskEvent) {
     match event {
@@ -70,7 +70,7 @@ fn apply_part(blocks: &mut Blocks, offset: u64, bytes: &[u8], from: usize, to: u
     }
 }
 
-fn disk_of(size: u64, blocks: &Blocks) -> MemoryDisk {
+pub fn disk_of(size: u64, blocks: &Blocks) -> MemoryDisk {
     let disk = MemoryDisk::new(size);
     for (number, bytes) in blocks {
         let parts = [std::io::IoSlice::new(bytes)];
@@ -145,7 +145,11 @@ fn images(
 }
 
 /// Gives the images that crashes at any of `events` may leave.
-fn crash_everywhere(start: &Blocks, events: &[DiskEvent], mut each: impl FnMut(usize, &Blocks)) {
+pub fn crash_everywhere(
+    start: &Blocks,
+    events: &[DiskEvent],
+    mut each: impl FnMut(usize, &Blocks),
+) {
     let mut count = Sample { total: 1, budget: 0, seen: 0 };
     walk(start, events, &mut count, &mut |_, _| {});
     let budget = match setting("QUOIN_CRASH_IMAGES", 200) {
@@ -173,7 +177,7 @@ fn walk(
     }
 }
 
-fn image_of(disk: &MemoryDisk) -> Blocks {
+pub fn image_of(disk: &MemoryDisk) -> Blocks {
     let read = |number: u64| {
         let mut bytes = vec![0; BLOCK_SIZE];
         disk.read_at(number * BLOCK_SIZE as u64, &mut bytes).expect("inside the disk");

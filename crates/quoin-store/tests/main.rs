@@ -2,6 +2,7 @@
 
 mod common;
 
+mod clones;
 mod crash_enumeration;
 mod damage;
 mod device;

@@ -91,6 +91,8 @@ fn assigned(phase: Phase, fence: Fence) -> PoolInput {
         },
         blocks: BLOCKS,
         phase,
+        source: None,
+        flatten: false,
         fence,
         membership: Membership { formed: false, ..membership(&[member], 1) },
     });

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::codec::{Malformed, Reader, Writer};
-use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId};
+use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
 use crate::membership::{Durability, Member, REPLICAS_MAX};
 use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, crc32c};
 
@@ -18,6 +18,19 @@ const SMALL_WRITE_BLOCKS: usize = 16;
 /// on every replica of one volume (OneContent).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Chain(pub u64);
+
+impl Chain {
+    /// The chain with which the history of a clone begins: of a snapshot of another volume, which has
+    /// this chain. All replicas of the clone begin with the same.
+    pub fn of_clone(source: VolumeId, snapshot: SnapshotId, lsn: Lsn, chain: Chain) -> Self {
+        let mut bytes = [0u8; 48];
+        bytes[..16].copy_from_slice(&source.0.to_le_bytes());
+        bytes[16..32].copy_from_slice(&snapshot.0.to_le_bytes());
+        bytes[32..40].copy_from_slice(&lsn.0.to_le_bytes());
+        bytes[40..].copy_from_slice(&chain.0.to_le_bytes());
+        Chain(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &bytes))
+    }
+}
 
 /// The in-sync set, and the rules by which the entries from here on are counted.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -380,7 +380,7 @@ fn snapshot_ref(text: &str) -> SnapshotRef {
     SnapshotRef { id, name }
 }
 
-async fn get(cluster: &mut Cluster, name: &str) -> Result<Snapshot> {
+pub(crate) async fn get(cluster: &mut Cluster, name: &str) -> Result<Snapshot> {
     let request = GetSnapshotRequest { snapshot: Some(snapshot_ref(name)) };
     match cluster.get_snapshot(request).await {
         Ok(snapshot) => Ok(snapshot.into_inner()),

@@ -13,6 +13,7 @@ mod bad_days;
 mod balance;
 mod block_devices;
 mod certificates;
+mod clones;
 mod command_line;
 mod crashes;
 mod csi;

@@ -44,12 +44,20 @@ pub struct History {
     /// The instant at which the present part of the history began.
     part_begins: u64,
     initial: BTreeMap<u64, Tags>,
+    /// What the volume began with.
+    begun: BTreeMap<u64, Tags>,
     clock: u64,
     pub checked: u64,
     pub undecided: u64,
 }
 
 impl History {
+    /// The volume begins with the content of another one.
+    pub fn begin_with(&mut self, image: BTreeMap<u64, Tags>) {
+        self.initial.clone_from(&image);
+        self.begun = image;
+    }
+
     pub fn stamp(&mut self) -> u64 {
         self.clock += 1;
         self.clock
@@ -87,7 +95,9 @@ impl History {
 
     /// Returns true if a write with this tag was ever made to this sector.
     pub fn wrote(&self, tag: Tag, sector: u64) -> bool {
+        let (block, at) = (sector / SECTORS as u64, (sector % SECTORS as u64) as usize);
         tag == 0
+            || self.begun.get(&block).is_some_and(|tags| tags[at] == tag)
             || self.ops.get(tag as usize - 1).is_some_and(|op| match op.draft {
                 Draft::Write { sector: first, sectors, .. } => {
                     (first..first + sectors).contains(&sector)

@@ -45,6 +45,7 @@ pub mod scaleup;
 pub mod schedule;
 pub mod shape;
 pub mod shrink;
+pub mod source;
 pub mod stats;
 pub mod storage;
 pub mod swarm;

@@ -117,6 +117,20 @@ impl Lineage {
             });
         };
         self.check_joint(entry, parent)?;
+        self.add(run, entry, parent)
+    }
+
+    /// Takes in what the history begins with, before anything was sent: of a volume that is made from
+    /// another one.
+    pub fn begin_with(&mut self, run: u64, entries: &[SharedEntry]) -> Result<(), Broken> {
+        for (at, entry) in entries.iter().enumerate() {
+            self.add(run, entry, (at as Seen).checked_sub(1))?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, run: u64, entry: &SharedEntry, parent: Option<Seen>) -> Result<(), Broken> {
+        let key = (entry.epoch, entry.lsn);
         let seen = self.records.len() as Seen;
         if entry.kind == EntryKind::Write {
             for (i, bytes) in entry.data.chunks(BLOCK_SIZE).enumerate() {

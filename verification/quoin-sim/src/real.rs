@@ -10,7 +10,7 @@ use quoin_replication::replica::store::{
 };
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{
-    BadBlock, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
+    BadBlock, Cloned, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::BadCopy;
@@ -20,6 +20,7 @@ use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
 use crate::shape::PoolShape;
+use crate::source::{Living, Source, Turn};
 use crate::storage::{Faults, Faulty, Outage, Scrubbed, Space, Storage};
 
 /// Small enough that checkpoints and clean-up happen within a run.
@@ -34,6 +35,7 @@ const UNIT_BLOCKS: u32 = 512;
 const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 const ROUNDS_OF_CLEAN_UP: u32 = 4;
+const CLONE_ATTEMPTS_MAX: u32 = 100;
 /// Reads of a hundred that wait for the medium, where some do.
 const UNCACHED_PERCENT: u64 = 40;
 
@@ -53,6 +55,8 @@ pub struct RealStorage {
     full: bool,
     filled: bool,
     ballasts: u128,
+    /// The source that the replica is a clone of, where there is one.
+    source: Option<Living>,
     /// Counts of the kept image.
     image: Option<PoolCounts>,
     chance: Random,
@@ -100,6 +104,7 @@ impl RealStorage {
             full: false,
             filled: false,
             ballasts: 0,
+            source: None,
             image: None,
             chance: random.fork(),
         })
@@ -170,11 +175,46 @@ impl RealStorage {
     fn give_up_continuity(&mut self) -> Result<(), StoreError> {
         let pool = self.pool()?;
         quoin_store::give_up_continuity(pool)?;
+        self.sync_now()
+    }
+
+    fn sync_now(&mut self) -> Result<(), StoreError> {
+        let pool = self.pool()?;
         while let Some(ticket) = pool.sync_wanted() {
             let result = quoin_store::Disk::sync(pool.disk());
             pool.sync_finished(ticket, result)?;
         }
         Ok(())
+    }
+
+    /// Has all reads answered that nobody waits for.
+    fn end_fetches(&mut self) {
+        while self.fetch_begin().is_some() {}
+        while let Some(id) = self.under_way.keys().next().copied() {
+            self.fetch_end(id);
+            while self.fetch_begin().is_some() {}
+        }
+    }
+
+    /// The source of a clone goes on, whatever room and disk let it do.
+    fn live_on(&mut self) {
+        let (Some(source), Some(pool)) = (&mut self.source, &mut self.pool) else { return };
+        let Some(mut replica) = pool.replica(Living::guid()) else { return };
+        match source.turn() {
+            Turn::Nothing => {}
+            Turn::Append(entry) => {
+                if replica.append(std::slice::from_ref(&entry)).is_ok() {
+                    replica.set_stable(entry.lsn);
+                }
+                let state = replica.state();
+                source.stands_at(state.chain, state.position.lsn);
+            }
+            Turn::Delete => {
+                drop(replica);
+                let _ = pool.delete(Living::guid());
+                pool.request_sync();
+            }
+        }
     }
 }
 
@@ -198,16 +238,42 @@ impl Storage for RealStorage {
         Ok(())
     }
 
+    fn create_clone(
+        &mut self,
+        source: &Source,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        random: &mut Random,
+    ) -> Result<(), StoreError> {
+        let guid = Source::identity().guid;
+        let pool = self.pool()?;
+        pool.create(Source::identity(), ReplicaMeta::default(), source.blocks)?;
+        if let Some(mut replica) = pool.replica(guid) {
+            replica.append(&source.entries)?;
+            replica.set_stable(replica.state().position.lsn);
+        }
+        self.source = Some(Living::new(source, random));
+        for _ in 0..CLONE_ATTEMPTS_MAX {
+            let (identity, meta) = (identity.clone(), meta.clone());
+            if self.pool()?.create_clone(identity, meta, blocks, &Source::point())? == Cloned::Made
+            {
+                self.pool()?.request_sync();
+                return Ok(());
+            }
+            self.pool()?.background(BACKGROUND_BYTES)?;
+            self.end_fetches();
+            self.sync_now()?;
+        }
+        Err(StoreError::Rule("the snapshot of a clone is never recorded"))
+    }
+
     fn delete(&mut self, guid: ReplicaGuid) -> Result<(), StoreError> {
         let pool = self.pool()?;
         pool.delete(guid)?;
         pool.request_sync();
         // The world says "wiped" from here on, so it must be on the media.
-        while let Some(ticket) = pool.sync_wanted() {
-            let result = quoin_store::Disk::sync(pool.disk());
-            pool.sync_finished(ticket, result)?;
-        }
-        Ok(())
+        self.sync_now()
     }
 
     fn with(&mut self, guid: ReplicaGuid, work: &mut dyn FnMut(&mut dyn ReplicaStore)) -> bool {
@@ -270,6 +336,11 @@ impl Storage for RealStorage {
         }
         let pool = Pool::open(self.disk.clone(), self.options).map_err(store_error)?;
         self.pool = Some(pool);
+        if let (Some(source), Some(pool)) = (&mut self.source, &mut self.pool)
+            && let Some(replica) = pool.replica(Living::guid())
+        {
+            source.stands_at(replica.state().chain, replica.state().position.lsn);
+        }
         self.filled = false;
         if withdraw {
             self.give_up_continuity()?;
@@ -300,6 +371,7 @@ impl Storage for RealStorage {
     }
 
     fn background(&mut self) -> Result<(), StoreError> {
+        self.live_on();
         self.pool()?.background(BACKGROUND_BYTES).map(|_| ())
     }
 
@@ -390,10 +462,10 @@ impl Storage for RealStorage {
         let unit_blocks = self.shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
         // Nothing waits for the disk any more.
         self.disk.set_uncached(Random::new(0), 0);
-        while self.fetch_begin().is_some() {}
-        while let Some(id) = self.under_way.keys().next().copied() {
-            self.fetch_end(id);
-            while self.fetch_begin().is_some() {}
+        self.end_fetches();
+        if self.source.is_some() {
+            // The source's blocks stay for the clone, trimmed or not.
+            return Ok(None);
         }
         let pool = self.pool()?;
         pool.look_again();

@@ -20,6 +20,7 @@ use quoin_types::{Epoch, Lsn, ReplicaGuid};
 
 use crate::disk::{DiskCounts, Failing, Lie};
 use crate::random::Random;
+use crate::source::Source;
 
 /// How a pool lost its process or its power.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,6 +60,15 @@ pub trait Storage {
         identity: ReplicaIdentity,
         meta: ReplicaMeta,
         blocks: u64,
+    ) -> Result<(), StoreError>;
+    /// Makes a replica of the source, and the replica as a clone of its snapshot.
+    fn create_clone(
+        &mut self,
+        source: &Source,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        random: &mut Random,
     ) -> Result<(), StoreError>;
     fn delete(&mut self, guid: ReplicaGuid) -> Result<(), StoreError>;
     /// Runs `work` on the replica; false if the pool does not have it (or is not open).
@@ -412,6 +422,22 @@ impl Storage for ModelStorage {
         blocks: u64,
     ) -> Result<(), StoreError> {
         self.pool.create(identity, meta, blocks)
+    }
+
+    fn create_clone(
+        &mut self,
+        source: &Source,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        _random: &mut Random,
+    ) -> Result<(), StoreError> {
+        let guid = Source::identity().guid;
+        self.pool.create(Source::identity(), ReplicaMeta::default(), source.blocks)?;
+        if let Some(mut replica) = self.pool.replica(guid) {
+            replica.append(&source.entries)?;
+        }
+        self.pool.create_clone(identity, meta, blocks, &Source::point()).map(|_| ())
     }
 
     fn delete(&mut self, guid: ReplicaGuid) -> Result<(), StoreError> {

@@ -68,6 +68,8 @@ pub enum Swarm {
     Limits,
     /// Volumes that get very many small holes while a replica is away.
     Holes,
+    /// Volumes that are clones of a snapshot, of a source that goes on beside them and goes away.
+    Clones,
     /// Several volumes with points over them, whose targets are replaced between any two steps.
     Groups,
 }
@@ -100,6 +102,7 @@ impl Swarm {
         Swarm::Hosts,
         Swarm::Limits,
         Swarm::Holes,
+        Swarm::Clones,
         Swarm::Groups,
     ];
 
@@ -131,6 +134,7 @@ impl Swarm {
             Swarm::Hosts => "hosts",
             Swarm::Limits => "limits",
             Swarm::Holes => "holes",
+            Swarm::Clones => "clones",
             Swarm::Groups => "groups",
         }
     }
@@ -603,6 +607,14 @@ impl Swarm {
             Swarm::Snapshots | Swarm::Exports => {
                 let rebuilds = Swarm::Rebuilds.shape(random)?;
                 Shape { factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)], ..rebuilds }
+            }
+            Swarm::Clones => {
+                let rebuilds = Swarm::Rebuilds.shape(random)?;
+                Shape {
+                    factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
+                    room: RoomShape { pool: Some(PoolShape::TIGHT), ..rebuilds.room },
+                    ..rebuilds
+                }
             }
             Swarm::Rebuilds => Shape {
                 wanted: Wanted::Power,

@@ -46,6 +46,13 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
         generation: volume.generation,
         fence_epoch: volume.grants.fenced,
         fence_at_once: volume.grants.fenced_at_once,
+        flatten: volume.flattening,
+        source: volume.source.as_ref().filter(|_| phase == ReplicaPhase::Clone).map(|source| {
+            api::CloneSource {
+                volume_id: source.volume.0.to_string(),
+                snapshot_id: source.snapshot.0.to_string(),
+            }
+        }),
     };
     let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
     let held = held.map(|r| assignment(r.id.0.to_string(), r.guid.0.to_string(), r.phase));

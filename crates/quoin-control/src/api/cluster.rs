@@ -100,15 +100,21 @@ impl Cluster for Services {
         request: Request<CreateVolumeRequest>,
     ) -> Result<Response<Volume>, Status> {
         self.manage(&request)?;
-        let CreateVolumeRequest { spec, limit_bytes, any_size } = request.into_inner();
+        let CreateVolumeRequest { spec, limit_bytes, any_size, source } = request.into_inner();
         let spec = spec.ok_or_else(|| Error::invalid("spec", "it is missing"))?;
         let required_bytes = if any_size { 0 } else { spec.size_bytes };
-        let volume = self
-            .controller
-            .volumes
-            .catalog
-            .create_within(&spec, required_bytes, limit_bytes)
-            .await?;
+        let (catalog, clones) = (&self.controller.volumes.catalog, &self.controller.volumes.clones);
+        let volume = match &source {
+            None => catalog.create_within(&spec, required_bytes, limit_bytes).await?,
+            // A repeat must not fail where its source was deleted since.
+            Some(source) => match catalog.find_made_from(&spec.name, source)? {
+                Some(volume) => catalog.check_made(&volume, &spec, required_bytes, limit_bytes)?,
+                None => {
+                    let source = clones.prepare(&spec.name, source, CUT_TIME).await?;
+                    catalog.create_from(&spec, required_bytes, limit_bytes, &source).await?
+                }
+            },
+        };
         let volume = self.formed(volume).await;
         Ok(Response::new(self.controller.status.volume(&volume)))
     }
@@ -298,6 +304,16 @@ impl Cluster for Services {
             None => None,
         };
         Ok(Response::new(ApplyVolumeResponse { volume, changes }))
+    }
+
+    async fn flatten_volume(
+        &self,
+        request: Request<FlattenVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let volume = request.get_ref().volume.as_ref();
+        let volume = self.controller.volumes.clones.flatten(volume).await?;
+        Ok(Response::new(self.controller.status.volume(&volume)))
     }
 
     async fn set_key_slots(

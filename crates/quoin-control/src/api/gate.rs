@@ -71,6 +71,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/ListVolumes", OpenTo::Users, ASKED),
     ("Cluster/ResizeVolume", OpenTo::Users, ASKED),
     ("Cluster/ScaleVolume", OpenTo::Users, ASKED),
+    ("Cluster/FlattenVolume", OpenTo::Users, ASKED),
     ("Cluster/MoveReplica", OpenTo::Users, ASKED),
     ("Cluster/RemoveReplicas", OpenTo::Users, ASKED),
     ("Cluster/ModifyVolume", OpenTo::Users, ASKED),

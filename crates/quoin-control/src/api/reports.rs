@@ -713,6 +713,7 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         used_bytes: report.used_bytes,
         bad_blocks: report.bad_blocks,
         repaired: report.repaired,
+        is_clone: report.is_clone,
         hearing: match report.hearing() {
             replica_report::Hearing::Unknown => Hearing::Unknown,
             replica_report::Hearing::Hears => Hearing::Hears,

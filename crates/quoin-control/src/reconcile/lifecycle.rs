@@ -98,7 +98,8 @@ impl Lifecycle {
         let answers = self.answers(volume);
         let mut trial = VolumeRecord::clone(volume);
         let mut news = Vec::new();
-        step(&mut trial, &answers, &mut news);
+        let are_own = self.are_own(volume);
+        step(&mut trial, &answers, are_own, &mut news);
         if trial.phase == VolumePhase::Deleting {
             crate::volume::volumes::free_name(state, volume).await?;
             if trial.replicas.is_empty() && trial.discarded.is_empty() {
@@ -114,7 +115,7 @@ impl Lifecycle {
         } else {
             let change = |volume: &mut VolumeRecord| {
                 news.clear();
-                step(volume, &answers, &mut news);
+                step(volume, &answers, are_own, &mut news);
                 Ok(())
             };
             let (current, ()) = match state.update_volume(volume.id.0, change).await {
@@ -155,6 +156,16 @@ impl Lifecycle {
             }
         }
         answers
+    }
+
+    /// Whether all replicas said that they share no block with the source of the volume any more.
+    fn are_own(&self, volume: &VolumeRecord) -> bool {
+        let observed = self.state.observed();
+        volume.replicas.iter().all(|replica| {
+            let pool = observed.heard_pool(&replica.pool, self.state.settings.offline_after);
+            let held = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
+            held.is_some_and(|held| held.state == ReplicaState::Present && !held.is_clone)
+        })
     }
 
     fn forget(&self, volume: &VolumeRecord) {
@@ -233,7 +244,7 @@ fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
 }
 
 /// One step of one volume, from its record and the pools' answers alone.
-fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
+fn step(volume: &mut VolumeRecord, answers: &Answers, are_own: bool, news: &mut Vec<News>) {
     let answer = |pool: &str, guid: ReplicaGuid| answers.get(&(pool.to_owned(), guid)).copied();
     let present = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Present);
     let gone = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Gone);
@@ -256,6 +267,15 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
         }
         VolumePhase::Ready | VolumePhase::Retained => {
             discard_retired(volume, answers);
+            if volume.flattening && are_own {
+                volume.flattening = false;
+                let source = volume.source.take();
+                let message = format!(
+                    "it shares nothing with {} any more",
+                    crate::volume::clones::in_words(source.as_ref())
+                );
+                news.push((Severity::Normal, about(volume), "VolumeFlattened", message));
+            }
             let name = volume.spec.name.clone();
             let known = volume.membership.known.clone();
             // Replicas whose place another record takes are not made anew where they were.

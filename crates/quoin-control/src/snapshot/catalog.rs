@@ -114,6 +114,44 @@ impl Snapshots {
         self.record(&volume, name, schedule, None).await
     }
 
+    /// Records that a snapshot is wanted for a copy of the volume under this name, or finds the one
+    /// that the same request made before. It is in no list and has no name of its own.
+    pub(crate) async fn create_for(
+        &self,
+        reference: Option<&VolumeRef>,
+        copy: &str,
+    ) -> Result<Arc<SnapshotRecord>, Error> {
+        self.state.check_ruling()?;
+        self.state.check_term()?;
+        let _changing = self.state.snapshots.changing.lock().await;
+        let volume = self.state.volume(reference)?;
+        match volume.phase {
+            VolumePhase::Ready => {}
+            VolumePhase::Pending => {
+                let what = format!("volume {:?} is not ready", volume.spec.name);
+                return Err(Error::Busy(what));
+            }
+            VolumePhase::Deleting | VolumePhase::Retained => {
+                return Err(crate::state::missing(reference));
+            }
+        }
+        let all = self.state.snapshots.of_volume(volume.id.0);
+        let is_it = |s: &&Arc<SnapshotRecord>| {
+            s.made_for == copy
+                && s.used_by.is_empty()
+                && matches!(s.phase, SnapshotPhase::Wished | SnapshotPhase::Ready)
+        };
+        if let Some(found) = all.iter().find(is_it) {
+            return Ok(found.clone());
+        }
+        if all.len() >= USER_SNAPSHOTS_MAX {
+            return Err(too_many(&volume.spec.name));
+        }
+        let snapshot =
+            SnapshotRecord { made_for: copy.to_owned(), ..wished(&volume, String::new(), "") };
+        self.wish(snapshot).await
+    }
+
     /// Records an attempt. The caller holds the lock of changes.
     pub(super) async fn record(
         &self,
@@ -122,19 +160,7 @@ impl Snapshots {
         schedule: &str,
         group: Option<Text<GroupId>>,
     ) -> Result<Arc<SnapshotRecord>, Error> {
-        let snapshot = SnapshotRecord {
-            id: Text(SnapshotId(random_id())),
-            name: name.to_owned(),
-            volume: volume.id,
-            volume_name: volume.spec.name.clone(),
-            phase: SnapshotPhase::Wished,
-            wished_ms: now_ms(),
-            cut: None,
-            schedule: schedule.to_owned(),
-            group,
-            failure: String::new(),
-            used_by: Vec::new(),
-        };
+        let snapshot = SnapshotRecord { group, ..wished(volume, name.to_owned(), schedule) };
         let tables = &self.state.snapshots;
         let named = SnapshotName { snapshot_name: name.to_owned(), snapshot_id: snapshot.id };
         let taken = tables.names.create(named.clone()).await?.is_err();
@@ -146,9 +172,13 @@ impl Snapshots {
             };
             tables.names.update(name, take).await?;
         }
-        match tables.records.create(snapshot).await? {
+        self.wish(snapshot).await
+    }
+
+    async fn wish(&self, snapshot: SnapshotRecord) -> Result<Arc<SnapshotRecord>, Error> {
+        match self.state.snapshots.records.create(snapshot).await? {
             Ok(snapshot) => {
-                self.state.tell_target(volume.id.0);
+                self.state.tell_target(snapshot.volume.0);
                 Ok(snapshot)
             }
             Err(_) => Err(Error::Busy("a snapshot id was drawn twice; try again".to_owned())),
@@ -258,6 +288,13 @@ impl Snapshots {
 
     async fn remove(&self, snapshot: &SnapshotRecord, schedule: &str) -> Result<(), Error> {
         self.state.check_term()?;
+        if let Some(volume) = crate::volume::clones::being_made(&self.state, snapshot) {
+            return Err(Error::Precondition(format!(
+                "volume {:?} is being made from snapshot {:?}; delete the snapshot when that is \
+                 done, or delete the volume",
+                volume.spec.name, snapshot.name
+            )));
+        }
         let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.remove());
         let Some((snapshot, removed)) =
             self.state.snapshots.records.update(&snapshot.name(), change).await?
@@ -347,6 +384,24 @@ impl Snapshots {
         let text = format!("snapshots of {} after {id}", self.state.identity.cluster());
         let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
         format!("{id}{}", hex::encode(&sum.as_ref()[..8]))
+    }
+}
+
+/// An attempt that begins now.
+fn wished(volume: &VolumeRecord, name: String, schedule: &str) -> SnapshotRecord {
+    SnapshotRecord {
+        id: Text(SnapshotId(random_id())),
+        name,
+        volume: volume.id,
+        volume_name: volume.spec.name.clone(),
+        phase: SnapshotPhase::Wished,
+        wished_ms: now_ms(),
+        cut: None,
+        schedule: schedule.to_owned(),
+        group: None,
+        failure: String::new(),
+        used_by: Vec::new(),
+        made_for: String::new(),
     }
 }
 

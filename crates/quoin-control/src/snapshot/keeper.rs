@@ -15,9 +15,12 @@ use crate::state::events::Severity;
 use crate::state::records::{Record, VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::SnapshotRecord;
 use crate::state::{State, about};
+use crate::time::now_ms;
 
 /// A change of records is looked at after this time.
 const PAUSE: Duration = Duration::from_millis(100);
+/// A snapshot that is made for a copy is given up where no volume came of it for so long.
+const COPY_WITHIN_MS: u64 = 600_000;
 
 /// Reconciler of volumes that end with their snapshots.
 pub struct SnapshotKeeper {
@@ -71,6 +74,8 @@ impl SnapshotKeeper {
     async fn look(&self, id: VolumeId) -> Result<(), Error> {
         let tables = &self.state.snapshots;
         let _changing = tables.changing.lock().await;
+        crate::volume::clones::keep_users(&self.state, id).await?;
+        self.drop_unused(id).await?;
         let volume = self.state.volumes.get(&id.to_string());
         if let Some(volume) = volume.as_ref().filter(|v| v.phase == VolumePhase::Retained) {
             // A crash may have come before this.
@@ -94,6 +99,24 @@ impl SnapshotKeeper {
         for snapshot in tables.of_volume(id) {
             tables.free_name(&snapshot).await?;
             tables.records.remove(&snapshot.name(), |_| true).await?;
+        }
+        Ok(())
+    }
+
+    /// Snapshots that were made for copies of the volume which never came to be.
+    async fn drop_unused(&self, id: VolumeId) -> Result<(), Error> {
+        let tables = &self.state.snapshots;
+        let is_unused = |s: &SnapshotRecord| {
+            let age_ms = now_ms().saturating_sub(s.wished_ms);
+            !s.made_for.is_empty() && s.used_by.is_empty() && age_ms > COPY_WITHIN_MS
+        };
+        for snapshot in tables.of_volume(id).iter().filter(|s| is_unused(s)) {
+            let change =
+                |snapshot: &mut SnapshotRecord| Ok(is_unused(snapshot).then(|| snapshot.remove()));
+            let updated = tables.records.update(&snapshot.name(), change).await?;
+            if updated.is_some_and(|(_, removed)| removed == Some(true)) {
+                self.state.tell_target(id);
+            }
         }
         Ok(())
     }

@@ -145,6 +145,7 @@ async fn adopt(
         group: None,
         failure: String::new(),
         used_by: Vec::new(),
+        made_for: String::new(),
     };
     if let Ok(record) = state.snapshots.records.create(record).await? {
         let message = format!(

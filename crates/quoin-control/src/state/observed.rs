@@ -34,9 +34,16 @@ pub struct ReplicaSeen {
     pub repaired: u64,
     /// Life of a target's lease on it.
     pub hearing: Hearing,
+    /// It shares blocks with the source that it was made from.
+    pub is_clone: bool,
 }
 
 impl ReplicaSeen {
+    /// What asks for a reaction where it changes.
+    fn standing(&self) -> (ReplicaState, bool, bool) {
+        (self.state, self.quorum, self.is_clone)
+    }
+
     /// This report after the one before.
     pub fn after(self, before: Option<&Self>, now: Instant) -> Self {
         let hearing = before.map(|before| before.hearing).unwrap_or_default();
@@ -72,9 +79,9 @@ impl PoolSeen {
         let mut volumes = HashSet::new();
         for (guid, replica) in listed {
             let replica = replica.after(self.replicas.get(&guid), self.last);
-            let (volume, now) = (replica.volume, (replica.state, replica.quorum));
+            let (volume, now) = (replica.volume, replica.standing());
             let before = self.replicas.insert(guid, replica);
-            if before.is_none_or(|before| (before.state, before.quorum) != now) {
+            if before.is_none_or(|before| before.standing() != now) {
                 volumes.insert(volume);
             }
         }
@@ -88,7 +95,7 @@ impl PoolSeen {
         let differs = |one: &Self, other: &Self| {
             let differs = |(guid, replica): &(&ReplicaGuid, &ReplicaSeen)| {
                 let other = other.replicas.get(guid);
-                other.is_none_or(|o| (o.state, o.quorum) != (replica.state, replica.quorum))
+                other.is_none_or(|other| other.standing() != replica.standing())
             };
             one.replicas.iter().filter(differs).map(|(_, replica)| replica.volume).collect()
         };

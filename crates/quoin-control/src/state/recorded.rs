@@ -115,6 +115,8 @@ pub(crate) fn volume() -> VolumeRecord {
         consistency_factor: 2,
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
+        source: None,
+        flattening: false,
         grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
     }
@@ -219,6 +221,22 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     };
     hold("volume-shared", &shared);
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
+    let source = SourceRecord {
+        volume: Text(VolumeId(0xf00)),
+        snapshot: Text(SnapshotId(0x5a)),
+        volume_name: "db".into(),
+        snapshot_name: "before-upgrade".into(),
+        of_volume: false,
+        depth: 2,
+    };
+    let clone = VolumeRecord {
+        replicas: vec![replica(1, ReplicaPhase::Clone, Cause::Asked)],
+        source: Some(source.clone()),
+        ..volume()
+    };
+    hold("volume-clone", &clone);
+    let source = Some(SourceRecord { snapshot_name: String::new(), of_volume: true, ..source });
+    hold("volume-clone-flattening", &VolumeRecord { source, flattening: true, ..volume() });
     let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
     hold("volume-name", &name);
     let pool = PoolRecord {
@@ -302,6 +320,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         group: None,
         failure: "in words".into(),
         used_by: vec![Text(VolumeId(0xf02))],
+        made_for: String::new(),
     };
     hold("snapshot-wished", &snapshot);
     let (lsn, epoch, chain) = (9, 3, 0xc4a1);
@@ -313,6 +332,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     ] {
         hold(name, &SnapshotRecord { phase, ..snapshot.clone() });
     }
+    hold("snapshot-of-a-copy", &SnapshotRecord { made_for: "copy".into(), ..snapshot.clone() });
     let group = Text(GroupId(0x66));
     hold("snapshot-of-a-group", &SnapshotRecord { group: Some(group), ..snapshot.clone() });
     let member = |volume, with: bool| GroupMember {

@@ -13,7 +13,9 @@ use std::str::FromStr;
 use quoin_api::volume::VolumeOptions;
 use quoin_encryption::Encryption;
 use quoin_types::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
-use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::{
+    Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, SnapshotId, VolumeId,
+};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -177,6 +179,9 @@ impl From<WrittenPhase> for VolumePhase {
 pub enum ReplicaPhase {
     /// First creation, quorum on; only while the volume is not formed.
     Init,
+    /// As `Init`, with the content of the snapshot that the volume is made from. A value of its own:
+    /// a build that does not know it would make an empty replica, which would count.
+    Clone,
     /// Creation under a new GUID, quorum off.
     Recreate,
     /// It was created and must exist.
@@ -188,6 +193,7 @@ impl ReplicaPhase {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Init => "Init",
+            Self::Clone => "Clone",
             Self::Recreate => "Recreate",
             Self::Keep => "Keep",
             Self::Delete => "Delete",
@@ -359,10 +365,31 @@ pub struct VolumeRecord {
     /// record is the later one.
     #[serde(default)]
     pub generation: u64,
+    /// The snapshot that it was made from; `None`: it began empty, or shares nothing any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<SourceRecord>,
+    /// It takes over the blocks that it shares with its source.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub flattening: bool,
     #[serde(flatten)]
     pub grants: Grants,
     #[serde(flatten)]
     pub used: Use,
+}
+
+/// The snapshot that a volume was made from.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SourceRecord {
+    pub volume: Text<VolumeId>,
+    pub snapshot: Text<SnapshotId>,
+    /// Names at that time.
+    pub volume_name: String,
+    pub snapshot_name: String,
+    /// It was made from the volume, by a snapshot that is for nothing else.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub of_volume: bool,
+    /// Volumes that were made one from the other up to this one.
+    pub depth: u32,
 }
 
 /// The largest record that pools are given to keep, and retired GUIDs in it.
@@ -457,6 +484,8 @@ impl VolumeRecord {
             incarnation: Text(Incarnation(0)),
             may_have_lost_ms: 0,
             generation: 0,
+            source: None,
+            flattening: false,
             grants: Grants::default(),
             used: Use::default(),
         }

@@ -86,12 +86,16 @@ pub struct SnapshotRecord {
     /// Volumes that are made from it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub used_by: Vec<Text<VolumeId>>,
+    /// Name of the volume that is made from it; empty: it is a user's. Others are in no list.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub made_for: String,
 }
 
 impl SnapshotRecord {
     /// Users see it.
     pub fn is_listed(&self) -> bool {
         matches!(self.phase, SnapshotPhase::Wished | SnapshotPhase::Ready)
+            && self.made_for.is_empty()
     }
 
     /// Its content must stay.
@@ -117,6 +121,25 @@ impl SnapshotRecord {
         }
         (self.phase, self.cut) = (SnapshotPhase::Ready, Some(cut));
         true
+    }
+
+    /// A volume is made from it.
+    pub(crate) fn begin_use(&mut self, volume: Text<VolumeId>) {
+        if !self.used_by.contains(&volume) {
+            self.used_by.push(volume);
+        }
+        if !self.made_for.is_empty() {
+            // It is for this one alone.
+            self.remove();
+        }
+    }
+
+    /// The volume does not need it any more. With the last one it goes, unless it is a user's.
+    pub(crate) fn end_use(&mut self, volume: Text<VolumeId>) {
+        self.used_by.retain(|user| *user != volume);
+        if self.used_by.is_empty() && self.phase == SnapshotPhase::Retained {
+            self.phase = SnapshotPhase::Deleting;
+        }
     }
 
     /// Removes it from the users' sight; false: it was removed before.
@@ -225,6 +248,8 @@ impl Record for ScheduleRecord {
 pub struct SnapshotIndex {
     by_volume: HashMap<VolumeId, BTreeSet<String>>,
     by_schedule: HashMap<String, BTreeSet<String>>,
+    /// By the volumes that are made from them.
+    by_user: HashMap<VolumeId, BTreeSet<String>>,
     by_group: HashMap<GroupId, BTreeSet<String>>,
     /// Snapshots of which a target has something to do.
     open: BTreeMap<VolumeId, BTreeSet<String>>,
@@ -237,6 +262,11 @@ impl SnapshotIndex {
 
     pub fn of_schedule(&self, schedule: &str) -> Option<&BTreeSet<String>> {
         self.by_schedule.get(schedule)
+    }
+
+    /// Snapshots that a volume was made from.
+    pub fn used_by(&self, volume: VolumeId) -> Option<&BTreeSet<String>> {
+        self.by_user.get(&volume)
     }
 
     pub fn of_group(&self, group: GroupId) -> Option<&BTreeSet<String>> {
@@ -262,6 +292,14 @@ impl SnapshotIndex {
                 self.by_schedule.remove(&snapshot.schedule);
             }
         }
+        for user in &snapshot.used_by {
+            if let Some(names) = self.by_user.get_mut(&user.0) {
+                names.remove(&name);
+                if names.is_empty() {
+                    self.by_user.remove(&user.0);
+                }
+            }
+        }
         if let Some(Text(group)) = snapshot.group
             && let Some(names) = self.by_group.get_mut(&group)
         {
@@ -284,6 +322,9 @@ impl SnapshotIndex {
         if !snapshot.schedule.is_empty() {
             let of_schedule = self.by_schedule.entry(snapshot.schedule.clone());
             of_schedule.or_default().insert(name.clone());
+        }
+        for user in &snapshot.used_by {
+            self.by_user.entry(user.0).or_default().insert(name.clone());
         }
         if let Some(Text(group)) = snapshot.group {
             self.by_group.entry(group).or_default().insert(name.clone());
@@ -393,6 +434,11 @@ impl SnapshotTables {
         self.records.indexed(|index| index.open().get(&volume))
     }
 
+    /// Snapshots that a volume was made from.
+    pub fn used_by(&self, volume: VolumeId) -> Vec<Arc<SnapshotRecord>> {
+        self.records.indexed(|index| index.used_by(volume))
+    }
+
     /// A snapshot of the volume must stay.
     pub fn keeps(&self, volume: VolumeId) -> bool {
         self.of_volume(volume).iter().any(|snapshot| snapshot.is_kept())
@@ -441,6 +487,7 @@ pub(crate) mod tests {
             group: None,
             failure: String::new(),
             used_by: Vec::new(),
+            made_for: String::new(),
         }
     }
 
@@ -473,6 +520,35 @@ pub(crate) mod tests {
         assert!(used.remove());
         assert_eq!(used.phase, SnapshotPhase::Retained);
         assert!(used.is_kept() && !used.is_listed() && !used.is_open());
+    }
+
+    #[test]
+    fn a_snapshot_is_given_up_with_the_last_volume_that_was_made_from_it() {
+        let mut used = snapshot(1, 7);
+        used.made(cut(5));
+        [8, 9, 8].into_iter().for_each(|volume| used.begin_use(Text(VolumeId(volume))));
+        assert_eq!(used.used_by.len(), 2);
+        assert!(used.remove() && used.phase == SnapshotPhase::Retained);
+        used.end_use(Text(VolumeId(8)));
+        assert_eq!(used.phase, SnapshotPhase::Retained);
+        used.end_use(Text(VolumeId(9)));
+        assert_eq!(used.phase, SnapshotPhase::Deleting);
+        let mut listed = snapshot(2, 7);
+        listed.made(cut(5));
+        listed.begin_use(Text(VolumeId(8)));
+        listed.end_use(Text(VolumeId(8)));
+        assert_eq!(listed.phase, SnapshotPhase::Ready, "its user keeps it");
+    }
+
+    #[test]
+    fn a_snapshot_that_is_made_for_a_clone_is_in_no_list_and_goes_with_it() {
+        let mut hidden = SnapshotRecord { made_for: "copy".into(), ..snapshot(1, 7) };
+        hidden.made(cut(5));
+        assert!(!hidden.is_listed() && hidden.is_kept());
+        hidden.begin_use(Text(VolumeId(8)));
+        assert_eq!(hidden.phase, SnapshotPhase::Retained);
+        hidden.end_use(Text(VolumeId(8)));
+        assert_eq!(hidden.phase, SnapshotPhase::Deleting);
     }
 
     #[test]

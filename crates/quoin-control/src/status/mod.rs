@@ -353,6 +353,10 @@ impl Status {
             not_judged,
             snapshots,
             newest_snapshot,
+            made_from: volume
+                .source
+                .as_ref()
+                .map(|source| crate::volume::clones::message(source, volume.flattening)),
             revert: self
                 .state
                 .snapshots
@@ -469,6 +473,7 @@ impl Status {
                 known: status.known,
                 leaving: replica.leaving || volume.is_followed(replica),
                 repaired: held.map_or(0, |held| held.repaired),
+                is_clone: held.is_some_and(|held| held.is_clone),
                 cause: match replica.cause {
                     _ if status.known => "",
                     Cause::Asked => "",

@@ -2,6 +2,7 @@
 //! compare-and-swaps of targets.
 
 pub(crate) mod attach;
+pub(crate) mod clones;
 pub(crate) mod declare;
 pub(crate) mod devices;
 pub(crate) mod epochs;
@@ -28,6 +29,7 @@ pub struct Parts {
     pub catalog: Arc<volumes::Catalog>,
     pub replicas: scale::Replicas,
     pub attachments: attach::Attachments,
+    pub clones: clones::Clones,
     pub declarations: declare::Declarations,
     pub key_slots: key_slots::KeySlots,
     pub modifications: modify::Modifications,
@@ -42,6 +44,7 @@ impl Parts {
         Self {
             replicas: scale::Replicas::new(state.clone()),
             attachments: attach::Attachments::new(state.clone()),
+            clones: clones::Clones::new(state.clone()),
             declarations: declare::Declarations::new(state.clone(), catalog.clone()),
             key_slots: key_slots::KeySlots::new(state.clone()),
             modifications: modify::Modifications::new(state.clone()),

@@ -342,6 +342,26 @@ fn place_near(
     placement::place(spec, size_bytes, pools)
 }
 
+/// Has a new volume have replicas in more pools. Where its users are bound to its replicas, they are
+/// bound to these too.
+///
+/// # Errors
+/// None of the pools is on a node that uses volumes.
+pub(crate) fn bind(
+    spec: &Spec,
+    placed: &mut Placed,
+    others: &[String],
+    pools: &[Candidate],
+) -> Result<(), Error> {
+    if spec.options.local == Local::Required {
+        let mut all = placed.clone();
+        all.pools.extend_from_slice(others);
+        placed.topology = nodes_of(spec, &all, pools)?;
+        placed.kept = all.pools;
+    }
+    Ok(())
+}
+
 /// Topologies of a volume that is used where its replicas are: a node each.
 fn nodes_of(spec: &Spec, placed: &Placed, pools: &[Candidate]) -> Result<Vec<Segments>, Error> {
     let topology_of = |pool: &Candidate| {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use quoin_api::control::{VolumeRef, VolumeSpec};
+use quoin_api::control::{VolumeRef, VolumeSource, VolumeSpec};
 use quoin_api::volume::OPTIONS;
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
@@ -12,6 +12,7 @@ use crate::state::records::{
     VolumePhase, VolumeRecord,
 };
 use crate::state::{State, about, random_id};
+use crate::volume::clones::{self, Prepared};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
 use crate::volume::topology::{self, Requirement};
@@ -48,6 +49,54 @@ impl Catalog {
         self.create_in(asked, required_bytes, limit_bytes, &[]).await
     }
 
+    /// The volume of this name, if it was made from the source that is asked for: as a repeated
+    /// creation finds it. `None`: there is no volume of this name.
+    pub fn find_made_from(
+        &self,
+        name: &str,
+        source: &VolumeSource,
+    ) -> Result<Option<Arc<VolumeRecord>>, Error> {
+        self.state.check_ruling()?;
+        let named = self.state.names.get(name);
+        let found = named.and_then(|name| self.state.volumes.get(&name.volume_id.0.to_string()));
+        match found {
+            Some(volume) if !clones::is_from(&self.state, &volume, Some(source)) => {
+                Err(differs_in_source(&volume))
+            }
+            found => Ok(found),
+        }
+    }
+
+    /// A volume that was made by the same request before, checked against it.
+    pub fn check_made(
+        &self,
+        volume: &Arc<VolumeRecord>,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let asked = clones::as_made(asked, volume);
+        let spec = spec::complete(&asked, self.state.settings.defaults)?;
+        let wanted = Requirement::of(&asked, spec.options.local)?;
+        self.check_same(volume, &spec, &wanted, required_bytes, limit_bytes)?;
+        Ok(volume.clone())
+    }
+
+    /// See [`Self::create_within`]; the volume begins with the content of a source, and is as large
+    /// at least.
+    pub async fn create_from(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        source: &Prepared,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let asked = clones::filled_in(asked, Some(source));
+        let size_bytes = source.size_within(required_bytes, limit_bytes)?;
+        let asked = VolumeSpec { size_bytes, ..asked };
+        self.create_with(&asked, required_bytes, limit_bytes, &[], Some(source)).await
+    }
+
     /// See [`Self::create_within`]; the replicas are in the named pools.
     pub(crate) async fn create_in(
         &self,
@@ -55,6 +104,17 @@ impl Catalog {
         required_bytes: u64,
         limit_bytes: u64,
         named: &[String],
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_with(asked, required_bytes, limit_bytes, named, None).await
+    }
+
+    async fn create_with(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        named: &[String],
+        source: Option<&Prepared>,
     ) -> Result<Arc<VolumeRecord>, Error> {
         self.state.check_ruling()?;
         let mut spec = spec::complete(asked, self.state.settings.defaults)?;
@@ -66,8 +126,16 @@ impl Catalog {
         if let Some(name) = &found
             && let Some(volume) = self.state.volumes.get(&name.volume_id.0.to_string())
         {
+            if volume.source.as_ref().map(|s| (s.snapshot, s.of_volume))
+                != source.map(|s| (s.record().snapshot, s.record().of_volume))
+            {
+                return Err(differs_in_source(&volume));
+            }
             self.check_same(&volume, &spec, &wanted, required_bytes, limit_bytes)?;
             return Ok(volume);
+        }
+        if let Some(source) = source {
+            source.settle(&mut spec)?;
         }
         if let Some(other) = self.state.volumes.get(&spec.name) {
             let rule = format!("it is the id of volume {:?}: choose another", other.spec.name);
@@ -76,7 +144,12 @@ impl Catalog {
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = candidates(&self.state);
-        let placed = match topology::place(&spec, size_bytes, &candidates, &wanted, named) {
+        let placed = match source {
+            None => topology::place(&spec, size_bytes, &candidates, &wanted, named)
+                .map(|placed| (placed, Vec::new())),
+            Some(source) => source.choose(&self.state, &spec, size_bytes, &candidates, &wanted),
+        };
+        let (placed, others) = match placed {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
@@ -89,7 +162,15 @@ impl Catalog {
             Ok(placed) => placed,
         };
         spec.accessible_topology = placed.topology;
+        // No snapshot is deleted between the look at it and the record that keeps it.
+        let _changing = match source {
+            Some(_) => Some(self.state.snapshots.changing.lock().await),
+            None => None,
+        };
         let id = VolumeId(random_id());
+        if let Some(source) = source {
+            source.begin_use(&self.state, Text(id)).await?;
+        }
         let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
         match found {
             // Left by a creation that failed; that id is not used again.
@@ -106,7 +187,13 @@ impl Catalog {
                 }
             }
         }
-        let mut volume = new_volume(id, spec, size_bytes, placed.pools);
+        let mut volume = match source {
+            None => new_volume(id, spec, size_bytes, placed.pools),
+            Some(source) => {
+                let volume = VolumeRecord::new(id, spec, size_bytes);
+                clones::new_clone(volume, source.record(), placed.pools, others)
+            }
+        };
         volume.replicas.iter_mut().for_each(|replica| {
             replica.placed = named.contains(&replica.pool) || placed.kept.contains(&replica.pool);
         });
@@ -115,8 +202,12 @@ impl Catalog {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
                 let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
                 // A reader of the events alone must not take pools of one host for hosts.
+                let from = match &volume.source {
+                    None => String::new(),
+                    source => format!(", made from {}", clones::in_words(source.as_ref())),
+                };
                 let message = format!(
-                    "{size} on pools {pools}: {}",
+                    "{size} on pools {pools}{from}: {}",
                     crate::status::contract(&self.state, &volume)
                 );
                 self.state.events.record(
@@ -340,6 +431,12 @@ impl Catalog {
         let (left, largest) = topology::capacity(&spec, &candidates(&self.state), &wanted);
         Ok((left, largest.min(spec::SIZE_BYTES_MAX)))
     }
+}
+
+fn differs_in_source(volume: &VolumeRecord) -> Error {
+    let source = clones::in_words(volume.source.as_ref());
+    let difference = format!("source: it was made with {source}, another one is asked for");
+    Error::Differs { name: volume.spec.name.clone(), difference }
 }
 
 /// Its user has not deleted it.

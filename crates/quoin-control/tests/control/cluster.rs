@@ -92,6 +92,16 @@ impl Memory {
         self.writes_left.load(Ordering::SeqCst) <= 0
     }
 
+    /// A record as it is now.
+    pub fn entry(&self, key: &str) -> Entry {
+        self.records.lock().unwrap().1[key].clone()
+    }
+
+    /// An older record takes the place of a newer one, as where a backup is restored.
+    pub fn put_back(&self, entry: Entry) {
+        self.records.lock().unwrap().1.insert(entry.key.clone(), entry);
+    }
+
     pub fn keys(&self, prefix: &str) -> Vec<String> {
         let records = self.records.lock().unwrap();
         records.1.keys().filter(|key| key.starts_with(prefix)).cloned().collect()
@@ -193,6 +203,8 @@ pub struct SimPool {
     pub online: bool,
     /// GUID → (volume, quorum).
     pub holds: HashMap<String, (String, bool)>,
+    /// GUIDs of those that share blocks with their source.
+    pub clones: std::collections::HashSet<String>,
     born: Vec<String>,
     told: Vec<(String, String, String)>,
 }
@@ -211,6 +223,7 @@ impl SimPool {
             ring_full: false,
             online: true,
             holds: HashMap::new(),
+            clones: Default::default(),
             born: Vec::new(),
             told: Vec::new(),
         }
@@ -233,10 +246,14 @@ impl SimPool {
             let formed = told.membership.as_ref().unwrap().formed;
             let missing = !self.holds.contains_key(&told.guid);
             match told.phase.as_str() {
-                "Init" | "Recreate" if missing => {
+                "Clone" if missing && !self.holds_source(told.source.as_ref()) => {}
+                "Init" | "Clone" | "Recreate" if missing => {
                     assert!(told.phase == "Recreate" || !formed, "Init after the volume formed");
                     assert!(!self.born.contains(&told.guid), "a GUID was born twice");
-                    let quorum = told.phase == "Init";
+                    let quorum = told.phase != "Recreate";
+                    if told.phase == "Clone" {
+                        self.clones.insert(told.guid.clone());
+                    }
                     self.holds.insert(told.guid.clone(), (told.volume_id.clone(), quorum));
                     self.born.push(told.guid.clone());
                 }
@@ -245,6 +262,12 @@ impl SimPool {
             }
             self.told.push((told.volume_id, told.replica_id, told.guid));
         }
+    }
+
+    /// Whether it has a replica of the volume that a clone is made from.
+    fn holds_source(&self, source: Option<&quoin_api::control::CloneSource>) -> bool {
+        let source = source.expect("a clone has a source");
+        self.holds.values().any(|(volume, _)| *volume == source.volume_id)
     }
 
     pub fn report(&self) -> PoolReport {
@@ -256,6 +279,7 @@ impl SimPool {
                 volume_id: volume.clone(),
                 state: if held.is_some() { "created" } else { "gone" }.into(),
                 quorum: held.is_some_and(|held| held.1),
+                is_clone: self.clones.contains(guid),
                 used_bytes: held.map_or(0, |_| self.replica_bytes),
                 ..ReplicaReport::default()
             }

@@ -4,6 +4,7 @@ mod access;
 mod backing_up;
 mod balancing;
 mod by_key;
+mod clones;
 mod cluster;
 mod conditions;
 mod crash;

@@ -26,7 +26,7 @@ pub(super) fn named(name: &str) -> Option<SnapshotRef> {
     Some(SnapshotRef { id: String::new(), name: name.into() })
 }
 
-fn by_id(id: impl ToString) -> Option<VolumeRef> {
+pub fn by_id(id: impl ToString) -> Option<VolumeRef> {
     Some(VolumeRef { id: id.to_string(), name: String::new() })
 }
 
@@ -90,7 +90,7 @@ pub(super) fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
 }
 
 /// A volume that is attached to n1.
-async fn attached() -> Cluster {
+pub async fn attached() -> Cluster {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();

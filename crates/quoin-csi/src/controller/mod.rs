@@ -14,7 +14,7 @@ use quoin_api::csi::volume_content_source::Type as Source;
 use quoin_api::csi::*;
 use tonic::{Request, Response, Status};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, by_id, is_id};
 use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::in_flight::run_to_completion;
@@ -32,6 +32,7 @@ const CAPABILITIES: &[rpc::Type] = &[
     rpc::Type::GetCapacity,
     rpc::Type::CreateDeleteSnapshot,
     rpc::Type::ListSnapshots,
+    rpc::Type::CloneVolume,
     rpc::Type::PublishReadonly,
     rpc::Type::ExpandVolume,
     rpc::Type::ListVolumesPublishedNodes,
@@ -68,7 +69,7 @@ impl Controller for ControllerService {
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let capabilities =
             capability::read_all(&request.volume_capabilities).map_err(CapabilityError::invalid)?;
-        refuse_source(request.volume_content_source.as_ref())?;
+        let source = read_source(request.volume_content_source.as_ref())?;
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
@@ -87,6 +88,7 @@ impl Controller for ControllerService {
                 spec: Some(spec),
                 limit_bytes: range.limit_bytes,
                 any_size: range.required_bytes == 0,
+                source,
             };
             let volume = backend.create_volume(wanted).await?;
             refuse_not_offered(&capabilities, &volume)?;
@@ -459,21 +461,29 @@ fn refuse_not_offered(capabilities: &[Capability], volume: &api::Volume) -> Resu
     }
 }
 
-fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
+/// Reads the content that a new volume is to begin with. An id of unknown form is an unknown id.
+fn read_source(given: Option<&VolumeContentSource>) -> Result<Option<api::VolumeSource>, Status> {
     const FIELD: &str = "volume_content_source";
-    let Some(given) = given else { return Ok(()) };
-    match &given.r#type {
-        None => Err(invalid(FIELD, "has neither a snapshot nor a volume")),
+    let Some(given) = given else { return Ok(None) };
+    let source = match &given.r#type {
+        None => return Err(invalid(FIELD, "has neither a snapshot nor a volume")),
         Some(Source::Snapshot(source)) => {
-            limits::required("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
-            Err(invalid(
-                FIELD,
-                "names a snapshot, and this version makes no volumes from snapshots",
-            ))
+            let id = &source.snapshot_id;
+            limits::required("volume_content_source.snapshot.snapshot_id", id)?;
+            if !is_id(id) {
+                return Err(refusal::no_snapshot(id));
+            }
+            let snapshot = Some(api::SnapshotRef { id: id.clone(), name: String::new() });
+            api::VolumeSource { snapshot, ..Default::default() }
         }
         Some(Source::Volume(source)) => {
-            limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;
-            Err(invalid(FIELD, "names a volume, and this version does not clone volumes"))
+            let id = &source.volume_id;
+            limits::required("volume_content_source.volume.volume_id", id)?;
+            if !is_id(id) {
+                return Err(refusal::no_volume(id));
+            }
+            api::VolumeSource { volume: by_id(id), ..Default::default() }
         }
-    }
+    };
+    Ok(Some(source))
 }

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 
 use quoin_api::control as api;
+use quoin_api::csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
 use quoin_api::csi::{
-    Snapshot, Volume, VolumeCondition, VolumeGroupSnapshot, list_snapshots_response,
-    list_volumes_response,
+    Snapshot, Volume, VolumeCondition, VolumeContentSource, VolumeGroupSnapshot,
+    list_snapshots_response, list_volumes_response,
 };
 
 use crate::capacity::signed;
@@ -18,9 +19,18 @@ pub fn volume(volume: &api::Volume) -> Volume {
         capacity_bytes: signed(volume.size_bytes),
         volume_id: volume.id.clone(),
         volume_context: context::of_volume(volume),
-        content_source: None,
+        content_source: volume.made_from.as_ref().map(content_source),
         accessible_topology: topology::of_record(topologies),
     }
+}
+
+/// Returns what a volume was made from.
+fn content_source(made: &api::MadeFrom) -> VolumeContentSource {
+    let source = match made.of_volume {
+        true => Type::Volume(VolumeSource { volume_id: made.volume_id.clone() }),
+        false => Type::Snapshot(SnapshotSource { snapshot_id: made.snapshot_id.clone() }),
+    };
+    VolumeContentSource { r#type: Some(source) }
 }
 
 /// Returns the snapshot message, the same in every answer.

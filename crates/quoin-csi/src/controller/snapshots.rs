@@ -1,7 +1,7 @@
 //! Snapshots: requests are checked here, and the control plane does the work.
 //!
 //! A snapshot's id is handed out once it is cut, so an answer has its time and every listed snapshot
-//! is whole. Creating a volume from one is refused by this version.
+//! is whole.
 
 use quoin_api::control as api;
 use quoin_api::csi::*;

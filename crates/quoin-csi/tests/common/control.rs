@@ -263,7 +263,7 @@ async fn apply_assignments(
 fn apply_replica(assignment: ReplicaAssignment, held: &mut BTreeSet<String>) -> ReplicaReport {
     match assignment.phase.as_str() {
         "Delete" => drop(held.remove(&assignment.guid)),
-        "Init" | "Recreate" => drop(held.insert(assignment.guid.clone())),
+        "Init" | "Clone" | "Recreate" => drop(held.insert(assignment.guid.clone())),
         _ => {}
     }
     let state = if held.contains(&assignment.guid) { "created" } else { "gone" };

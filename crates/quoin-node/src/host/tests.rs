@@ -301,6 +301,8 @@ async fn xfs_is_made_mounted_and_grown_while_in_use() {
     world.assert_clean();
 }
 
+/// Proves CSI-CREATEVOLUME-07: a volume that became larger while it was staged nowhere, as a clone may
+/// be larger than its source, has a file system of its own size once it is staged.
 #[tokio::test]
 async fn ext4_grows_while_in_use_and_after_the_volume_grew_unstaged() {
     let Some(world) = World::new() else { return };

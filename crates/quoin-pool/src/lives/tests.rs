@@ -152,6 +152,8 @@ impl Process {
             },
             blocks: 1024,
             phase,
+            source: None,
+            flatten: false,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         }])));
@@ -168,6 +170,8 @@ impl Process {
             },
             blocks: 1024,
             phase: Phase::Init,
+            source: None,
+            flatten: false,
             fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         });

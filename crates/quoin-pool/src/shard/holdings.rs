@@ -7,7 +7,7 @@ use quoin_replication::pool_host::holdings::{Step, step};
 use quoin_replication::pool_host::repairs::Repairs;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaEvent};
-use quoin_store::ReplicaPool;
+use quoin_store::{Cloned, ReplicaPool};
 use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
@@ -20,6 +20,10 @@ use crate::held::{Held as HeldReplica, Holdings};
 
 /// Time until a creation or a deletion that failed is tried again.
 const UNDONE_AGAIN: Duration = Duration::from_secs(10);
+
+/// Time until a clone is tried again: its snapshot may be on its way into the map of its replica, or
+/// to this pool.
+const CLONE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Replicas whose creation or deletion failed.
 #[derive(Default)]
@@ -80,26 +84,32 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     fn obey(&mut self, now: Time, wanted: Wanted) {
         let (guid, fence, phase) = (wanted.identity.guid, wanted.fence, wanted.phase);
+        let flatten = wanted.flatten;
         let held = self.pool.replica(guid).map(|store| store.identity().clone());
         let retired = self.pool.is_retired(guid);
         let step = step(phase, &wanted.identity, held.as_ref(), retired);
         match step {
             Step::Create { quorum } => self.create(now, wanted, quorum),
+            Step::Clone => self.make_clone(now, wanted),
             Step::Describe => self.describe(&wanted),
             Step::Delete => self.delete(now, &wanted),
             Step::Absent => self.replicas.gone.push(gone(&wanted)),
             Step::OfAnother => return self.tell_of_another(&wanted),
         }
         self.fence(now, guid, fence);
+        if flatten {
+            self.pool.flatten(guid);
+        }
         let is_held = self.replicas.contains(guid);
         let is_undone = match step {
-            Step::Create { .. } => !is_held,
+            Step::Create { .. } | Step::Clone => !is_held,
             Step::Delete => is_held,
             Step::Describe | Step::Absent | Step::OfAnother => false,
         };
         if is_undone {
             self.replicas.undone.replicas.insert(guid);
-            self.replicas.undone.again_at = now + UNDONE_AGAIN;
+            let pause = if step == Step::Clone { CLONE_AGAIN } else { UNDONE_AGAIN };
+            self.replicas.undone.again_at = now + pause;
         }
     }
 
@@ -138,6 +148,37 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
             Err(error) => {
                 let message = format!("cannot create the replica: {error}");
+                self.parts.notices.push(
+                    Severity::Error,
+                    volume,
+                    replica,
+                    "ReplicaNotCreated",
+                    message,
+                );
+            }
+        }
+    }
+
+    /// Makes a replica that begins with a snapshot. Where that is not to be had now it waits: one that
+    /// begins with anything else would count for the volume's content.
+    fn make_clone(&mut self, now: Time, wanted: Wanted) {
+        let guid = wanted.identity.guid;
+        let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
+        let Some(source) = wanted.source else { return };
+        let meta =
+            ReplicaMeta { membership: wanted.membership, quorum: true, ..ReplicaMeta::default() };
+        match self.pool.create_clone(wanted.identity, meta, wanted.blocks, &source) {
+            Ok(Cloned::Made) => {
+                let ticket = self.pool.request_sync();
+                self.hold(now, guid, ticket);
+                tracing::info!(%volume, %replica, %guid, of = %source.snapshot, "clone made");
+            }
+            Ok(Cloned::NotYet) => tracing::debug!(%volume, "the snapshot is not in the map yet"),
+            Err(error) => {
+                let message = format!(
+                    "cannot make the replica from snapshot {} of volume {}: {error}",
+                    source.snapshot, source.volume
+                );
                 self.parts.notices.push(
                     Severity::Error,
                     volume,
@@ -227,6 +268,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         };
         for (guid, held) in self.replicas.iter() {
             let used_bytes = self.pool.replica_bytes(guid);
+            let is_clone = self.pool.is_clone(guid);
             let Some(store) = self.pool.replica(guid) else { continue };
             // Not said before it is on media: "created" is what lets a volume be formed.
             if !self.disk.syncs.covers(held.born) {
@@ -252,6 +294,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 used_bytes,
                 bad_blocks: held.repairs.bad_blocks(),
                 repaired: held.repairs.mended(),
+                is_clone,
                 hears_target: held.replica.hears_target(now),
             });
         }
@@ -283,5 +326,6 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         bad_blocks: 0,
         hears_target: false,
         repaired: 0,
+        is_clone: false,
     }
 }

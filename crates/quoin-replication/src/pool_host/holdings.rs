@@ -14,6 +14,8 @@ use crate::replica::store::ReplicaIdentity;
 pub enum Phase {
     /// Create if missing, quorum on: the volume is being formed.
     Init,
+    /// Create if missing, quorum on, with the content of a snapshot: the volume is being formed.
+    Clone,
     /// Create if missing, quorum off: to be rebuilt.
     Recreate,
     Keep,
@@ -27,6 +29,8 @@ pub enum Step {
     Create {
         quorum: bool,
     },
+    /// As `Create`, with the content of a snapshot; counts at once.
+    Clone,
     /// It is there, and keeps what its volume is by now.
     Describe,
     Delete,
@@ -46,6 +50,7 @@ pub fn step(
     let Some(held) = held else {
         return match phase {
             Phase::Init if !retired => Step::Create { quorum: true },
+            Phase::Clone if !retired => Step::Clone,
             Phase::Recreate if !retired => Step::Create { quorum: false },
             _ => Step::Absent,
         };
@@ -54,7 +59,7 @@ pub fn step(
     match phase {
         _ if !same && !mutant::is("deleted-by-guid-alone") => Step::OfAnother,
         Phase::Delete => Step::Delete,
-        Phase::Init | Phase::Recreate | Phase::Keep => Step::Describe,
+        Phase::Init | Phase::Clone | Phase::Recreate | Phase::Keep => Step::Describe,
     }
 }
 
@@ -64,7 +69,8 @@ mod tests {
 
     use super::*;
 
-    const PHASES: [Phase; 4] = [Phase::Init, Phase::Recreate, Phase::Keep, Phase::Delete];
+    const PHASES: [Phase; 5] =
+        [Phase::Init, Phase::Clone, Phase::Recreate, Phase::Keep, Phase::Delete];
 
     fn identity(volume: u128, replica: u128) -> ReplicaIdentity {
         ReplicaIdentity {
@@ -80,6 +86,7 @@ mod tests {
         let wanted = identity(1, 2);
         let missing = |phase, retired| step(phase, &wanted, None, retired);
         assert_eq!(missing(Phase::Init, false), Step::Create { quorum: true });
+        assert_eq!(missing(Phase::Clone, false), Step::Clone);
         assert_eq!(missing(Phase::Recreate, false), Step::Create { quorum: false });
         assert_eq!(missing(Phase::Keep, false), Step::Absent);
         assert_eq!(missing(Phase::Delete, false), Step::Absent);
@@ -91,7 +98,7 @@ mod tests {
     #[test]
     fn what_is_held_is_described_or_deleted() {
         let held = identity(1, 2);
-        for phase in [Phase::Init, Phase::Recreate, Phase::Keep] {
+        for phase in [Phase::Init, Phase::Clone, Phase::Recreate, Phase::Keep] {
             assert_eq!(step(phase, &identity(1, 2), Some(&held), false), Step::Describe);
         }
         assert_eq!(step(Phase::Delete, &identity(1, 2), Some(&held), false), Step::Delete);

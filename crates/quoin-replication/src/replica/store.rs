@@ -9,7 +9,9 @@
 //! reports [`super::ReplicaEvent::Synced`] once a sync that *began after* the request is done.
 
 use quoin_types::entry::{Chain, SharedEntry, View};
-use quoin_types::ids::{Epoch, Incarnation, Lsn, Position, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::ids::{
+    Epoch, Incarnation, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId,
+};
 use quoin_types::membership::Membership;
 use quoin_types::message::{
     CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
@@ -38,6 +40,13 @@ pub struct ReplicaIdentity {
     /// The volume's name and parameters as the records had them last, opaque here, for recovery
     /// from pools alone.
     pub volume_spec: bytes::Bytes,
+}
+
+/// The snapshot from which a clone is made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CloneSource {
+    pub volume: VolumeId,
+    pub snapshot: SnapshotId,
 }
 
 /// The small durable state beside the log, kept in the pool's metadata ring.

@@ -18,11 +18,11 @@ use quoin_replication::primary::{
     PrimaryEvent, PrimaryNote, ReadMode,
 };
 use quoin_replication::replica::store::{
-    ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
+    CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
 };
 use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
+use quoin_store::{Cloned, ReplicaPool};
 use quoin_types::block::{Operation, Payload, Reply, Request};
 use quoin_types::membership::default_cf;
 use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, ToReplica};
@@ -263,6 +263,47 @@ impl Cluster {
             replica_timers: timers,
             next_token: 1,
             targets: 1,
+        }
+    }
+
+    /// Has the volume begin with a snapshot of another one, which holds these bytes in these blocks:
+    /// before anything of it was opened.
+    pub fn begin_with(&mut self, content: &[(u64, u8)]) {
+        let now = self.now;
+        for host in &mut self.hosts {
+            host.pool = ModelPool::new();
+            let guid = ReplicaGuid(900);
+            let identity = ReplicaIdentity { volume: VolumeId(9), guid, ..Default::default() };
+            host.pool.create(identity, ReplicaMeta::default(), BLOCKS).unwrap();
+            let mut source = host.pool.replica(guid).unwrap();
+            let id = SnapshotId(0x5a);
+            let (mut chain, mut lsn) = (Chain::default(), Lsn::ZERO);
+            let mut append = |kind, lba, blocks, data| {
+                lsn = lsn.next();
+                let position = Position { epoch: Epoch(3), lsn };
+                let entry = Entry::after(chain, position, kind, lba, blocks, data, false);
+                chain = entry.chain;
+                source.append(&[entry.into()]).unwrap();
+            };
+            for (lba, fill) in content {
+                append(EntryKind::Write, *lba, 1, Bytes::from(vec![*fill; BLOCK_SIZE]));
+            }
+            append(EntryKind::Snapshot { id, hidden: false }, 0, 0, Bytes::new());
+            let identity = ReplicaIdentity {
+                volume: VOLUME,
+                replica: host.member.id,
+                guid: host.member.guid,
+                volume_spec: Bytes::new(),
+            };
+            let meta = ReplicaMeta {
+                membership: self.membership.clone(),
+                quorum: true,
+                ..ReplicaMeta::default()
+            };
+            let source = CloneSource { volume: VolumeId(9), snapshot: id };
+            let made = host.pool.create_clone(identity, meta, BLOCKS, &source);
+            assert_eq!(made, Ok(Cloned::Made));
+            host.start(now);
         }
     }
 

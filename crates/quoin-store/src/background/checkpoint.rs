@@ -10,11 +10,13 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::background::reverts::RevertFold;
+use crate::clones::Relatives;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
 use crate::format::node::LEAF_SHIFT;
 use crate::format::record::Record;
+use crate::format::relatives::{BaseId, RelativesState};
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};
@@ -78,7 +80,11 @@ pub struct Commit {
     /// The sync that makes everything durable to which the record refers.
     pub ticket: u64,
     pub record: bytes::Bytes,
+    /// Its place among its relatives, with the roots of its bases.
+    pub relatives: RelativesState,
     pub frees: Vec<(u32, u32)>,
+    /// Bases that the state does not show any more.
+    pub given_up_bases: Vec<BaseId>,
 }
 
 impl Replica {
@@ -225,7 +231,7 @@ impl Replica {
         part.made_for = None;
         let kept_through = job.kept_through();
         let mut io = self.io(core);
-        io.kept_through = kept_through;
+        io.kept_through = kept_through.max(io.family.relatives.kept_through);
         let (root, stopped) =
             tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
         job.work.root = root;
@@ -410,7 +416,9 @@ impl Replica {
             core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
         }
         core.tickets.committing.add(self.identity.guid);
-        self.maintenance.commit = Some(Commit { ticket, record, frees });
+        let relatives = self.relatives_state(core);
+        let given_up_bases = std::mem::take(&mut self.maintenance.given_up_bases);
+        self.maintenance.commit = Some(Commit { ticket, record, relatives, frees, given_up_bases });
         self.maintenance.dirty = false;
         Ok(())
     }
@@ -424,18 +432,46 @@ impl Replica {
         let Some(commit) = self.maintenance.commit.take_if(|c| c.ticket <= synced) else {
             return Ok(());
         };
-        if let Err(error) = core.record(Record::Checkpoint(self.identity.guid, commit.record)) {
+        let recorded = self.record_state(core, commit.record, commit.relatives.encode());
+        if let Err(error) = recorded {
             // The state before it stands, and what that refers to is not free: the next fold's
             // commit, which may be smaller, frees it too.
             self.maintenance.pending_free.extend(commit.frees);
+            self.maintenance.given_up_bases.extend(commit.given_up_bases);
             (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
+        commit.given_up_bases.into_iter().for_each(|base| core.bases.end_use(base));
         // Segments that the disk refused to read are tried again: read errors may pass.
         self.family.segments.try_again();
         let ticket = core.tickets.request().0;
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())
+    }
+}
+
+impl Replica {
+    /// A replica's place among its relatives, as a record states it.
+    pub fn relatives_state<D: Disk>(&self, core: &Core<D>) -> RelativesState {
+        let Relatives { base, is_remnant, .. } = self.family.relatives;
+        RelativesState { base, is_remnant, bases: core.bases.states(self.identity.guid) }
+    }
+
+    /// Records a checkpoint with the replica's place among its relatives, both or none: its bases lie
+    /// in the segments that the checkpoint lists.
+    pub fn record_state<D: Disk>(
+        &self,
+        core: &mut Core<D>,
+        checkpoint: bytes::Bytes,
+        relatives: bytes::Bytes,
+    ) -> Result<(), StoreError> {
+        let guid = self.identity.guid;
+        let known = core.durable.replicas.get(&guid).map(|durable| &durable.relatives);
+        let is_known = known.is_some_and(|known| *known == relatives);
+        if is_known || mutant::is("bases-not-recorded-with-their-segments") {
+            return core.record(Record::Checkpoint(guid, checkpoint));
+        }
+        core.record_all([Record::Checkpoint(guid, checkpoint), Record::Relatives(guid, relatives)])
     }
 }
 

@@ -223,7 +223,7 @@ impl Replica {
         let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
         let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
         let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
-        let (views, mut lacking) = (self.views(), Ok(()));
+        let (views, mut lacking) = (self.views(core), Ok(()));
         for (root, newest) in &views {
             let of_view = candidates.iter().filter(|candidate| candidate.version <= *newest);
             let stretches = of_view.map(|candidate| (candidate.lba, candidate.lba + 1));
@@ -248,7 +248,7 @@ impl Replica {
     }
 
     /// Every view that must survive, with the newest version it can hold.
-    fn views(&self) -> Vec<(Root, u64)> {
+    fn views<D: Disk>(&self, core: &Core<D>) -> Vec<(Root, u64)> {
         if mutant::is("views-forgotten-by-clean-up") {
             return vec![(self.folded.root, u64::MAX)];
         }
@@ -256,6 +256,9 @@ impl Replica {
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         if !mutant::is("pinned-base-forgotten-by-clean-up") {
             views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+        }
+        if !mutant::is("bases-forgotten-by-clean-up") {
+            views.extend(core.bases.of(self.identity.guid).map(|(_, b)| (b.root, b.lsn)));
         }
         views.push((self.folded.root, u64::MAX));
         if let Some(shadow) = &self.shadow {
@@ -280,7 +283,7 @@ impl Replica {
         core: &mut Core<D>,
         candidates: &[Candidate],
     ) -> Result<Vec<Candidate>, StoreError> {
-        let views = self.views();
+        let views = self.views(core);
         let mut io = self.io(core);
         let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
         for candidate in candidates {
@@ -390,14 +393,17 @@ impl Replica {
     }
 
     /// Applies the edits to all views, or to none.
-    fn update_views<D: Disk>(
+    pub(crate) fn update_views<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         edits: &[Edit],
         crcs: &[u32],
     ) -> Result<(), StoreError> {
         let mut memo = Memo::default();
-        let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
+        let guid = self.identity.guid;
+        let mut old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
+        let own = old.len();
+        old.extend(core.bases.of(guid).map(|(_, base)| base.root));
         let mut new = Vec::with_capacity(old.len());
         let mut io = self.io(core);
         // All views give the node up together, so none keeps it alive.
@@ -405,8 +411,15 @@ impl Replica {
         for root in old {
             new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
         }
-        for (root, new) in self.views_mut().into_iter().zip(new) {
-            *root = new;
+        if new.len() > own {
+            // Clones read them from the disk: they know nothing of what waits here to be written.
+            io.flush()?;
+        }
+        for (root, new) in self.views_mut().into_iter().zip(&new) {
+            *root = *new;
+        }
+        for (base, new) in core.bases.of_mut(guid).zip(&new[own..]) {
+            base.root = *new;
         }
         Ok(())
     }

@@ -31,12 +31,14 @@ pub enum Fact {
     Trimmed,
     /// Its record is older than its maps.
     ToRecord,
+    /// It takes over blocks of its base, and may now.
+    Flattening,
 }
 
 /// Debug builds compare what is known of so many replicas with what they say, each time.
 const COMPARED_REPLICAS: usize = 256;
 
-const FACTS: usize = Fact::ToRecord as usize + 1;
+const FACTS: usize = Fact::Flattening as usize + 1;
 
 /// What is due of one replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -83,6 +85,7 @@ impl ReplicaWork {
         let reverts = replica.log.reverts().next().is_some_and(|lsn| lsn <= replica.foldable());
         set(Fact::Trimmed, (trimmed > options.log_keep_bytes || reverts) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
+        set(Fact::Flattening, is_workable && replica.may_flatten());
         ReplicaWork {
             facts,
             emptied: if may_commit { work.pending_free.len() as u32 } else { 0 },

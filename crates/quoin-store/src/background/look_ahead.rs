@@ -79,6 +79,7 @@ impl Replica {
                 self.look_ahead_of_headers(core, segment)
             }
             Step::Recount(_) => self.look_ahead_of_count(core),
+            Step::Flatten(_) => self.look_ahead_of_flatten(core),
         }
     }
 

@@ -3,6 +3,8 @@
 use crate::background::checkpoint::{CheckpointJob, Commit};
 use crate::background::cleaner::CleanJob;
 use crate::background::look_ahead::HeadersRead;
+use crate::clones::flatten::Flatten;
+use crate::format::relatives::BaseId;
 
 /// Work that is under way or owed.
 #[derive(Default)]
@@ -20,6 +22,10 @@ pub struct Maintenance {
     pub fold_wanted: bool,
     /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
     pub fold_for_increment: Option<u64>,
+    /// A clone on its way to blocks of its own alone.
+    pub flatten: Option<Flatten>,
+    /// Bases that the maps in memory do not show any more, and the last record still does.
+    pub given_up_bases: Vec<BaseId>,
     pub headers_read: HeadersRead,
 }
 
@@ -40,6 +46,14 @@ impl Maintenance {
     /// Units that the commit under way frees.
     pub fn committing_units(&self) -> u32 {
         self.commit.iter().flat_map(|c| &c.frees).map(|(_, units)| *units).sum()
+    }
+
+    /// All bases that wait for a record without them.
+    pub fn take_given_up_bases(&mut self) -> Vec<BaseId> {
+        let committing = self.commit.iter_mut().flat_map(|c| std::mem::take(&mut c.given_up_bases));
+        let mut all: Vec<BaseId> = committing.collect();
+        all.append(&mut self.given_up_bases);
+        all
     }
 
     /// All segments, `(first unit, units)`, that wait to be freed.
@@ -88,7 +102,9 @@ mod tests {
     #[test]
     fn a_deleted_replica_frees_what_waited_for_a_commit_and_what_one_was_under_way_for() {
         let frees = vec![(4, 1)];
-        let commit = Some(Commit { ticket: 1, record: bytes::Bytes::new(), frees });
+        let (record, relatives) = (bytes::Bytes::new(), Default::default());
+        let commit = Commit { ticket: 1, record, relatives, frees, given_up_bases: Vec::new() };
+        let commit = Some(commit);
         let work = Maintenance { commit, pending_free: vec![(1, 2)], ..Maintenance::default() };
         assert_eq!(
             (work.pending_units(), work.committing_units(), work.may_commit()),

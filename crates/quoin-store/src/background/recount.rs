@@ -147,9 +147,15 @@ impl Recount {
 impl Replica {
     /// The views whose blocks count as live, oldest first. What only a transfer holds on to dies
     /// with it.
-    fn counted_views(&self) -> Vec<(ViewKey, Root)> {
+    fn counted_views<D: Disk>(&self, core: &Core<D>) -> Vec<(ViewKey, Root)> {
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        for (_, base) in core.bases.of(self.identity.guid) {
+            // The snapshot that it was made from is counted as such.
+            if !views.contains(&(base.root, base.lsn)) {
+                views.push((base.root, base.lsn));
+            }
+        }
         views.push((self.folded.root, u64::MAX));
         if let Some(shadow) = &self.shadow {
             views.extend(shadow.roots().map(|r| (r, u64::MAX)));
@@ -221,7 +227,7 @@ impl Replica {
             Some(job) => job,
             None => self.begin_recount(core)?,
         };
-        let views = self.counted_views();
+        let views = self.counted_views(core);
         for _ in 0..core.options.step_nodes.max(1) {
             if !self.count_part(core, &mut job, &views)? {
                 self.finish_recount(&job);
@@ -234,7 +240,7 @@ impl Replica {
 
     /// Looks at the leaves that the next step of a count reads.
     pub fn look_ahead_of_count<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let views = self.counted_views();
+        let views = self.counted_views(core);
         let job = self.count.job.as_ref();
         let done = job.and_then(|job| job.done);
         let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))

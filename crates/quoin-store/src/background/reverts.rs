@@ -7,9 +7,10 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::BLOCK_SIZE;
 
 use crate::background::checkpoint::{CheckpointJob, Edits};
+use crate::clones::lookup::{first_of, shows_base};
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::format::node::{BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
+use crate::format::node::{BASE_PLACE, BlockAt, Child, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::map::tree::{self, Change, Part};
 use crate::replica::Replica;
 use crate::replica::upper::reverted;
@@ -48,7 +49,7 @@ impl Replica {
         }
         let kept_through = job.kept_through();
         let mut io = self.io(core);
-        io.kept_through = kept_through;
+        io.kept_through = kept_through.max(io.family.relatives.kept_through);
         job.work.root = tree::update(&mut io, job.work.root, &part.edits, &part.crcs, None)?;
         for edit in &part.edits {
             // The snapshot and the map both show the block from now on, as two views do.
@@ -86,19 +87,28 @@ impl Replica {
             Part::Damaged { .. } => part.push(start, end, lost),
             Part::Hole { .. } => {
                 // What was trimmed since: the snapshot's map says where there was anything.
-                let kept = tree::next_part(&mut self.io(core), revert.kept, 0, start)?;
-                let range = kept.as_ref().map_or((end, end), Part::range);
-                if range.0 > start {
-                    end = end.min(range.0);
-                    part.push(start, end, hole);
-                } else {
-                    end = end.min(range.1);
-                    match kept {
-                        Some(Part::Leaf { .. }) => {
+                let kept = self.io(core).next_parts(revert.kept, 0, start)?;
+                let is_lost =
+                    |part: &&Part| matches!(part, Part::Damaged { .. }) && part.range().0 <= start;
+                match first_of(&kept, start) {
+                    None => part.push(start, end, hole),
+                    Some((first, _)) if first > start => {
+                        end = end.min(first);
+                        part.push(start, end, hole);
+                    }
+                    Some((_, Some(hole_end))) => {
+                        end = end.min(hole_end);
+                        part.push(start, end, hole);
+                    }
+                    Some((_, None)) => {
+                        let own = kept.first().filter(|_| revert.kept.child != Child::EMPTY);
+                        if let Some(damaged) = own.filter(is_lost) {
+                            end = end.min(damaged.range().1);
+                            part.push(start, end, lost);
+                        } else {
+                            end = end.min((start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64);
                             self.edits_in_leaf(core, root, revert, (start, end), part)?;
                         }
-                        Some(Part::Damaged { .. }) => part.push(start, end, lost),
-                        Some(Part::Hole { .. }) | None => part.push(start, end, hole),
                     }
                 }
             }
@@ -121,6 +131,11 @@ impl Replica {
         let mut kept = now.clone();
         tree::blocks(&mut self.io(core), root, start, &mut now)?;
         tree::blocks(&mut self.io(core), revert.kept, start, &mut kept)?;
+        let has_base = self.family.relatives.base.is_some();
+        for block in kept.iter_mut().filter(|block| has_base && shows_base(block)) {
+            // Its place is none of this replica's, and may change.
+            block.place = BASE_PLACE;
+        }
         for ((lba, now), kept) in (start..).zip(now).zip(kept) {
             if now.version <= revert.since {
                 continue;

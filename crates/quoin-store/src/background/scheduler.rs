@@ -71,6 +71,7 @@ pub(crate) enum Step {
     Fold(ReplicaGuid, u64),
     Empty(ReplicaGuid, SegmentState),
     Recount(ReplicaGuid),
+    Flatten(ReplicaGuid),
 }
 
 impl Step {
@@ -82,7 +83,8 @@ impl Step {
             | Step::Commit(guid)
             | Step::Fold(guid, _)
             | Step::Empty(guid, _)
-            | Step::Recount(guid) => Some(*guid),
+            | Step::Recount(guid)
+            | Step::Flatten(guid) => Some(*guid),
         }
     }
 }
@@ -431,6 +433,13 @@ impl<D: Disk> Pool<D> {
         if self.core.discard_due() {
             return Some(Step::Discard);
         }
+        // It takes room, and is in no hurry.
+        if !short
+            && !self.starved
+            && let Some(guid) = work.first(Fact::Flattening)
+        {
+            return Some(Step::Flatten(guid));
+        }
         recount()
     }
 
@@ -476,6 +485,7 @@ impl<D: Disk> Pool<D> {
                 }
             }),
             Step::Recount(_) => replica.step_recount(core).map(drop),
+            Step::Flatten(_) => replica.step_flatten(core),
         };
         if done.is_err() {
             // The counters include work towards a result that is dropped.

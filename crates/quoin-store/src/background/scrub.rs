@@ -22,6 +22,7 @@ use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
 
 use crate::background::cleaner::walk;
 use crate::background::relocation::MovedBlock;
+use crate::clones::lookup::first_of;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::format::checkpoint::SegmentState;
@@ -37,7 +38,7 @@ use crate::testing::model::{push_slot, without_bytes};
 const PART_BYTES: u64 = 4096;
 
 /// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
-/// order, the segments) and the cursor in it. The default is the beginning.
+/// order, bases that only clones show, the segments) and the cursor in it. The default is the beginning.
 ///
 /// Blocks only ever move down this order, from the log into the map and from the map into a
 /// snapshot, so a fold in the middle of a pass hides nothing from it.
@@ -117,7 +118,10 @@ impl Replica {
         Ok(match at.stage {
             0 => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
             view if view <= views => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
-            stage if stage == views + 1 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
+            stage if stage == views + 1 => {
+                self.scrub_bases(core, at.cursor, done)?.map_or(next_stage, on)
+            }
+            stage if stage == views + 2 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
             _ => None,
         })
     }
@@ -170,6 +174,35 @@ impl Replica {
             }
         }
         Ok(Some(end))
+    }
+
+    /// The next leaf of the bases that a clone shows, where their replicas are gone and nobody else
+    /// reads them. What is bad of them is asked for as the clone's own.
+    fn scrub_bases<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let size = self.head.volume_blocks;
+        if !core.bases.line(self.family.relatives.base).any(|base| base.is_left) {
+            return Ok(None);
+        }
+        let parts = self.io(core).next_of_bases(0, cursor)?;
+        let Some((start, hole_end)) = first_of(&parts, cursor).filter(|(start, _)| *start < size)
+        else {
+            return Ok(None);
+        };
+        if let Some(end) = hole_end {
+            return Ok(Some(end));
+        }
+        let blocks = (LEAF_BLOCKS as u64 - start % LEAF_BLOCKS as u64).min(size - start);
+        self.find(core, &Source::Live, start, blocks as u32)?;
+        core.forget_found();
+        let mut slots = Vec::new();
+        self.slots(core, ReadView::Live, start, Lsn::ZERO, true, &mut slots)?;
+        done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
+        Ok(Some(start + blocks))
     }
 
     /// What a snapshot and the live view share is bad in both. A block is mended where it lies, so

@@ -286,7 +286,7 @@ impl SegmentOnDisk {
     }
 }
 
-fn encode_root(root: &Root, out: &mut BytesMut) {
+pub(super) fn encode_root(root: &Root, out: &mut BytesMut) {
     let is_node = matches!(root.child, Child::Node(_)).into();
     put(out, &RootOnDisk { level: root.level, is_node });
     match root.child {
@@ -295,7 +295,7 @@ fn encode_root(root: &Root, out: &mut BytesMut) {
     }
 }
 
-fn decode_root(r: &mut Reader) -> Result<Root, Malformed> {
+pub(super) fn decode_root(r: &mut Reader) -> Result<Root, Malformed> {
     let RootOnDisk { level, is_node } = read!(r, RootOnDisk, "root");
     let child = match is_node {
         0 => Child::Hole(r.u64("root")?),

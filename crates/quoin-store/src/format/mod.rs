@@ -9,6 +9,7 @@ pub mod node;
 pub mod record;
 #[cfg(test)]
 mod recorded;
+pub mod relatives;
 pub mod ring_block;
 pub mod segment;
 pub mod superblock;

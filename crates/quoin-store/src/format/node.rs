@@ -129,6 +129,8 @@ pub struct BlockAt {
 pub const BAD_PLACE: u64 = u64::MAX;
 /// The place of a block in a leaf that took the place of a damaged one: what it held is unknown.
 pub const LOST_PLACE: u64 = u64::MAX - 1;
+/// The place of a block whose content is that of the replica's base, with a version of its own.
+pub const BASE_PLACE: u64 = u64::MAX - 2;
 
 /// A version of the map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -111,6 +111,7 @@ pub const UNKNOWN_RECORD: Malformed = Malformed("ring record (from a newer versi
 /// | 7 delete | none |
 /// | 8 describe | the volume's description, in place of that of its creation |
 /// | 9 mark | the mark of the pool (8); its GUID is zero |
+/// | 10 relatives | [`crate::format::relatives::RelativesState`]; empty: it has none |
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Record {
     Retired(ReplicaGuid),
@@ -133,6 +134,9 @@ pub enum Record {
     /// The mark of the pool. Written first when it is raised first: builds of before know no
     /// such record and refuse the pool.
     Mark(u64),
+    /// Its place among clones. Written first for the first clone of a pool: builds of before know
+    /// no such record and refuse the pool.
+    Relatives(ReplicaGuid, Bytes),
 }
 
 /// Bytes of a creation's body.
@@ -158,6 +162,7 @@ impl Record {
             | Record::LogSegment(guid, _)
             | Record::Cut { guid, .. }
             | Record::Delete(guid)
+            | Record::Relatives(guid, _)
             | Record::Describe(guid, _) => *guid,
         }
     }
@@ -173,6 +178,7 @@ impl Record {
             Record::Delete(_) => 7,
             Record::Describe(..) => 8,
             Record::Mark(_) => 9,
+            Record::Relatives(..) => 10,
         }
     }
 
@@ -188,7 +194,9 @@ impl Record {
             Record::Meta(_, meta, watermark) => {
                 encode_meta(meta, *watermark, &mut body);
             }
-            Record::Checkpoint(_, bytes) | Record::Describe(_, bytes) => body.put_slice(bytes),
+            Record::Checkpoint(_, bytes)
+            | Record::Describe(_, bytes)
+            | Record::Relatives(_, bytes) => body.put_slice(bytes),
             Record::LogSegment(_, segment) => put(&mut body, &SegmentOnDisk::from(*segment)),
             Record::Cut { index, keep, .. } => {
                 put(&mut body, &CutOnDisk { index: (*index).into(), keep: keep.0.into() });
@@ -230,6 +238,7 @@ impl Record {
             7 => Record::Delete(guid),
             8 => Record::Describe(guid, r.take(r.remaining(), "volume spec")?),
             9 => Record::Mark(r.u64("mark")?),
+            10 => Record::Relatives(guid, r.take(r.remaining(), "relatives")?),
             _ => return Err(UNKNOWN_RECORD),
         };
         r.end("ring record")?;

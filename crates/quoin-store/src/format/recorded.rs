@@ -22,6 +22,7 @@ use crate::format::node::{
     BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
 use crate::format::record::{Record, UNKNOWN_RECORD};
+use crate::format::relatives::{BaseId, BaseState, RelativesState};
 use crate::format::segment::segment_header;
 use crate::format::superblock::{
     FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock,
@@ -184,7 +185,27 @@ fn records() -> Vec<(&'static str, Record)> {
         ("ring-7-delete", Record::Delete(guid)),
         ("ring-8-describe", Record::Describe(guid, Bytes::from_static(b"name: db, larger"))),
         ("ring-9-mark", Record::Mark(7)),
+        ("ring-10-relatives", Record::Relatives(guid, relatives().encode())),
+        ("ring-10-relatives-remnant", Record::Relatives(guid, remnant().encode())),
     ]
+}
+
+fn base_id(n: u128) -> BaseId {
+    BaseId { replica: ReplicaGuid(n), snapshot: SnapshotId(n << 64 | 0x5a) }
+}
+
+/// Of a clone that has clones.
+fn relatives() -> RelativesState {
+    let root = checkpoint().root;
+    let snapshot = SnapshotId(0x5b);
+    let kept = BaseState { snapshot, lsn: 93, blocks: 4096, parent: Some(base_id(0xc)), root };
+    let first = BaseState { snapshot: SnapshotId(0x5c), lsn: 41, parent: None, ..kept };
+    RelativesState { base: Some(base_id(0xc)), is_remnant: false, bases: vec![kept, first] }
+}
+
+fn remnant() -> RelativesState {
+    let bases = relatives().bases.split_off(1);
+    RelativesState { base: None, is_remnant: true, bases }
 }
 
 #[test]
@@ -194,7 +215,7 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
         let mut out = BytesMut::new();
         record.encode(&mut out);
         recorded().holds(name, &out);
-        assert_eq!(out[0], name.as_bytes()[5] - b'0', "{name}");
+        assert_eq!(Some(&*out[0].to_string()), name.split('-').nth(1), "{name}");
     }
     for version in versions() {
         for name in version.names(".hex").iter().filter(|name| name.starts_with("ring-")) {
@@ -202,6 +223,10 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
             let read = Record::decode(&mut reader).unwrap_or_else(|e| panic!("{name}: {e}"));
             let (_, meant) = here.iter().find(|(n, _)| n == name).expect("a record of this name");
             assert_eq!(&read, meant, "{name}");
+            if let Record::Relatives(_, bytes) = &read {
+                let meant = if name.ends_with("remnant") { remnant() } else { relatives() };
+                assert_eq!(RelativesState::decode(bytes.clone()), Ok(meant), "{name}");
+            }
             if let Record::Checkpoint(_, bytes) = read {
                 let meant = match name.rsplit('-').next() {
                     Some("bare") => Checkpoint::default(),
@@ -217,7 +242,7 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
         let bytes = [&[code][..], &[0; 20]].concat();
         Record::decode(&mut Reader::new(bytes.into())) == Err(UNKNOWN_RECORD)
     };
-    assert!((1..=9).all(|code| !unknown(code)) && unknown(10));
+    assert!((1..=10).all(|code| !unknown(code)) && unknown(11));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::key_map::KeyMap;
 
+use crate::clones::lookup::shows_base;
 use crate::format::node::{
     BAD_PLACE, BlockAt, Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX,
     LOST_PLACE, Leaf, Node, NodeRef, Root,
@@ -78,6 +79,17 @@ pub enum Change {
     Lost {
         version: u64,
     },
+    /// Contiguous blocks of a base, only where the base shows: with this version, or that of a change
+    /// that went back to it.
+    Fill {
+        version: u64,
+        place: u64,
+        crc_at: u32,
+    },
+    /// The same for a hole of the base.
+    FillHole {
+        version: u64,
+    },
     /// Only where the map still has the block at `from`.
     Move {
         from: u64,
@@ -127,9 +139,7 @@ pub fn update_some(
 ) -> Result<(Root, Option<u64>), StoreError> {
     let Some(last) = edits.last() else { return Ok((root, None)) };
     let (mut level, mut child) = (root.level, root.child);
-    let sets = |e: &Edit| {
-        matches!(e.change, Change::Hole { .. } | Change::Data { .. } | Change::Lost { .. })
-    };
+    let sets = |e: &Edit| !matches!(e.change, Change::Move { .. } | Change::Renew { .. });
     let grows = edits.iter().any(sets);
     while grows && last.end() > span(level) {
         if level == LEVEL_MAX {
@@ -281,6 +291,8 @@ impl<N: Nodes> Walk<'_, N> {
             let is_whole = edit.lba <= start && edit.end() >= end;
             let whole = match (edit.change, old) {
                 (Change::Hole { version }, Child::Hole(_)) => Some(Child::Hole(version)),
+                (Change::FillHole { version }, Child::Hole(0)) => Some(Child::Hole(version)),
+                (Change::FillHole { .. }, Child::Hole(_)) => Some(old),
                 (Change::Lost { version }, Child::Hole(_)) => Some(lost_child(version)),
                 (Change::Lost { version }, Child::Node(node)) if !node.is_possible() => {
                     Some(lost_child(version))
@@ -335,7 +347,19 @@ impl<N: Nodes> Walk<'_, N> {
                         (changed, has_data) = (true, true);
                         continue;
                     }
-                    Change::Move { .. } | Change::Renew { .. } => continue,
+                    Change::Fill { version, place, crc_at } if shows_base(block) => {
+                        let crc = self.crcs[crc_at as usize + offset as usize];
+                        let version = if block.place == 0 { version } else { block.version };
+                        BlockAt { version, place: place + offset, crc }
+                    }
+                    Change::FillHole { version } if shows_base(block) => {
+                        let version = if block.place == 0 { version } else { block.version };
+                        BlockAt { version, place: 0, crc: 0 }
+                    }
+                    Change::Fill { .. }
+                    | Change::FillHole { .. }
+                    | Change::Move { .. }
+                    | Change::Renew { .. } => continue,
                 };
                 if block.place != 0 && block.place != new.place {
                     self.nodes.replaced(lba, block.place, block.version);

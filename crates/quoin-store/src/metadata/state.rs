@@ -27,6 +27,8 @@ pub struct DurableReplica {
     pub checkpoint: Bytes,
     pub log_segments: Vec<SegmentState>,
     pub cuts: Vec<(u64, Lsn)>,
+    /// Encoded [`crate::format::relatives::RelativesState`]; empty: it has none.
+    pub relatives: Bytes,
 }
 
 /// State of the pool in the ring.
@@ -51,6 +53,7 @@ impl DurableState {
                     checkpoint: Checkpoint::default().encode(),
                     log_segments: Vec::new(),
                     cuts: Vec::new(),
+                    relatives: Bytes::new(),
                     identity,
                 };
                 self.replicas.insert(replica.identity.guid, replica);
@@ -72,6 +75,7 @@ impl DurableState {
                 }
                 r.checkpoint = bytes;
             }),
+            Record::Relatives(guid, bytes) => self.with(guid, |r| r.relatives = bytes),
             Record::LogSegment(guid, segment) => self.with(guid, |r| r.log_segments.push(segment)),
             Record::Cut { guid, index, keep } => self.with(guid, |r| {
                 // A later cut that goes deeper makes an earlier one needless.
@@ -111,6 +115,9 @@ impl DurableState {
             Record::Create(replica.identity.clone()).encode(&mut out);
             Record::Meta(*guid, Box::new(replica.meta.clone()), replica.watermark).encode(&mut out);
             Record::Checkpoint(*guid, replica.checkpoint.clone()).encode(&mut out);
+            if !replica.relatives.is_empty() {
+                Record::Relatives(*guid, replica.relatives.clone()).encode(&mut out);
+            }
             for segment in &replica.log_segments {
                 Record::LogSegment(*guid, *segment).encode(&mut out);
             }
@@ -130,7 +137,11 @@ impl DurableState {
             encode_meta(&replica.meta, replica.watermark, &mut meta);
             let bodies = identity_length(&replica.identity) + meta.len() + replica.checkpoint.len();
             let segments = replica.log_segments.len() * LOG_SEGMENT_LENGTH;
-            3 * RECORD_HEAD + bodies + segments + replica.cuts.len() * CUT_LENGTH
+            let relatives = match replica.relatives.len() {
+                0 => 0,
+                length => RECORD_HEAD + length,
+            };
+            3 * RECORD_HEAD + bodies + relatives + segments + replica.cuts.len() * CUT_LENGTH
         };
         let mark = if self.mark == 0 { 0 } else { MARK_LENGTH };
         mark + self.retired.len() * RECORD_HEAD + self.replicas.values().map(of).sum::<usize>()

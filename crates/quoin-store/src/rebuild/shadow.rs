@@ -7,6 +7,7 @@ use quoin_types::message::{Content, CutHead, IncrementEnd, ReadView, Slot, Snaps
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::background::relocation::MovedBlock;
+use crate::clones::lookup::first_of;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
@@ -14,10 +15,9 @@ use crate::format::checkpoint::{
     Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
 };
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LEAF_SHIFT, LOST_PLACE, Root};
-use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
-use crate::map::tree::{self, Change, Edit, Part};
+use crate::map::tree::{self, Change, Edit};
 use crate::replica::upper::Upper;
 use crate::replica::{Image, Pin, Replica, Source, Synced, may_lack};
 use crate::space::table::{NextStep, Successor};
@@ -411,8 +411,11 @@ impl Replica {
         snapshots.sort_by_key(|s| s.info.lsn);
         let (root, first_sequence, empty_start) =
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
-        // A shadow that began empty shares nothing with what was there before.
-        let frees_old = empty_start && self.pins.is_empty();
+        // A shadow that began empty shares nothing with what was there before, but for what clones
+        // show of it.
+        let keeps_bases =
+            self.family.relatives.kept_through > 0 && !mutant::is("bases-forgotten-at-a-flip");
+        let frees_old = empty_start && self.pins.is_empty() && !keeps_bases;
         let forgets = mutant::is("count-forgotten-at-a-flip");
         let of = &self.family.segments;
         let next = of.next[Successor::AtFlip as usize].as_ref();
@@ -440,7 +443,22 @@ impl Replica {
             shadow: None,
             table: table.map(|table| TableState { too_high: !forgets, ..table }),
         };
-        core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
+        let mut relatives = self.relatives_state(core);
+        if empty_start {
+            // All of it is its own now.
+            relatives.base = None;
+        }
+        let given_up = self.family.relatives.base.filter(|_| relatives.base.is_none());
+        self.record_state(core, checkpoint.encode(), relatives.encode())?;
+        let recorded = self.maintenance.take_given_up_bases();
+        recorded.into_iter().for_each(|base| core.bases.end_use(base));
+        if let Some(base) = given_up {
+            self.family.relatives.base = None;
+            self.maintenance.flatten = None;
+            // What a transfer holds on to shows the base.
+            self.pins.clear();
+            core.bases.end_use(base);
+        }
 
         let ticket = core.tickets.request().0;
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
@@ -630,11 +648,12 @@ impl Replica {
             Source::Live => self.upper.folded_from(from.0),
             Source::Frozen(lsn) => self.frozen.get(*lsn).and_then(|u| u.folded_from(from.0)),
         };
-        let part = match folded_from {
-            Some(from) => tree::next_part(&mut self.io(core), root, from, at)?,
-            None => None,
+        let parts = match folded_from {
+            Some(from) => self.io(core).next_parts(root, from, at)?,
+            None => Vec::new(),
         };
-        let below = part.as_ref().map(|p| p.range().0.max(at));
+        let first = first_of(&parts, at);
+        let below = first.map(|(start, _)| start);
         // No further than is used: what is not folded yet may all be older, and is passed over
         // again for each window.
         let upper = match source {
@@ -649,8 +668,8 @@ impl Replica {
         };
         let leaf_end = (start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64;
         // Holes that span many leaves come in longer stretches.
-        let end = match part {
-            Some(Part::Hole { start: s, end, .. }) if s <= start && above.is_none() => {
+        let end = match first {
+            Some((s, Some(end))) if s <= start && above.is_none() => {
                 end.min(start + WINDOW_HOLE_BLOCKS_MAX)
             }
             _ => leaf_end,

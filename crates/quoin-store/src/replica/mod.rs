@@ -25,7 +25,6 @@ use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
-use crate::map::tree;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::frozen::FrozenViews;
 use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
@@ -147,7 +146,8 @@ impl Replica {
     }
 
     pub fn io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        let kept_through = self.folded.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
+        let snapshots = self.folded.snapshots.iter().map(|s| s.info.lsn.0);
+        let kept_through = snapshots.fold(self.family.relatives.kept_through, u64::max);
         NodeIo {
             core,
             family: &mut self.family,
@@ -444,10 +444,10 @@ impl Replica {
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
-            return tree::blocks(&mut io, root, lba, found);
+            return io.blocks(root, lba, found);
         }
         let upper = match view {
-            Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
+            Source::Root(root) => return io.blocks(*root, lba, found),
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };

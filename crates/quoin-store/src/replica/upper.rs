@@ -15,7 +15,6 @@ use crate::format::checkpoint::SnapshotState;
 use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::log::memtable::Log;
 use crate::log::memtable_tree::Memtable;
-use crate::map::tree;
 use crate::replica::{Image, Replica, may_lack};
 
 /// Reverts that the log may hold above the folded map. Each costs a lookup of its own in every read
@@ -100,7 +99,7 @@ impl Upper {
         }
         // The states after no Revert, after the first one, and so on.
         let mut states = Vec::with_capacity(self.reverts.len() + 1);
-        let mut lacking = may_lack(tree::blocks(io, folded.root, lba, found))?;
+        let mut lacking = may_lack(io.blocks(folded.root, lba, found))?;
         states.push(found.to_vec());
         for revert in &self.reverts {
             overlay(log, &revert.before, lba, found)?;
@@ -131,7 +130,7 @@ impl Unfolded {
         match &self.kept {
             Kept::Folded => {
                 let snapshot = snapshots.iter().find(|s| s.info.lsn.0 == self.since).ok_or(GONE)?;
-                tree::blocks(io, snapshot.root, lba, &mut kept)?;
+                io.blocks(snapshot.root, lba, &mut kept)?;
             }
             Kept::Log { reverts, entries } => {
                 kept.copy_from_slice(states.get(*reverts).ok_or(GONE)?);
@@ -173,13 +172,13 @@ fn find_above<D: Disk>(
     for (from, to, lsn) in memtable.range(lba, end) {
         if from > at {
             let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
-            lacking = lacking.and(may_lack(tree::blocks(io, root, at, gap))?);
+            lacking = lacking.and(may_lack(io.blocks(root, at, gap))?);
         }
         fill(log, lsn, from, &mut found[(from - lba) as usize..(to - lba) as usize])?;
         at = to;
     }
     if at < end {
-        tree::blocks(io, root, at, &mut found[(at - lba) as usize..])?;
+        io.blocks(root, at, &mut found[(at - lba) as usize..])?;
     }
     lacking
 }

@@ -6,6 +6,7 @@ use std::io::IoSlice;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
+use crate::clones::Relatives;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{Stream, batch_blocks_max, guid_hash};
@@ -232,11 +233,12 @@ pub struct Segment {
 /// its file system note down a piece of new space, which costs more syncs than the write's own.
 const READY_BLOCKS: u32 = 64;
 
-/// A replica's segments (of it and, later, of its clones).
+/// A replica's segments. Its clones show blocks in them and own none.
 pub struct Family {
     pub guid: ReplicaGuid,
     pub guid_hash: u64,
     pub large: bool,
+    pub relatives: Relatives,
     pub segments: Segments,
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
@@ -300,6 +302,7 @@ impl Family {
             guid,
             guid_hash: guid_hash(guid),
             large: volume_blocks >= LARGE_FROM_BLOCKS,
+            relatives: Relatives::default(),
             segments: Segments::new(unit_blocks),
             open: [None; 3],
             log_waits: false,
@@ -358,7 +361,9 @@ impl Family {
         if reserve_only && !from_reserve {
             return Err(StoreError::Full);
         }
-        let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
+        // A clone may change little for ever.
+        let is_small = self.relatives.base.is_some() && self.segments.units() < LARGE_UNITS.into();
+        let large = self.large && !is_small && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
         let waits = self.log_waits && stream == Stream::Log;
         core.take_ready();
         let warm_first = waits && core.disk.notes_space();

@@ -151,6 +151,8 @@ pub fn create_replica(pool: &RunningPool, member: Member, membership: &Membershi
         },
         blocks,
         phase: Phase::Init,
+        source: None,
+        flatten: false,
         fence: Default::default(),
         membership: Membership { formed: false, ..membership.clone() },
     }])));

@@ -4,6 +4,7 @@ mod at_boot;
 mod attach;
 mod detach;
 mod doctor;
+mod flatten;
 mod keys;
 mod modify;
 mod options;
@@ -17,7 +18,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_api::control::{
     CreateVolumeRequest, DeleteVolumeRequest, GetVolumeRequest, ListVolumesRequest,
-    ResizeVolumeRequest, Topology, Volume, VolumeSpec,
+    ResizeVolumeRequest, SnapshotRef, Topology, Volume, VolumeSource, VolumeSpec,
 };
 use quoin_api::topology::{is_key, is_label};
 use std::io::{BufRead, IsTerminal, Write};
@@ -35,10 +36,16 @@ pub use view::{LocalDeviceView, VolumeView};
 
 #[derive(Subcommand)]
 pub enum VolumeCommand {
-    /// Create a volume and wait until it can be attached.
+    /// Create a volume and wait until it can be attached. It begins empty, or as a copy of a snapshot
+    /// or of another volume: that takes moments whatever the size, and no space until either is
+    /// written.
     #[command(after_help = "Examples:\n  quoin volume create db --size 10GiB --replicas 3\n  \
                             quoin volume create db --size 10GiB --spread rack\n  \
-                            quoin volume create db --size 10GiB --topology quoin.io/zone=west")]
+                            quoin volume create db --size 10GiB --topology quoin.io/zone=west\n  \
+                            quoin volume create test --from-snapshot before-upgrade\n  \
+                            quoin volume create copy --from-volume db --size 20GiB\n\
+                            A copy has the options of its source unless others are given, and is as \
+                            large at least.\nSee docs/clones.md.")]
     Create(Box<CreateOptions>),
     /// One volume whole: health, what it survives, its replicas, what it waits for.
     Get {
@@ -82,6 +89,10 @@ pub enum VolumeCommand {
     #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
                             quoin volume scale db --consistency-factor 3")]
     Scale(replicas::ScaleOptions),
+    /// Make a volume independent of what it was made from: it takes over the blocks that it shares,
+    /// in the background, beside its use. Its source may be deleted before or after.
+    #[command(after_help = flatten::HELP)]
+    Flatten(flatten::FlattenOptions),
     /// Change options of a volume, attached or not: limits, durability, what IO does without a
     /// quorum or room, how many replicas it has.
     #[command(after_help = modify::HELP)]
@@ -125,9 +136,16 @@ pub struct CreateOptions {
     /// The volume's name: up to 128 bytes, no control characters.
     #[arg(value_parser = parse_name)]
     name: String,
-    /// Its size, as in 10GiB: whole blocks of 4 KiB, at least 1 MiB.
-    #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
-    size: u64,
+    /// Its size, as in 10GiB: whole blocks of 4 KiB, at least 1 MiB [default: that of its source].
+    #[arg(long, value_parser = parse_size, allow_hyphen_values = true,
+          required_unless_present_any = ["from_snapshot", "from_volume"])]
+    size: Option<u64>,
+    /// Begin with the content of this snapshot, by its name or id.
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with_all = ["from_volume", "encrypt"])]
+    from_snapshot: Option<String>,
+    /// Begin with the content that this volume has now, by its name or id.
+    #[arg(long, value_name = "VOLUME", conflicts_with = "encrypt")]
+    from_volume: Option<String>,
     /// Copies to keep, each in a pool of its own [default: the cluster's, 3].
     #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u32>(1..=8,
           "a volume has 1 to 8 replicas, each in a pool of its own"))]
@@ -188,10 +206,27 @@ fn parse_topology(text: &str) -> Result<Topology, String> {
 }
 
 impl CreateOptions {
+    /// The source of a copy; `None`: the volume begins empty.
+    async fn source(&self, cluster: &mut Cluster) -> Result<Option<VolumeSource>> {
+        let source = match (&self.from_snapshot, &self.from_volume) {
+            (Some(name), _) => {
+                let found = crate::snapshot::get(cluster, name).await?;
+                let snapshot = Some(SnapshotRef { id: found.id, name: String::new() });
+                VolumeSource { snapshot, volume: None, as_source: true }
+            }
+            (_, Some(name)) => {
+                let volume = Some(id_ref(&get_volume(cluster, name).await?.id));
+                VolumeSource { snapshot: None, volume, as_source: true }
+            }
+            (None, None) => return Ok(None),
+        };
+        Ok(Some(source))
+    }
+
     fn spec(&self) -> VolumeSpec {
         VolumeSpec {
             name: self.name.clone(),
-            size_bytes: self.size,
+            size_bytes: self.size.unwrap_or(0),
             // 0 and empty mean: as the cluster has it.
             replicas: self.replicas.unwrap_or(0),
             consistency_factor: self.consistency_factor.unwrap_or(0),
@@ -250,6 +285,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Flatten(options) => {
+            flatten::flatten(&mut cluster, options, client, format).await
         }
         VolumeCommand::Modify(options) => {
             modify::modify(&mut cluster, *options, client, format).await
@@ -348,10 +386,15 @@ async fn create(
     format: Format,
 ) -> Result<()> {
     // A user who names a size wants that one, not any that is at least as large.
-    let limit_bytes = quoin_control::spec::size(options.size, 0)?;
+    let limit_bytes = match options.size {
+        Some(size) => quoin_control::spec::size(size, 0)?,
+        None => 0,
+    };
+    let source = options.source(cluster).await?;
     let (encryption, user) = options.encryption.make()?.unzip();
     let spec = Some(VolumeSpec { encryption, ..options.spec() });
-    let request = CreateVolumeRequest { spec, limit_bytes, ..Default::default() };
+    let any_size = options.size.is_none();
+    let request = CreateVolumeRequest { spec, limit_bytes, any_size, source };
     let mut volume = cluster.create_volume(request).await.map_err(in_flags)?.into_inner();
     if let Some(user) = user {
         keys::check_made(&volume, &user)?;
@@ -373,12 +416,12 @@ async fn create(
     }
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
-        let more = match view.size_bytes > options.size {
-            true => format!(
+        let more = match options.size.filter(|size| view.size_bytes > *size) {
+            Some(size) => format!(
                 " ({} were requested; a volume has whole blocks of 4 KiB, at least 1 MiB)",
-                show_size(options.size)
+                show_size(size)
             ),
-            false => String::new(),
+            None => String::new(),
         };
         let replicas = match view.replicas.len() {
             1 => "1 replica".into(),

@@ -1,6 +1,6 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{Attachment, Topology, Volume, VolumeDevice, VolumeSpec};
+use quoin_api::control::{Attachment, MadeFrom, Topology, Volume, VolumeDevice, VolumeSpec};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
@@ -34,6 +34,9 @@ pub struct VolumeView {
     pub encryption: Option<EncryptionView>,
     pub created_at: String,
     pub snapshots: SnapshotsView,
+    /// What it was made from; absent: it began empty.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub made_from: Option<MadeFromView>,
     /// The last return to a snapshot, or the one under way.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub revert: Option<RevertView>,
@@ -44,6 +47,45 @@ pub struct VolumeView {
     /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<LocalDeviceView>,
+}
+
+/// What a volume was made from, with the names of that time.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MadeFromView {
+    /// Empty: the volume as it was.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub snapshot: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub snapshot_id: String,
+    pub volume: String,
+    pub volume_id: String,
+    /// It takes over the blocks that it shares with it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub flattening: bool,
+}
+
+impl From<MadeFrom> for MadeFromView {
+    fn from(made: MadeFrom) -> Self {
+        let of_snapshot = |text: String| if made.of_volume { String::new() } else { text };
+        Self {
+            snapshot: of_snapshot(made.snapshot_name),
+            snapshot_id: of_snapshot(made.snapshot_id),
+            volume: made.volume_name,
+            volume_id: made.volume_id,
+            flattening: made.flattening,
+        }
+    }
+}
+
+impl MadeFromView {
+    fn sentence(&self) -> String {
+        let flattening = if self.flattening { ", being flattened" } else { "" };
+        match self.snapshot.as_str() {
+            "" => format!("volume {}{flattening}", self.volume),
+            snapshot => format!("snapshot {snapshot} of volume {}{flattening}", self.volume),
+        }
+    }
 }
 
 /// Snapshots of a volume.
@@ -262,6 +304,7 @@ impl From<Volume> for VolumeView {
                 count: volume.snapshots,
                 newest: volume.newest_snapshot.map(SnapshotView::from),
             },
+            made_from: volume.made_from.map(MadeFromView::from),
             revert: volume.revert.map(RevertView::from),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
             verification: volume.verification.map(VerificationView::from),
@@ -341,6 +384,7 @@ impl VolumeView {
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
             ("snapshots", self.snapshots.sentence()),
+            ("made from", self.made_from.as_ref().map(MadeFromView::sentence).unwrap_or_default()),
             ("went back", self.revert.as_ref().map(RevertView::line).unwrap_or_default()),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),

@@ -33,6 +33,7 @@ use crate::random::Random;
 use crate::real::RealStorage;
 use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
 use crate::shape::{FaultShape, PoolShape, Shape, Wanted};
+use crate::source::Source;
 use crate::storage::{ModelStorage, Outage, Storage};
 use crate::swarm::Swarm;
 use crate::trace::Trace;
@@ -129,6 +130,8 @@ pub struct Setup {
     /// Pools stop for a moment as they refuse entries for room: later ones are on their way then,
     /// and come together with what is offered again.
     pub stops_without_room: bool,
+    /// The volume that this one is a clone of.
+    pub source: Option<Source>,
 }
 
 /// RF and CF of a run: 3/2 mostly.
@@ -296,6 +299,7 @@ impl World {
             ios_min: IOS_MIN,
             haste: 1,
             stops_without_room: false,
+            source: None,
         };
         let listed = members.len() - usize::from(members_plan.unexpected.list_is_short);
         let membership = Membership {
@@ -321,6 +325,7 @@ impl World {
             (setup.volume_blocks, setup.config.volume_blocks) = (volume_blocks, volume_blocks);
         }
         let volume_blocks = setup.volume_blocks;
+        setup.source = Source::draw(options.seed, options.swarm, volume_blocks);
         let snapshots = Snapshots::draw(options.seed, options.swarm);
         let pulls = Pulls::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
@@ -379,6 +384,13 @@ impl World {
             checkers: Default::default(),
             random,
         };
+        if let Some(source) = world.setup.source.clone() {
+            world.checkers.history.begin_with(source.image(options.seed));
+            let begun = world.checkers.lineage.begin_with(options.seed, &source.as_begun());
+            if let Err(broken) = begun {
+                world.violate(broken.invariant, broken.detail);
+            }
+        }
         let pool_shape = shape.as_ref().and_then(|s| s.room.pool);
         for (host, member) in members.iter().enumerate() {
             world.add_pool(host, *member, &membership, pool_shape);
@@ -418,9 +430,13 @@ impl World {
         let spare = member == Member::default();
         let listed = membership.contains(member);
         let (identity, meta) = self.setup.newborn(member, listed, membership.clone());
-        if !spare
-            && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
-        {
+        let blocks = self.setup.config.volume_blocks;
+        let source = self.setup.source.as_ref().filter(|_| listed);
+        let created = || match source {
+            Some(source) => storage.create_clone(source, identity, meta, blocks, &mut self.random),
+            None => storage.create(identity, meta, blocks),
+        };
+        if !spare && let Err(error) = created() {
             self.violate("Setup", format!("a replica could not be created: {error}"));
         }
         if let Some(ticket) = storage.sync_begin()

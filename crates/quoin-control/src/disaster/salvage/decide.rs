@@ -619,7 +619,11 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
             id: Text(member.id),
             guid: Text(member.guid),
             pool: place(member),
-            phase: if pending { ReplicaPhase::Init } else { ReplicaPhase::Keep },
+            phase: match (pending, &record.source) {
+                (true, None) => ReplicaPhase::Init,
+                (true, Some(_)) => ReplicaPhase::Clone,
+                (false, _) => ReplicaPhase::Keep,
+            },
             leaving: as_it_was && was.is_some_and(|was| was.leaving),
             placed: was.is_some_and(|was| was.placed),
             cause: was.map_or(Cause::Asked, |was| was.cause),

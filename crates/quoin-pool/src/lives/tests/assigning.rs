@@ -13,6 +13,8 @@ fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
         },
         blocks,
         phase,
+        source: None,
+        flatten: false,
         fence: Default::default(),
         membership: Membership { formed: false, ..membership() },
     }

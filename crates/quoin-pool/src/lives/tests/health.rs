@@ -158,6 +158,8 @@ fn a_sync_is_told_to_the_replicas_that_wait_for_it_and_to_no_other() {
         },
         blocks: 1024,
         phase: Phase::Init,
+        source: None,
+        flatten: false,
         fence: Default::default(),
         membership: Membership { formed: false, ..membership() },
     });

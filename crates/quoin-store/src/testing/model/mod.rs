@@ -13,13 +13,13 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
-    SyncTicket,
+    CloneSource, FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    StoreState, SyncTicket,
 };
 use quoin_types::message::{
     Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
 };
-use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry};
+use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry};
 
 use crate::log::history::Head;
 use crate::metadata::tickets::Tickets;
@@ -286,8 +286,13 @@ pub struct ModelReplica {
 impl ModelReplica {
     fn new(identity: ReplicaIdentity, meta: ReplicaMeta, blocks: u64) -> Self {
         let head = Head { volume_blocks: blocks, ..Head::default() };
-        let image = Image { head, ..Image::default() };
-        let now = Storage { base: image.clone(), now: image, ..Storage::default() };
+        Self::begun_with(identity, meta, Image { head, ..Image::default() })
+    }
+
+    /// A replica whose history begins with this state.
+    fn begun_with(identity: ReplicaIdentity, meta: ReplicaMeta, image: Image) -> Self {
+        let stable = image.head.position.lsn;
+        let now = Storage { base: image.clone(), now: image, stable, ..Storage::default() };
         Self {
             identity,
             durable_meta: meta.clone(),
@@ -301,6 +306,16 @@ impl ModelReplica {
             bad: BTreeSet::new(),
             fold_steps: 0,
         }
+    }
+
+    /// The state with which a clone of a snapshot begins, if the snapshot is here.
+    fn clone_of(&self, source: &CloneSource, blocks: u64) -> Option<Image> {
+        let kept = self.now.now.snapshots.iter().find(|s| s.info.id == source.snapshot)?;
+        let lsn = kept.info.lsn;
+        let mut head = Head { volume_blocks: blocks, ..Head::default() };
+        let chain = Chain::of_clone(source.volume, source.snapshot, lsn, kept.head.chain);
+        head.advance(Position { epoch: Epoch::ZERO, lsn }, chain);
+        Some(Image { head, live: kept.map.clone(), snapshots: Vec::new() })
     }
 
     fn run(&mut self, operation: Operation) -> Result<(), StoreError> {

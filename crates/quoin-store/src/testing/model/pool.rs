@@ -9,7 +9,7 @@ use quoin_replication::replica::store::{
 use quoin_types::ReplicaGuid;
 
 use super::{ModelHandle, ModelReplica, SlowReads};
-use crate::api::{Due, ReplicaPool};
+use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
 use crate::metadata::tickets::Tickets;
 
 /// A pool of models: the same surface as the real pool, and a switch for the power.
@@ -82,6 +82,30 @@ impl ReplicaPool for ModelPool {
         }
         self.replicas.insert(guid, ModelReplica::new(identity, meta, blocks));
         Ok(())
+    }
+
+    fn create_clone(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+        source: &CloneSource,
+    ) -> Result<Cloned, StoreError> {
+        let guid = identity.guid;
+        if self.retired.contains(&guid) || self.replicas.contains_key(&guid) {
+            return Err(StoreError::Rule("a GUID is born once"));
+        }
+        let mut of_volume = self.replicas.values().filter(|r| r.identity.volume == source.volume);
+        let first = of_volume.find_map(|replica| replica.clone_of(source, blocks));
+        let first = first.ok_or(StoreError::Rule("a clone is made where its snapshot is"))?;
+        self.replicas.insert(guid, ModelReplica::begun_with(identity, meta, first));
+        Ok(Cloned::Made)
+    }
+
+    fn flatten(&mut self, _guid: ReplicaGuid) {}
+
+    fn is_clone(&self, _guid: ReplicaGuid) -> bool {
+        false
     }
 
     fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {

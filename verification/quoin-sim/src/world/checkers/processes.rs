@@ -160,7 +160,7 @@ fn check_orders(
         return broken("ClaimRules", detail);
     }
     let wanted = ReplicaIdentity { volume: another, ..held.clone() };
-    for phase in [Phase::Init, Phase::Recreate, Phase::Keep, Phase::Delete] {
+    for phase in [Phase::Init, Phase::Clone, Phase::Recreate, Phase::Keep, Phase::Delete] {
         let done = step(phase, &wanted, Some(held), false);
         if done != Step::OfAnother {
             let detail = format!("pool {pool} does {done:?} to a replica of another volume");

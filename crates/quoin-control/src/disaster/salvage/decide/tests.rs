@@ -69,6 +69,8 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         consistency_factor: 0,
         may_have_lost_ms: 0,
         generation,
+        source: None,
+        flattening: false,
         grants: Grants::default(),
         used: Default::default(),
     }

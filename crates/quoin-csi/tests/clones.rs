@@ -1,0 +1,179 @@
+//! Volumes from snapshots and from volumes through the Controller service.
+
+use quoin_api::csi::controller_service_capability::{Type as Capability, rpc};
+use quoin_api::csi::volume_content_source::{SnapshotSource, Type, VolumeSource};
+use quoin_api::csi::*;
+use tonic::Code;
+
+use crate::common::*;
+
+fn snapshot_of(id: &str) -> Option<VolumeContentSource> {
+    let source = SnapshotSource { snapshot_id: id.to_owned() };
+    Some(VolumeContentSource { r#type: Some(Type::Snapshot(source)) })
+}
+
+fn volume_of(id: &str) -> Option<VolumeContentSource> {
+    let source = VolumeSource { volume_id: id.to_owned() };
+    Some(VolumeContentSource { r#type: Some(Type::Volume(source)) })
+}
+
+fn from(name: &str, source: Option<VolumeContentSource>) -> CreateVolumeRequest {
+    CreateVolumeRequest { volume_content_source: source, ..create(name, 64 * MIB) }
+}
+
+impl World {
+    async fn served_volume(&mut self, name: &str) -> String {
+        let volume_id = self.create(name, 64 * MIB).await.volume_id;
+        let request = ControllerPublishVolumeRequest {
+            volume_id: volume_id.clone(),
+            node_id: NODE.to_owned(),
+            volume_capability: Some(writer()),
+            ..Default::default()
+        };
+        self.controller.controller_publish_volume(request).await.unwrap();
+        volume_id
+    }
+
+    async fn cut(&mut self, volume_id: &str, name: &str) -> String {
+        let request = CreateSnapshotRequest {
+            source_volume_id: volume_id.to_owned(),
+            name: name.to_owned(),
+            ..Default::default()
+        };
+        let made = self.controller.create_snapshot(request).await.unwrap().into_inner();
+        made.snapshot.unwrap().snapshot_id
+    }
+
+    async fn made_from(&mut self, request: CreateVolumeRequest) -> Volume {
+        self.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap()
+    }
+
+    async fn delete_volume(&mut self, volume_id: &str) {
+        let unpublish = ControllerUnpublishVolumeRequest {
+            volume_id: volume_id.to_owned(),
+            node_id: NODE.to_owned(),
+            ..Default::default()
+        };
+        self.controller.controller_unpublish_volume(unpublish).await.unwrap();
+        let request = DeleteVolumeRequest { volume_id: volume_id.to_owned(), ..Default::default() };
+        self.controller.delete_volume(request).await.unwrap();
+    }
+}
+
+/// Proves CSI-VOLUME-14, CSI-SOURCE-05, CSI-CREATEVOLUME-16, CSI-CREATEVOLUME-39,
+/// CSI-CTRLCAPS-10: sources are named in every answer, sizes respected, and repeats compared.
+#[tokio::test]
+async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
+    let mut world = World::start().await;
+    let told = world
+        .controller
+        .controller_get_capabilities(ControllerGetCapabilitiesRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    let is_clone = |capability: &ControllerServiceCapability| {
+        let kind = capability.r#type.as_ref();
+        kind.is_some_and(|Capability::Rpc(rpc)| rpc.r#type() == rpc::Type::CloneVolume)
+    };
+    assert!(told.capabilities.iter().any(is_clone));
+    let source = world.served_volume("db").await;
+    let snapshot = world.cut(&source, "s").await;
+    let restored = world.made_from(from("restored", snapshot_of(&snapshot))).await;
+    assert_eq!(restored.content_source, snapshot_of(&snapshot));
+    assert_eq!(restored.capacity_bytes, 64 * MIB);
+    let copied = world.made_from(from("copied", volume_of(&source))).await;
+    assert_eq!(copied.content_source, volume_of(&source));
+    let ids = [&source, &restored.volume_id, &copied.volume_id];
+    assert!(ids.iter().all(|id| ids.iter().filter(|other| *other == id).count() == 1));
+    let listed = world.controller.list_volumes(ListVolumesRequest::default()).await.unwrap();
+    for entry in listed.into_inner().entries {
+        let volume = entry.volume.unwrap();
+        let expected = match volume.volume_id.as_str() {
+            id if id == restored.volume_id => snapshot_of(&snapshot),
+            id if id == copied.volume_id => volume_of(&source),
+            _ => None,
+        };
+        assert_eq!(volume.content_source, expected);
+    }
+    // The same again, and under the name of another.
+    assert_eq!(world.made_from(from("restored", snapshot_of(&snapshot))).await, restored);
+    assert_eq!(world.made_from(from("copied", volume_of(&source))).await, copied);
+    for other in [None, volume_of(&source)] {
+        let answer = world.controller.create_volume(from("restored", other)).await;
+        assert_eq!(code(&answer), Code::AlreadyExists);
+    }
+    let answer = world.controller.create_volume(from("db", snapshot_of(&snapshot))).await;
+    assert_eq!(code(&answer), Code::AlreadyExists);
+    // A copy is as large as it is asked for, and never smaller than its source.
+    let sized = |name: &str, range: Option<CapacityRange>| CreateVolumeRequest {
+        capacity_range: range,
+        ..from(name, snapshot_of(&snapshot))
+    };
+    for (name, asked, expected) in [
+        ("larger", Some(range(128 * MIB, 128 * MIB)), 128 * MIB),
+        ("smaller", Some(range(MIB, 0)), 64 * MIB),
+        ("any", None, 64 * MIB),
+        ("limited", Some(range(0, 100 * MIB)), 64 * MIB),
+    ] {
+        assert_eq!(world.made_from(sized(name, asked)).await.capacity_bytes, expected, "{name}");
+    }
+    let answer = world.controller.create_volume(sized("tiny", Some(range(MIB, 2 * MIB)))).await;
+    assert_eq!(code(&answer), Code::OutOfRange);
+}
+
+/// Proves CSI-CREATEVOLUME-34, CSI-CREATEVOLUME-32, CSI-CTRLCAPS-10.
+#[tokio::test]
+async fn a_source_that_does_not_exist_or_cannot_be_used_makes_nothing() {
+    let mut world = World::start().await;
+    let source = world.served_volume("db").await;
+    let snapshot = world.cut(&source, "s").await;
+    for unknown in [UNKNOWN, &"0".repeat(32)] {
+        for source in [snapshot_of(unknown), volume_of(unknown)] {
+            let answer = world.controller.create_volume(from("copy", source)).await;
+            assert_eq!(code(&answer), Code::NotFound, "{unknown}");
+        }
+    }
+    // An id of the other kind.
+    for source in [snapshot_of(&source), volume_of(&snapshot)] {
+        let answer = world.controller.create_volume(from("copy", source)).await;
+        assert_eq!(code(&answer), Code::NotFound);
+    }
+    let clash = CreateVolumeRequest {
+        parameters: map(&[("blockSize", "512")]),
+        ..from("copy", snapshot_of(&snapshot))
+    };
+    assert_eq!(code(&world.controller.create_volume(clash).await), Code::InvalidArgument);
+    let encrypted = CreateVolumeRequest {
+        parameters: map(&[("encrypted", "true")]),
+        secrets: map(&[("encryptionKey", &"7".repeat(64))]),
+        ..from("copy", snapshot_of(&snapshot))
+    };
+    assert_eq!(code(&world.controller.create_volume(encrypted).await), Code::InvalidArgument);
+    assert_eq!(world.cluster.volumes().await.len(), 1);
+}
+
+/// Proves CSI-DELETEVOLUME-05, CSI-DELETEVOLUME-12, CSI-DELETESNAPSHOT-11: a clone stands on its own,
+/// and a snapshot of a deleted volume still serves as a source.
+#[tokio::test]
+async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_volumes_as_sources() {
+    let mut world = World::start().await;
+    let source = world.served_volume("db").await;
+    let snapshot = world.cut(&source, "s").await;
+    let first = world.made_from(from("first", snapshot_of(&snapshot))).await;
+    world.delete_volume(&source).await;
+    let second = world.made_from(from("second", snapshot_of(&snapshot))).await;
+    assert_eq!(second.content_source, snapshot_of(&snapshot));
+    let request = DeleteSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() };
+    world.controller.delete_snapshot(request.clone()).await.unwrap();
+    world.controller.delete_snapshot(request).await.unwrap();
+    let listed = world.controller.list_snapshots(ListSnapshotsRequest::default()).await.unwrap();
+    assert!(listed.into_inner().entries.is_empty());
+    let answer = world.controller.create_volume(from("third", snapshot_of(&snapshot))).await;
+    assert_eq!(code(&answer), Code::NotFound);
+    for volume in [&first, &second] {
+        let request = ControllerGetVolumeRequest { volume_id: volume.volume_id.clone() };
+        let found = world.controller.controller_get_volume(request).await.unwrap().into_inner();
+        assert_eq!(found.volume.unwrap().content_source, snapshot_of(&snapshot));
+        world.delete_volume(&volume.volume_id).await;
+    }
+}
