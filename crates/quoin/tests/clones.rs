@@ -136,7 +136,10 @@ fn a_flattened_clone_takes_its_own_space_and_its_source_goes() {
     fill(&test, 0..50, 2);
     let done = dev.ok(&["volume", "flatten", "test"]);
     assert!(done.contains("volume test shares nothing"), "{done}");
-    assert!(dev.json(&["volume", "get", "test"])["madeFrom"].is_null());
+    let from = &dev.json(&["volume", "get", "test"])["madeFrom"];
+    assert_eq!((&from["sharesNothing"], &from["snapshot"]), (&true.into(), &"first".into()));
+    let repeated = dev.ok(&["volume", "create", "test", "--from-snapshot", "first"]);
+    assert!(repeated.contains("volume test is ready"), "{repeated}");
     assert!(holds(&test, 0..50, 2) && holds(&test, 50..BLOCKS, 1));
     let again = dev.ok(&["volume", "flatten", "test"]);
     assert!(again.contains("volume test shares nothing"), "{again}");

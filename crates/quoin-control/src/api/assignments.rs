@@ -19,7 +19,7 @@ use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
-use crate::state::records::{PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
+use crate::state::records::{BaseUse, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
@@ -46,7 +46,7 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
         generation: volume.generation,
         fence_epoch: volume.grants.fenced,
         fence_at_once: volume.grants.fenced_at_once,
-        flatten: volume.flattening,
+        flatten: volume.source.as_ref().is_some_and(|s| s.base == BaseUse::Flattening),
         source: volume.source.as_ref().filter(|_| phase == ReplicaPhase::Clone).map(|source| {
             api::CloneSource {
                 volume_id: source.volume.0.to_string(),

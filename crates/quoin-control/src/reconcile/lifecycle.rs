@@ -14,7 +14,9 @@ use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::ReplicaState;
-use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
+use crate::state::records::{
+    BaseUse, Discarded, ReplicaPhase, SourceRecord, Text, VolumePhase, VolumeRecord,
+};
 use crate::state::{State, about, random_id};
 use crate::status::health::Conditions;
 use crate::status::{ReplicaStatus, VolumeStatus};
@@ -267,12 +269,13 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, are_own: bool, news: &mut 
         }
         VolumePhase::Ready | VolumePhase::Retained => {
             discard_retired(volume, answers);
-            if volume.flattening && are_own {
-                volume.flattening = false;
-                let source = volume.source.take();
+            let is_flattened =
+                |s: &&mut SourceRecord| are_own && s.base == BaseUse::Flattening;
+            if let Some(source) = volume.source.as_mut().filter(is_flattened) {
+                source.base = BaseUse::Flattened;
                 let message = format!(
                     "it shares nothing with {} any more",
-                    crate::volume::clones::in_words(source.as_ref())
+                    crate::volume::clones::in_words(volume.source.as_ref())
                 );
                 news.push((Severity::Normal, about(volume), "VolumeFlattened", message));
             }

@@ -116,7 +116,6 @@ pub(crate) fn volume() -> VolumeRecord {
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
         source: None,
-        flattening: false,
         grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
     }
@@ -228,6 +227,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         snapshot_name: "before-upgrade".into(),
         of_volume: false,
         depth: 2,
+        base: BaseUse::InUse,
     };
     let clone = VolumeRecord {
         replicas: vec![replica(1, ReplicaPhase::Clone, Cause::Asked)],
@@ -235,8 +235,14 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         ..volume()
     };
     hold("volume-clone", &clone);
-    let source = Some(SourceRecord { snapshot_name: String::new(), of_volume: true, ..source });
-    hold("volume-clone-flattening", &VolumeRecord { source, flattening: true, ..volume() });
+    let copy = SourceRecord { snapshot_name: String::new(), of_volume: true, ..source };
+    for (name, base) in [
+        ("volume-clone-flattening", BaseUse::Flattening),
+        ("volume-clone-flattened", BaseUse::Flattened),
+    ] {
+        let source = Some(SourceRecord { base, ..copy.clone() });
+        hold(name, &VolumeRecord { source, ..volume() });
+    }
     let name = NameRecord { volume_name: "db".into(), volume_id: Text(VolumeId(0xf01)) };
     hold("volume-name", &name);
     let pool = PoolRecord {

@@ -365,12 +365,9 @@ pub struct VolumeRecord {
     /// record is the later one.
     #[serde(default)]
     pub generation: u64,
-    /// The snapshot that it was made from; `None`: it began empty, or shares nothing any more.
+    /// The snapshot that it was made from; `None`: it began empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<SourceRecord>,
-    /// It takes over the blocks that it shares with its source.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub flattening: bool,
     #[serde(flatten)]
     pub grants: Grants,
     #[serde(flatten)]
@@ -390,6 +387,33 @@ pub struct SourceRecord {
     pub of_volume: bool,
     /// Volumes that were made one from the other up to this one.
     pub depth: u32,
+    #[serde(default, skip_serializing_if = "BaseUse::is_in_use")]
+    pub base: BaseUse,
+}
+
+/// Use that a clone has of the base that its pools keep for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum BaseUse {
+    /// It shows the blocks that neither of them wrote.
+    #[default]
+    InUse,
+    /// The same, and its replicas are to take them over.
+    Flattening,
+    /// None any more. The source is remembered for those who repeat their request.
+    Flattened,
+}
+
+impl BaseUse {
+    fn is_in_use(&self) -> bool {
+        *self == Self::InUse
+    }
+}
+
+impl SourceRecord {
+    /// Its snapshot is needed for the clone.
+    pub(crate) fn is_needed(&self) -> bool {
+        self.base != BaseUse::Flattened
+    }
 }
 
 /// The largest record that pools are given to keep, and retired GUIDs in it.
@@ -485,7 +509,6 @@ impl VolumeRecord {
             may_have_lost_ms: 0,
             generation: 0,
             source: None,
-            flattening: false,
             grants: Grants::default(),
             used: Use::default(),
         }

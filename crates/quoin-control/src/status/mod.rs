@@ -353,10 +353,7 @@ impl Status {
             not_judged,
             snapshots,
             newest_snapshot,
-            made_from: volume
-                .source
-                .as_ref()
-                .map(|source| crate::volume::clones::message(source, volume.flattening)),
+            made_from: volume.source.as_ref().map(crate::volume::clones::message),
             revert: self
                 .state
                 .snapshots

@@ -18,7 +18,7 @@ use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 use crate::snapshot::catalog::Snapshots;
 use crate::state::events::Severity;
 use crate::state::records::{
-    Cause, MemberRecord, Record, ReplicaPhase, ReplicaRecord, SourceRecord, Spec, Text,
+    BaseUse, Cause, MemberRecord, Record, ReplicaPhase, ReplicaRecord, SourceRecord, Spec, Text,
     VolumePhase, VolumeRecord,
 };
 use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
@@ -30,6 +30,9 @@ use crate::{Error, text};
 
 /// Volumes that may be made one from the other. A pool looks a block up in all of them.
 pub const DEPTH_MAX: u32 = 14;
+
+/// Interval of looks at what a request waits for.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The source of a new volume, as it was found.
 pub struct Prepared {
@@ -83,7 +86,17 @@ impl Clones {
         let volume = volume.filter(|volume| volume.phase.is_kept());
         let gone = || Error::missing("snapshot", snapshot.name.clone());
         let (volume, as_source) = (volume.ok_or_else(gone)?, asked.as_source);
+        self.wait_for_replicas(&volume, within).await;
         Ok(Prepared { snapshot, volume, of_volume, as_source })
+    }
+
+    /// Waits, within the time, for the word that a replica of the source is in sync: of one that was
+    /// just made or opened it comes a moment later.
+    async fn wait_for_replicas(&self, volume: &VolumeRecord, within: Duration) {
+        let until = tokio::time::Instant::now() + within;
+        while in_sync_ids(&self.state, volume).is_empty() && tokio::time::Instant::now() < until {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+        }
     }
 
     /// Has a volume take over the blocks that it shares with its source. Its pools do that in the
@@ -97,9 +110,9 @@ impl Clones {
             ))),
             VolumePhase::Deleting | VolumePhase::Retained => Err(crate::state::missing(reference)),
             VolumePhase::Ready => {
-                let begins = volume.source.is_some() && !volume.flattening;
-                volume.flattening |= begins;
-                Ok(begins)
+                let begins = |source: &&mut SourceRecord| source.base == BaseUse::InUse;
+                let source = volume.source.as_mut().filter(begins);
+                Ok(source.map(|source| source.base = BaseUse::Flattening).is_some())
             }
         };
         let (volume, begins) = self.state.update_volume(volume.id.0, change).await?;
@@ -164,14 +177,15 @@ pub(crate) fn in_words(source: Option<&SourceRecord>) -> String {
 }
 
 /// The message of what a volume was made from.
-pub(crate) fn message(source: &SourceRecord, flattening: bool) -> api::MadeFrom {
+pub(crate) fn message(source: &SourceRecord) -> api::MadeFrom {
     api::MadeFrom {
         snapshot_id: source.snapshot.0.to_string(),
         snapshot_name: source.snapshot_name.clone(),
         volume_id: source.volume.0.to_string(),
         volume_name: source.volume_name.clone(),
         of_volume: source.of_volume,
-        flattening,
+        flattening: source.base == BaseUse::Flattening,
+        shares_nothing: !source.is_needed(),
     }
 }
 
@@ -244,14 +258,15 @@ impl Prepared {
     }
 
     pub fn record(&self) -> SourceRecord {
-        let below = self.volume.source.as_ref().map_or(0, |source| source.depth);
+        let below = self.volume.source.as_ref().filter(|source| source.is_needed());
         SourceRecord {
             volume: self.volume.id,
             snapshot: self.snapshot.id,
             volume_name: self.snapshot.volume_name.clone(),
             snapshot_name: self.snapshot.name.clone(),
             of_volume: self.of_volume,
-            depth: below + 1,
+            depth: below.map_or(0, |source| source.depth) + 1,
+            base: BaseUse::InUse,
         }
     }
 
@@ -400,26 +415,50 @@ pub(crate) fn being_made(state: &State, snapshot: &SnapshotRecord) -> Option<Arc
     })
 }
 
+/// Ends the uses of a volume's snapshots by volumes that have no record any more, which nothing else
+/// brings up.
+async fn end_lost_uses(state: &State, id: VolumeId) -> Result<(), Error> {
+    let is_lost = |user: &Text<VolumeId>| state.volumes.get(&user.0.to_string()).is_none();
+    for snapshot in state.snapshots.of_volume(id) {
+        for user in snapshot.used_by.iter().filter(|user| is_lost(user)) {
+            end_use(state, &snapshot, *user).await?;
+        }
+    }
+    Ok(())
+}
+
+/// One volume does not need a snapshot any more.
+async fn end_use(
+    state: &State,
+    snapshot: &SnapshotRecord,
+    user: Text<VolumeId>,
+) -> Result<(), Error> {
+    let change = |snapshot: &mut SnapshotRecord| {
+        let before = snapshot.phase;
+        snapshot.end_use(user);
+        Ok(before != snapshot.phase)
+    };
+    let updated = state.snapshots.records.update(&snapshot.name(), change).await?;
+    if updated.is_some_and(|(_, is_going)| is_going) {
+        state.tell_target(snapshot.volume.0);
+    }
+    Ok(())
+}
+
 /// Makes the record of a snapshot agree with the volumes that were made from it. The caller holds the
 /// lock of changes of snapshots.
 pub(crate) async fn keep_users(state: &State, id: VolumeId) -> Result<(), Error> {
     let volume = state.volumes.get(&id.to_string());
     let source = volume.as_ref().and_then(|volume| volume.source.as_ref());
+    let source = source.filter(|source| source.is_needed());
     let source = source.map(|source| source.snapshot.0.to_string());
     for snapshot in state.snapshots.used_by(id) {
         if Some(snapshot.name()) == source {
             continue;
         }
-        let change = |snapshot: &mut SnapshotRecord| {
-            let before = snapshot.phase;
-            snapshot.end_use(Text(id));
-            Ok(before != snapshot.phase)
-        };
-        let updated = state.snapshots.records.update(&snapshot.name(), change).await?;
-        if updated.is_some_and(|(_, is_going)| is_going) {
-            state.tell_target(snapshot.volume.0);
-        }
+        end_use(state, &snapshot, Text(id)).await?;
     }
+    end_lost_uses(state, id).await?;
     // Records that were restored may lack it.
     let Some(known) = source.and_then(|name| state.snapshots.records.get(&name)) else {
         return Ok(());

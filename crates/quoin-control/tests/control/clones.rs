@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use quoin_api::control::{SnapshotRef, VolumeRef, VolumeSource, VolumeSpec};
 use quoin_control::Error;
-use quoin_control::records::VolumeRecord;
+use quoin_control::records::{BaseUse, VolumeRecord};
 use quoin_control::snapshot_records::SnapshotPhase;
 use tonic::Code;
 
@@ -266,8 +266,9 @@ async fn a_flattened_volume_gives_its_source_up_once_all_replicas_share_nothing_
     cluster.controller.snapshots.catalog.delete(named("s").as_ref()).await.unwrap();
     // Of a volume that shares nothing there is nothing to do.
     let clones = &cluster.controller.volumes.clones;
-    assert!(!clones.flatten(by_name("db").as_ref()).await.unwrap().flattening);
-    assert!(clones.flatten(by_name("copy").as_ref()).await.unwrap().flattening);
+    assert!(clones.flatten(by_name("db").as_ref()).await.unwrap().source.is_none());
+    let flattening = clones.flatten(by_name("copy").as_ref()).await.unwrap();
+    assert_eq!(flattening.source.as_ref().unwrap().base, BaseUse::Flattening);
     for (at, pool) in ["p1", "p2", "p3"].iter().enumerate() {
         assert!(cluster.shown("copy").made_from.unwrap().flattening, "{at} pools are done");
         let told = cluster.controller.assignments.of_pool(pool).replicas;
@@ -277,8 +278,14 @@ async fn a_flattened_volume_gives_its_source_up_once_all_replicas_share_nothing_
         cluster.pools[at].clones.clear();
         cluster.settle().await.unwrap();
     }
-    let shown = cluster.shown("copy");
-    assert!(shown.made_from.is_none(), "{shown:?}");
+    let from = cluster.shown("copy").made_from.unwrap();
+    assert!(from.shares_nothing && !from.flattening, "{from:?}");
+    let source = SnapshotRef { id: from.snapshot_id, name: String::new() };
+    let again = cluster.copy(&asked("copy"), 0, &of_snapshot(Some(source))).await.unwrap();
+    assert_eq!(again.id, copy.id, "a repeat of its request");
+    let clones = &cluster.controller.volumes.clones;
+    let again = clones.flatten(by_name("copy").as_ref()).await.unwrap();
+    assert_eq!(again.source.as_ref().unwrap().base, BaseUse::Flattened);
     cluster.keep().await;
     cluster.obey("n1").await.unwrap();
     assert_eq!(cluster.store.keys("snapshot/"), Vec::<String>::new());

@@ -44,7 +44,8 @@ pub async fn flatten(
     let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
     let mut volume = cluster.flatten_volume(request).await.map_err(refusal)?.into_inner();
     let (began, mut reported) = (Instant::now(), None::<Instant>);
-    while !options.no_wait && volume.made_from.is_some() {
+    let shares = |volume: &Volume| volume.made_from.as_ref().is_some_and(|m| !m.shares_nothing);
+    while !options.no_wait && shares(&volume) {
         if reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL) {
             eprintln!("volume {name} is being flattened: {}", progress(&volume));
             reported = Some(Instant::now());
@@ -66,9 +67,10 @@ pub async fn flatten(
         }
         volume = get_volume(cluster, &found.id).await?;
     }
+    let is_done = !shares(&volume);
     let view = VolumeView::from(volume);
-    output::print_one(format, &view, || match &view.made_from {
-        None => format!("volume {} shares nothing with another one", view.name),
-        Some(_) => format!("volume {} is being flattened", view.name),
+    output::print_one(format, &view, || match is_done {
+        true => format!("volume {} shares nothing with another one", view.name),
+        false => format!("volume {} is being flattened", view.name),
     })
 }

@@ -63,6 +63,9 @@ pub struct MadeFromView {
     /// It takes over the blocks that it shares with it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub flattening: bool,
+    /// It did so.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub shares_nothing: bool,
 }
 
 impl From<MadeFrom> for MadeFromView {
@@ -74,16 +77,21 @@ impl From<MadeFrom> for MadeFromView {
             volume: made.volume_name,
             volume_id: made.volume_id,
             flattening: made.flattening,
+            shares_nothing: made.shares_nothing,
         }
     }
 }
 
 impl MadeFromView {
     fn sentence(&self) -> String {
-        let flattening = if self.flattening { ", being flattened" } else { "" };
+        let sharing = match (self.flattening, self.shares_nothing) {
+            (true, _) => ", being flattened",
+            (false, true) => ", shares nothing any more",
+            (false, false) => "",
+        };
         match self.snapshot.as_str() {
-            "" => format!("volume {}{flattening}", self.volume),
-            snapshot => format!("snapshot {snapshot} of volume {}{flattening}", self.volume),
+            "" => format!("volume {}{sharing}", self.volume),
+            snapshot => format!("snapshot {snapshot} of volume {}{sharing}", self.volume),
         }
     }
 }

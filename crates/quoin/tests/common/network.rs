@@ -88,7 +88,10 @@ impl Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        for name in &self.names {
+        // The kernel ends a namespace some time later; the next network of this number must not meet
+        // a link of this one.
+        for (index, name) in self.names.iter().enumerate() {
+            ip(&format!("link del qv{}-{index}", self.id));
             ip(&format!("netns del {name}"));
         }
         ip(&format!("link del {}", self.bridge));

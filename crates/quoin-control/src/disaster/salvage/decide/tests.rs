@@ -70,7 +70,6 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         may_have_lost_ms: 0,
         generation,
         source: None,
-        flattening: false,
         grants: Grants::default(),
         used: Default::default(),
     }
