@@ -321,6 +321,134 @@ def look_only(driver, pb, volume, node_id, capability, directory, is_block):
     step(f"published read-only; a write: {refusal}")
 
 
+class InUse:
+    """A volume on this node from publishing to unpublishing."""
+
+    def __init__(self, driver, pb, volume, node_id, capability, directory):
+        self.driver, self.pb, self.volume, self.node_id = driver, pb, volume, node_id
+        self.capability, self.directory = capability, directory
+        self.staging, self.target = directory / "staging", directory / "pods" / "target"
+
+    def __enter__(self):
+        driver, pb = self.driver, self.pb
+        self.staging.mkdir(parents=True)
+        self.target.parent.mkdir()
+        publish = pb.ControllerPublishVolumeRequest(
+            volume_id=self.volume.volume_id,
+            node_id=self.node_id,
+            volume_capability=self.capability,
+            volume_context=self.volume.volume_context,
+        )
+        context = driver.call(driver.controller.ControllerPublishVolume, publish).publish_context
+        stage = pb.NodeStageVolumeRequest(
+            volume_id=self.volume.volume_id,
+            publish_context=context,
+            staging_target_path=str(self.staging),
+            volume_capability=self.capability,
+            volume_context=self.volume.volume_context,
+        )
+        driver.call(driver.node.NodeStageVolume, stage)
+        place = pb.NodePublishVolumeRequest(
+            volume_id=self.volume.volume_id,
+            publish_context=context,
+            staging_target_path=str(self.staging),
+            target_path=str(self.target),
+            volume_capability=self.capability,
+            volume_context=self.volume.volume_context,
+        )
+        driver.call(driver.node.NodePublishVolume, place)
+        return self.target
+
+    def __exit__(self, *_):
+        driver, pb, volume_id = self.driver, self.pb, self.volume.volume_id
+        driver.call(
+            driver.node.NodeUnpublishVolume,
+            pb.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(self.target)),
+        )
+        driver.call(
+            driver.node.NodeUnstageVolume,
+            pb.NodeUnstageVolumeRequest(
+                volume_id=volume_id, staging_target_path=str(self.staging)
+            ),
+        )
+        driver.call(
+            driver.controller.ControllerUnpublishVolume,
+            pb.ControllerUnpublishVolumeRequest(volume_id=volume_id, node_id=self.node_id),
+        )
+
+
+def copies(driver, pb, volume, node_id, capability, directory, is_block):
+    """Larger volumes, made from a snapshot of the volume in use and from itself, used beside it."""
+    driver.call(
+        driver.controller.ControllerUnpublishVolume,
+        pb.ControllerUnpublishVolumeRequest(volume_id=volume.volume_id, node_id=node_id),
+    )
+    payloads = [os.urandom(MIB) for _ in range(2)]
+
+    def write(target, payload):
+        with open(target if is_block else target / "copied", "r+b" if is_block else "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(target):
+        with open(target if is_block else target / "copied", "rb") as file:
+            return file.read(MIB)
+
+    made = []
+    with InUse(driver, pb, volume, node_id, capability, directory / "source") as source:
+        write(source, payloads[0])
+        cut = pb.CreateSnapshotRequest(
+            source_volume_id=volume.volume_id, name=f"cut-{volume.volume_id}"
+        )
+        snapshot = driver.call(driver.controller.CreateSnapshot, cut).snapshot
+        write(source, payloads[1])
+        sources = (
+            pb.VolumeContentSource(
+                snapshot=pb.VolumeContentSource.SnapshotSource(snapshot_id=snapshot.snapshot_id)
+            ),
+            pb.VolumeContentSource(
+                volume=pb.VolumeContentSource.VolumeSource(volume_id=volume.volume_id)
+            ),
+        )
+        size = 2 * volume.capacity_bytes
+        for number, (content, payload) in enumerate(zip(sources, payloads)):
+            request = pb.CreateVolumeRequest(
+                name=f"copy-{number}-{volume.volume_id}",
+                capacity_range=pb.CapacityRange(required_bytes=size),
+                volume_capabilities=[capability],
+                volume_content_source=content,
+            )
+            copy = driver.call(driver.controller.CreateVolume, request).volume
+            again = driver.call(driver.controller.CreateVolume, request).volume
+            check(copy == again and copy.content_source == content, "its source differs")
+            check(copy.capacity_bytes >= size, "the copy is too small")
+            made.append(copy)
+            place = directory / f"copy-{number}"
+            with InUse(driver, pb, copy, node_id, capability, place) as target:
+                check(read(target) == payload, f"copy {number} has another content")
+                if is_block:
+                    with open(target, "rb") as file:
+                        shown = file.seek(0, os.SEEK_END)
+                        file.seek(volume.capacity_bytes)
+                        check(not any(file.read(MIB)), "something lies behind the source's end")
+                else:
+                    figures = os.statvfs(target)
+                    shown = figures.f_blocks * figures.f_frsize
+                check(shown > 1.5 * volume.capacity_bytes, f"copy {number} shows {shown} bytes")
+                write(target, os.urandom(MIB))
+        check(read(source) == payloads[1], "a copy changed its source")
+    driver.call(
+        driver.controller.DeleteSnapshot,
+        pb.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id),
+    )
+    for copy in made:
+        driver.call(
+            driver.controller.DeleteVolume, pb.DeleteVolumeRequest(volume_id=copy.volume_id)
+        )
+    step("copied by a snapshot and as it is, into larger volumes, and used beside them")
+
+
 def modify(driver, pb, volume):
     """Changes options of a volume in use; the answer says that they rule."""
     request = pb.ControllerModifyVolumeRequest(
@@ -439,6 +567,7 @@ def main():
                     is_block = kind == "block"
                     use(driver, pb, volume, context, capability, path, is_block)
                     look_only(driver, pb, volume, node_id, capability, path, is_block)
+                    copies(driver, pb, volume, node_id, capability, path, is_block)
             grow(driver, pb, volume)
             remove(driver, pb, volume, node_id)
     except (Failure, grpc.RpcError) as error:

@@ -61,7 +61,8 @@ impl World {
 }
 
 /// Proves CSI-VOLUME-14, CSI-SOURCE-05, CSI-CREATEVOLUME-16, CSI-CREATEVOLUME-39,
-/// CSI-CTRLCAPS-10: sources are named in every answer, sizes respected, and repeats compared.
+/// CSI-CTRLCAPS-07, CSI-CTRLCAPS-10, CSI-CREATEVOLUME-42, CSI-SNAPSHOT-01, CSI-SNAPSHOT-08: sources are
+/// named in every answer, sizes respected, and repeats compared; what is ready is accepted.
 #[tokio::test]
 async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
     let mut world = World::start().await;
@@ -78,6 +79,9 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
     assert!(told.capabilities.iter().any(is_clone));
     let source = world.served_volume("db").await;
     let snapshot = world.cut(&source, "s").await;
+    let request = GetSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() };
+    let found = world.controller.get_snapshot(request).await.unwrap().into_inner();
+    assert!(found.snapshot.unwrap().ready_to_use);
     let restored = world.made_from(from("restored", snapshot_of(&snapshot))).await;
     assert_eq!(restored.content_source, snapshot_of(&snapshot));
     assert_eq!(restored.capacity_bytes, 64 * MIB);
@@ -117,8 +121,13 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
     ] {
         assert_eq!(world.made_from(sized(name, asked)).await.capacity_bytes, expected, "{name}");
     }
-    let answer = world.controller.create_volume(sized("tiny", Some(range(MIB, 2 * MIB)))).await;
-    assert_eq!(code(&answer), Code::OutOfRange);
+    for source in [snapshot_of(&snapshot), volume_of(&source)] {
+        let tiny = CreateVolumeRequest {
+            capacity_range: Some(range(MIB, 2 * MIB)),
+            ..from("tiny", source)
+        };
+        assert_eq!(code(&world.controller.create_volume(tiny).await), Code::OutOfRange);
+    }
 }
 
 /// Proves CSI-CREATEVOLUME-34, CSI-CREATEVOLUME-32, CSI-CTRLCAPS-10.
@@ -152,8 +161,9 @@ async fn a_source_that_does_not_exist_or_cannot_be_used_makes_nothing() {
     assert_eq!(world.cluster.volumes().await.len(), 1);
 }
 
-/// Proves CSI-DELETEVOLUME-05, CSI-DELETEVOLUME-12, CSI-DELETESNAPSHOT-11: a clone stands on its own,
-/// and a snapshot of a deleted volume still serves as a source.
+/// Proves CSI-DELETEVOLUME-05, CSI-DELETEVOLUME-06, CSI-DELETEVOLUME-07, CSI-DELETEVOLUME-12,
+/// CSI-DELETESNAPSHOT-11: a clone stands on its own, a snapshot of a deleted volume still serves as a
+/// source, and so no deletion is refused because of snapshots.
 #[tokio::test]
 async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_volumes_as_sources() {
     let mut world = World::start().await;

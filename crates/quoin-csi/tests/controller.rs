@@ -537,7 +537,8 @@ async fn capacity_is_the_largest_size_of_a_volume_of_that_kind() {
 
 /// Proves CSI-CTRLEXPAND-01, CSI-CTRLEXPAND-02, CSI-CTRLEXPAND-12, CSI-CTRLEXPAND-13,
 /// CSI-CTRLEXPAND-16, CSI-CTRLEXPAND-17, CSI-CTRLEXPAND-18, CSI-CTRLEXPAND-19,
-/// CSI-CTRLEXPAND-21, CSI-PLUGINCAPS-10: the controller's part.
+/// CSI-CTRLEXPAND-20, CSI-CTRLEXPAND-21, CSI-PLUGINCAPS-10, CSI-PLUGINCAPS-12: the controller's part;
+/// expansion is ONLINE, so a published volume grows.
 #[tokio::test]
 async fn a_volume_grows_also_while_published_and_never_shrinks() {
     let mut world = World::start().await;

@@ -46,6 +46,42 @@ fn the_document_of_health_lists_every_reason_of_a_node() {
     assert!(text.contains(&mutable.join(", ")), "{mutable:?}");
 }
 
+/// Proves CSI-LOG-03.
+#[test]
+fn the_document_says_where_logs_go_and_who_keeps_them() {
+    let text = std::fs::read_to_string(root().join("docs/operating.md")).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in [
+        "writes its log to standard error, a line each, and nowhere else",
+        "$ QUOIN_LOG=info,quoin_csi=debug quoin node",
+        "The default is `info`",
+        "keeps the log, limits its size and rate, rolls it over and removes it",
+    ] {
+        assert!(text.contains(words), "{words}");
+    }
+}
+
+/// Proves CSI-FILESYSTEM-01: staging and target paths come with each call, all others are settings.
+#[test]
+fn no_path_of_an_orchestrator_is_in_the_driver_or_its_document() {
+    let mut directories =
+        vec![root().join("crates/quoin-csi/src"), root().join("crates/quoin-node/src")];
+    let mut files = vec![root().join("docs/csi.md")];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { directories.push(path) } else { files.push(path) }
+        }
+    }
+    assert!(files.len() > 30, "{files:?}");
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        for theirs in ["/var/lib/kubelet", "/etc/kubernetes", "/etc/nomad", "/var/lib/docker"] {
+            assert!(!text.contains(theirs), "{} names {theirs}", file.display());
+        }
+    }
+}
+
 /// Proves CSI-ENV-02.
 #[test]
 fn no_variable_of_quoin_starts_with_the_prefix_of_the_interface() {

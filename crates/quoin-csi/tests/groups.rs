@@ -113,8 +113,8 @@ async fn the_group_capability_is_advertised_by_default_and_all_of_its_calls_are_
 }
 
 /// Proves CSI-GROUPCREATE-03, CSI-GROUPCREATE-04, CSI-GROUPCREATE-18, CSI-GROUPCREATE-20,
-/// CSI-GROUPSNAP-01, CSI-GROUPSNAP-03, CSI-GROUPSNAP-04, CSI-GROUPSNAP-05, CSI-SNAPSHOT-12,
-/// CSIN-GROUP-03.
+/// CSI-GROUPSNAP-01, CSI-GROUPSNAP-03, CSI-GROUPSNAP-04, CSI-GROUPSNAP-05, CSI-SNAPSHOT-11,
+/// CSI-SNAPSHOT-12, CSIN-GROUP-03, CSIN-GETSNAPSHOT-06.
 #[tokio::test]
 async fn a_group_is_made_once_and_each_member_names_it_wherever_it_is_shown() {
     let mut groups = Groups::start().await;
@@ -145,7 +145,8 @@ async fn a_group_is_made_once_and_each_member_names_it_wherever_it_is_shown() {
     let alone =
         CreateSnapshotRequest { source_volume_id: a, name: "alone".into(), ..Default::default() };
     let alone = groups.world.controller.create_snapshot(alone).await.unwrap().into_inner();
-    assert_eq!(alone.snapshot.unwrap().group_snapshot_id, "");
+    let alone = alone.snapshot.unwrap();
+    assert_eq!(alone.group_snapshot_id, "");
     // Lists and single looks say the same.
     let listed = groups.snapshots().await;
     assert_eq!(listed.len(), 5);
@@ -161,6 +162,9 @@ async fn a_group_is_made_once_and_each_member_names_it_wherever_it_is_shown() {
         }
     }
     assert_eq!(listed.iter().filter(|s| s.group_snapshot_id.is_empty()).count(), 1);
+    let request = DeleteSnapshotRequest { snapshot_id: alone.snapshot_id, ..Default::default() };
+    groups.world.controller.delete_snapshot(request).await.unwrap();
+    assert_eq!(groups.snapshots().await.len(), 4);
 }
 
 /// Proves CSI-GROUPCREATE-12, CSI-GROUPCREATE-13, CSI-GROUPCREATE-14, CSI-GROUPCREATE-17,
@@ -223,7 +227,8 @@ async fn an_invalid_request_about_groups_is_refused_with_its_code_and_changes_no
     assert_eq!(groups.snapshots().await.len(), 3);
 }
 
-/// Proves CSI-GROUPDELETE-05, CSI-GROUPGET-05, CSI-GROUPGET-08, CSI-DELETESNAPSHOT-06.
+/// Proves CSI-GROUPDELETE-05, CSI-GROUPGET-05, CSI-GROUPGET-08, CSI-DELETESNAPSHOT-06,
+/// CSI-DELETESNAPSHOT-10, CSI-SNAPSHOT-09: each member names its group.
 #[tokio::test]
 async fn a_group_goes_whole_and_only_by_the_list_of_its_members() {
     let mut groups = Groups::start().await;
@@ -238,6 +243,7 @@ async fn a_group_goes_whole_and_only_by_the_list_of_its_members() {
         let answer = groups.client.delete_volume_group_snapshot(remove(id, wrong.clone())).await;
         assert_eq!(code(&answer), Code::InvalidArgument, "{wrong:?}");
     }
+    assert!(made.snapshots.iter().all(|member| member.group_snapshot_id == *id));
     for snapshot_id in ids.clone() {
         let request = DeleteSnapshotRequest { snapshot_id, ..Default::default() };
         let status = groups.world.controller.delete_snapshot(request).await.unwrap_err();

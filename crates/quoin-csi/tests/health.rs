@@ -1,6 +1,8 @@
 //! The health calls of edition 1.13, and the conditions of 1.8 that show the same judgements.
 
+use std::os::fd::AsRawFd;
 use std::process::Command;
+use std::sync::atomic::Ordering;
 
 use crate::common::*;
 use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
@@ -233,6 +235,72 @@ async fn a_node_sees_a_lost_mount_and_a_lost_device_also_of_a_block_volume() {
         }
         assert!(found.iter().any(|one| one.reason == "DeviceMissing" && one.status == 2));
     }
+}
+
+/// A file system on a path whose server never answers: whoever asks it anything waits until this is
+/// dropped.
+struct Hanging {
+    path: String,
+    server: Option<std::fs::File>,
+}
+
+impl Hanging {
+    fn over(path: &str) -> Self {
+        let server = std::fs::File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let options = std::ffi::CString::new(options).unwrap();
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("hanging", path, "fuse", flags, Some(options.as_c_str())).unwrap();
+        Self { path: path.to_owned(), server: Some(server) }
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        // Its end wakes whoever waits.
+        self.server = None;
+        let _ = Command::new("umount").arg("-l").arg(&self.path).status();
+    }
+}
+
+/// Proves CSIN-HEALTH-21: of a file system that hangs, and of an attach process that does.
+#[tokio::test]
+async fn health_is_told_in_time_of_a_mount_and_of_a_session_that_hang() {
+    if !can_mount() {
+        return;
+    }
+    let mut world = World::start().await;
+    let stage = world.published(writer()).await;
+    world.node.node_stage_volume(stage.clone()).await.unwrap();
+    let ask = || {
+        let mut request = tonic::Request::new(on_node(&stage.volume_id));
+        request.set_timeout(std::time::Duration::from_secs(15));
+        request
+    };
+    let is_told = |answer: NodeGetVolumeHealthResponse, reason: &str| {
+        let health = answer.volume_health.unwrap();
+        let inaccessible = VolumeHealthErrorType::Inaccessible as i32;
+        assert!(reasons(&health).contains(&(reason, inaccessible)), "{health:?}");
+    };
+    let hanging = Hanging::over(&stage.staging_target_path);
+    for _ in 0..3 {
+        let answer = world.node.node_get_volume_health(ask()).await.unwrap();
+        is_told(answer.into_inner(), "MountHangs");
+    }
+    drop(hanging);
+    world.attacher.is_silent.store(true, Ordering::Relaxed);
+    let answer = world.node.node_get_volume_health(ask()).await.unwrap();
+    is_told(answer.into_inner(), "AttachProcessAway");
+    world.attacher.is_silent.store(false, Ordering::Relaxed);
+    let health = loop {
+        let answer = world.node.node_get_volume_health(ask()).await.unwrap().into_inner();
+        let health = answer.volume_health.unwrap();
+        // The last question to the file system comes back a moment after its end.
+        if !reasons(&health).iter().any(|(reason, _)| *reason == "MountHangs") {
+            break health;
+        }
+    };
+    assert_eq!(reasons(&health), []);
 }
 
 /// Proves CSIN-HEALTH-22, CSIN-HEALTH-23: a node that reaches no pool.

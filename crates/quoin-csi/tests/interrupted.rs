@@ -126,7 +126,8 @@ async fn a_caller_that_times_out_and_retries_gets_one_volume_and_one_mount() {
 
 /// Proves CSI-CREATEVOLUME-31, CSI-DELETEVOLUME-11, CSI-CTRLPUBLISH-24, CSI-CTRLUNPUBLISH-12,
 /// CSI-VALIDATE-16, CSI-LISTVOLUMES-15, CSI-GETVOLUME-08, CSI-GETCAPACITY-14, CSI-NODESTAGE-20,
-/// CSI-NODEINFO-13: and nothing of it was done when it is back.
+/// CSI-NODEINFO-13, CSI-DELETESNAPSHOT-09, CSI-LISTSNAPSHOTS-15: and nothing of it was done when it is
+/// back.
 #[tokio::test]
 async fn without_a_control_plane_no_call_reports_success() {
     let mut world = World::start().await;
@@ -152,6 +153,12 @@ async fn without_a_control_plane_no_call_reports_success() {
         ..Default::default()
     };
     let delete = DeleteVolumeRequest { volume_id: id(), ..Default::default() };
+    let snap = CreateSnapshotRequest {
+        source_volume_id: id(),
+        name: "s".to_owned(),
+        ..Default::default()
+    };
+    let remove = DeleteSnapshotRequest { snapshot_id: "0".repeat(32), ..Default::default() };
     let controller = &mut world.controller;
     let codes = [
         code(&controller.create_volume(create("other", 64 * MIB)).await),
@@ -165,9 +172,12 @@ async fn without_a_control_plane_no_call_reports_success() {
         code(
             &controller.controller_get_volume(ControllerGetVolumeRequest { volume_id: id() }).await,
         ),
+        code(&controller.create_snapshot(snap).await),
+        code(&controller.delete_snapshot(remove).await),
+        code(&controller.list_snapshots(ListSnapshotsRequest::default()).await),
         code(&world.node.node_stage_volume(stage).await),
     ];
-    assert_eq!(codes, [Code::Unavailable; 10]);
+    assert_eq!(codes, [Code::Unavailable; 13]);
     // The node knows itself.
     world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap();
     world.start_control().await;

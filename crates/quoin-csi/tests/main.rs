@@ -7,6 +7,7 @@ mod common;
 mod controller;
 mod documents;
 mod encryption;
+mod errors;
 mod groups;
 mod health;
 mod interrupted;

@@ -15,8 +15,8 @@ use quoin_identity::{Role, join, unix_channel};
 use tokio::sync::watch;
 use tonic::Code;
 
-/// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-05, CSI-CTRLPUBLISH-03,
-/// CSI-NODEINFO-05: the face reaches a controller elsewhere over mutual TLS, and its node is known
+/// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-04, CSI-SECURITY-05, CSI-CTRLPUBLISH-03,
+/// CSI-NODEINFO-05, CSI-PACKAGING-05: the face reaches a controller elsewhere over mutual TLS, and its node is known
 /// by its own reports.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_behind() {

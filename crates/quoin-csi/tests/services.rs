@@ -12,7 +12,9 @@ use tonic::Code;
 /// Proves CSI-PLUGININFO-06, CSI-PLUGININFO-07, CSI-PLUGINCAPS-01, CSI-PLUGINCAPS-05,
 /// CSI-PLUGINCAPS-09, CSI-PROBE-01, CSI-PROBE-08, CSI-PROTOCOL-07, CSI-SERVICES-08,
 /// CSI-CTRLCAPS-01, CSI-CTRLCAPS-13, CSI-NODECAPS-01, CSI-NODEINFO-01, CSI-NODEINFO-04,
-/// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11.
+/// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11, CSI-PLUGINCAPS-13: OFFLINE is not
+/// advertised at all. CSI-CREATEVOLUME-28, CSI-CTRLPUBLISH-15: what they ask of a plugin that lacks a
+/// capability is asked of none here.
 #[tokio::test]
 async fn one_socket_reports_identity_and_capabilities() {
     let mut world = World::start().await;
@@ -51,7 +53,12 @@ async fn one_socket_reports_identity_and_capabilities() {
             controller_service_capability::Type::Rpc(rpc) => rpc.r#type(),
         })
         .collect();
-    for kind in [Rpc::ExpandVolume, Rpc::PublishUnpublishVolume, Rpc::ListVolumesPublishedNodes] {
+    for kind in [
+        Rpc::ExpandVolume,
+        Rpc::PublishReadonly,
+        Rpc::PublishUnpublishVolume,
+        Rpc::ListVolumesPublishedNodes,
+    ] {
         assert!(controller.contains(&kind));
     }
     assert!(!controller.contains(&Rpc::Unknown));
@@ -206,6 +213,19 @@ async fn a_probe_distinguishes_starting_from_failing() {
     world.stop_control().await;
     let answer = world.identity.probe(ProbeRequest {}).await;
     assert_eq!(code(&answer), Code::FailedPrecondition);
+}
+
+/// Proves CSI-PLUGININFO-09, CSI-PLUGINCAPS-14: by a plugin that has ended.
+#[tokio::test]
+async fn a_plugin_that_cannot_answer_gives_no_empty_answer() {
+    let mut world = World::start().await;
+    world.stop_plugin().await;
+    let info = world.identity.get_plugin_info(GetPluginInfoRequest {}).await;
+    let capabilities =
+        world.identity.get_plugin_capabilities(GetPluginCapabilitiesRequest {}).await;
+    assert_eq!([code(&info), code(&capabilities)], [Code::Unavailable; 2]);
+    world.restart_plugin().await;
+    world.identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap();
 }
 
 /// Proves CSI-ERR-05, CSI-ERR-06, CSI-ERR-12, CSI-ERR-14: an empty request of every RPC.

@@ -97,8 +97,8 @@ async fn the_calls_for_snapshots_are_advertised_and_served_in_the_modes_with_a_c
 }
 
 /// Proves CSI-CREATESNAPSHOT-02, CSI-CREATESNAPSHOT-20, CSI-CREATESNAPSHOT-22, CSI-SNAPSHOT-02,
-/// CSI-SNAPSHOT-03, CSI-SNAPSHOT-05, CSI-SNAPSHOT-07, CSIN-GETSNAPSHOT-04: of snapshots that are
-/// cut.
+/// CSI-SNAPSHOT-03, CSI-SNAPSHOT-05, CSI-SNAPSHOT-07, CSI-CREATESNAPSHOT-10, CSIN-GETSNAPSHOT-04,
+/// CSIN-GETSNAPSHOT-05: of snapshots that are cut, after which there is nothing to process.
 #[tokio::test]
 async fn a_repeat_finds_the_same_snapshot_and_another_volume_may_not_take_its_name() {
     let mut world = World::start().await;
@@ -106,7 +106,7 @@ async fn a_repeat_finds_the_same_snapshot_and_another_volume_may_not_take_its_na
     let first = world.snap(&volume, "s").await;
     assert!(!first.snapshot_id.is_empty() && first.snapshot_id.len() <= 128);
     assert_eq!((first.size_bytes, &first.source_volume_id), (64 * MIB, &volume));
-    assert!(first.creation_time.is_some());
+    assert!(first.creation_time.is_some() && first.ready_to_use);
     assert_eq!(world.snap(&volume, "s").await, first);
     let second = world.snap(&volume, "t").await;
     assert_ne!(second.snapshot_id, first.snapshot_id);

@@ -146,7 +146,7 @@ async fn contexts_and_topologies_name_no_cluster_and_those_that_do_are_accepted(
 }
 
 /// Proves CSIN-SNAPTOPO-01, CSIN-SNAPTOPO-02, CSIN-SNAPTOPO-03, CSIN-SNAPTOPO-04,
-/// CSIN-SNAPTOPO-05, CSIN-SNAPTOPO-06.
+/// CSIN-SNAPTOPO-05, CSIN-SNAPTOPO-06, CSIN-SNAPTOPO-07.
 #[tokio::test]
 async fn a_snapshot_has_the_topology_of_its_volume_for_life() {
     let mut world = World::start().await;
@@ -176,6 +176,18 @@ async fn a_snapshot_has_the_topology_of_its_volume_for_life() {
     let made = made.snapshot.unwrap();
     assert_eq!(made.accessible_topology, volume.accessible_topology);
     assert_eq!(made.accessible_topology, [zone("z1")]);
+    let source = volume_content_source::SnapshotSource { snapshot_id: made.snapshot_id.clone() };
+    let source =
+        VolumeContentSource { r#type: Some(volume_content_source::Type::Snapshot(source)) };
+    let copy = |name: &str, zones: &[Topology]| CreateVolumeRequest {
+        volume_content_source: Some(source.clone()),
+        ..asked(name, &[], needs(zones, &[]))
+    };
+    let elsewhere = world.controller.create_volume(copy("copy", &[zone("z2")])).await;
+    assert_eq!(code(&elsewhere), Code::ResourceExhausted, "{elsewhere:?}");
+    assert_eq!(world.cluster.volumes().await.len(), 1);
+    let copied = world.made(copy("copy", &[zone("z2"), zone("z1")])).await;
+    assert_eq!(copied.accessible_topology, [zone("z1")]);
     let preferred = needs(&[], &[zone("z9")]);
     let again = world.controller.create_snapshot(with("s", preferred)).await.unwrap();
     assert_eq!(again.into_inner().snapshot.as_ref(), Some(&made));

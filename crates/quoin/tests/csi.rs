@@ -28,8 +28,8 @@ fn python() -> Option<String> {
     None
 }
 
-/// Proves CSI-CTRLPUBLISH-13: with real pools, target and devices; without root the controller's
-/// part.
+/// Proves CSI-CTRLPUBLISH-13, CSI-CREATEVOLUME-06: with real pools, target and devices; without root
+/// the controller's part.
 #[test]
 fn a_python_client_passes_all_csi_steps_on_real_processes() {
     let Some(python) = python() else { return };

@@ -58,6 +58,7 @@ fn no_token_or_certificate_makes_its_reader_panic() {
     replay("identity");
 }
 
+/// Proves CSI-ERR-01, CSI-ERR-02: of hostile requests, by a gRPC client that knows these codes alone.
 #[test]
 fn no_csi_request_is_answered_by_an_internal_error() {
     replay("csi");

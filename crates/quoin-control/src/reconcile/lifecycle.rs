@@ -269,8 +269,7 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, are_own: bool, news: &mut 
         }
         VolumePhase::Ready | VolumePhase::Retained => {
             discard_retired(volume, answers);
-            let is_flattened =
-                |s: &&mut SourceRecord| are_own && s.base == BaseUse::Flattening;
+            let is_flattened = |s: &&mut SourceRecord| are_own && s.base == BaseUse::Flattening;
             if let Some(source) = volume.source.as_mut().filter(is_flattened) {
                 source.base = BaseUse::Flattened;
                 let message = format!(

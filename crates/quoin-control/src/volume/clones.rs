@@ -330,10 +330,24 @@ impl Prepared {
         }
         // As if nothing were to be shared: the volume can be had at all.
         let anywhere = topology::place(spec, size_bytes, candidates, wanted, &[])?;
+        if holding.is_empty() {
+            return Err(Error::Busy(format!(
+                "{}: no pool holds it in sync now; `quoin volume get {}` shows its replicas",
+                in_words(Some(&self.record())),
+                self.volume.spec.name
+            )));
+        }
+        let mut refusal = None;
         for count in (1..=spec.replicas).rev() {
             let fewer = Spec { replicas: count, ..spec.clone() };
             let placed = topology::place(&fewer, size_bytes, &with_source, wanted, &[]);
-            let Ok(mut placed) = placed else { continue };
+            let mut placed = match placed {
+                Ok(placed) => placed,
+                Err(refused) => {
+                    refusal = Some(refused);
+                    continue;
+                }
+            };
             if count == spec.replicas {
                 return Ok((placed, Vec::new()));
             }
@@ -350,12 +364,8 @@ impl Prepared {
             topology::bind(&spec, &mut placed, &others, candidates)?;
             return Ok((placed, others));
         }
-        Err(Error::Busy(format!(
-            "{}: no pool that has room holds it in sync now; `quoin volume get {}` shows its \
-             replicas",
-            in_words(Some(&self.record())),
-            self.volume.spec.name
-        )))
+        // None of the pools that hold it has room, or is where the volume is to be used.
+        Err(refusal.expect("a volume has a replica at least"))
     }
 
     /// Notes the new volume at its snapshot. The caller holds the lock of changes of snapshots.

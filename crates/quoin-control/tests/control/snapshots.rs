@@ -186,6 +186,7 @@ async fn an_attempt_that_is_deleted_before_its_cut_stays_deleted_when_its_target
     assert!(matches!(remove.what, Some(Told::RemoveSnapshot(_))));
     cluster.obey("n1").await.unwrap();
     assert_eq!(cluster.store.keys("snapshot"), Vec::<String>::new());
+    assert_eq!(cluster.made("db", "n1", "s").await.phase, SnapshotPhase::Ready, "with a place");
 }
 
 #[tokio::test]
@@ -213,6 +214,7 @@ async fn a_volume_attached_nowhere_is_lent_a_target_until_its_snapshot_is_made()
     assert!(volume.owner.is_none(), "it is taken back: {epoch} {volume:?}");
 }
 
+/// Proves CSI-CREATESNAPSHOT-24: of a volume that has no place for another one.
 #[tokio::test]
 async fn a_refused_attempt_is_given_up_with_the_way_out_and_leaves_nothing() {
     let cluster = attached().await;
@@ -534,6 +536,7 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
     Ok(())
 }
 
+/// Proves CSI-DELETESNAPSHOT-03: with every part of a deletion that a crash can leave.
 #[tokio::test]
 async fn a_crash_at_any_write_of_a_snapshots_life_loses_no_snapshot_and_leaves_nothing_behind() {
     for last_write_lands in [false, true] {

@@ -82,11 +82,18 @@ impl World {
 
     /// Ends the plugin and starts a new one on the same socket and state.
     pub async fn restart_plugin(&mut self) {
-        self.plugin_stop.send_replace(true);
-        (&mut self.plugin).await.unwrap();
+        self.stop_plugin().await;
         self.plugin_stop.send_replace(false);
         let stop = self.plugin_stop.subscribe();
         self.plugin = start_plugin(self.root.path(), Mode::ALL, &self.attacher, stop).await;
+    }
+
+    /// Ends the plugin.
+    pub async fn stop_plugin(&mut self) {
+        self.plugin_stop.send_replace(true);
+        if !self.plugin.is_finished() {
+            (&mut self.plugin).await.unwrap();
+        }
     }
 
     /// Ends the control plane; its records stay.

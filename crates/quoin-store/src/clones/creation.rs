@@ -369,7 +369,7 @@ mod tests {
 
     /// A pool whose records say this of its replicas 1 and 2.
     fn opened(one: &RelativesState, two: &RelativesState) -> Pool<MemoryDisk> {
-        let disk = MemoryDisk::new(16 << 20);
+        let disk = MemoryDisk::new(128 << 20);
         Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
         let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
         for (n, relatives) in [(1, one), (2, two)] {
