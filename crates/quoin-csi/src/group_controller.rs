@@ -82,7 +82,7 @@ impl GroupController for GroupService {
         for id in &request.source_volume_ids {
             limits::required("source_volume_ids", id)?;
         }
-        limits::secrets(&request.secrets)?;
+        self.0.admit("CreateVolumeGroupSnapshot", &request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
         let held = self.0.controller_calls().begin("group snapshot name", &request.name)?;
@@ -107,7 +107,7 @@ impl GroupController for GroupService {
         let request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("DeleteVolumeGroupSnapshot", &request.secrets)?;
         let held = self.0.controller_calls().begin("group snapshot", &request.group_snapshot_id)?;
         run_to_completion("DeleteVolumeGroupSnapshot", async move {
             let _held = held;
@@ -128,7 +128,7 @@ impl GroupController for GroupService {
         let request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("GetVolumeGroupSnapshot", &request.secrets)?;
         run_to_completion("GetVolumeGroupSnapshot", async move {
             let id = &request.group_snapshot_id;
             let group = find(&backend, id).await?.ok_or_else(|| no_group_snapshot(id))?;

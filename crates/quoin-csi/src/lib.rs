@@ -11,6 +11,7 @@
 
 mod authority;
 mod backend;
+mod callers;
 mod capability;
 mod capacity;
 mod context;
@@ -32,6 +33,7 @@ mod refusal;
 mod topology;
 
 pub use backend::Backend;
+pub use callers::{CALLER_TOKEN, Callers, CallersError};
 pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
 pub use health::{CONTROLLER_UNREACHABLE, NO_POOL_REACHED};
 pub use identity::is_driver_name;

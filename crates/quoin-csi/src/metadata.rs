@@ -168,7 +168,7 @@ impl SnapshotMetadata for MetadataService {
         let backend = self.served("GetMetadataAllocated")?;
         let request = request.into_inner();
         limits::required("snapshot_id", &request.snapshot_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("GetMetadataAllocated", &request.secrets)?;
         let ranges_max = ranges_max(request.max_results)?;
         let target = find(&backend, &request.snapshot_id).await?;
         let starting_offset = starting_offset(request.starting_offset, target.size_bytes)?;
@@ -183,7 +183,7 @@ impl SnapshotMetadata for MetadataService {
         let request = request.into_inner();
         limits::required("base_snapshot_id", &request.base_snapshot_id)?;
         limits::required("target_snapshot_id", &request.target_snapshot_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("GetMetadataDelta", &request.secrets)?;
         let ranges_max = ranges_max(request.max_results)?;
         let base = find(&backend, &request.base_snapshot_id).await?;
         let target = find(&backend, &request.target_snapshot_id).await?;

@@ -62,7 +62,7 @@ impl Node for NodeService {
             Err(CapabilityError::Malformed(status)) => return Err(status),
             other => other,
         };
-        limits::secrets(&request.secrets)?;
+        self.0.admit("NodeStageVolume", &request.secrets)?;
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
         let held = self.0.node_calls().begin("volume", &request.volume_id)?;
@@ -141,7 +141,7 @@ impl Node for NodeService {
         };
         let staging_path =
             limits::optional_path("staging_target_path", &request.staging_target_path)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("NodePublishVolume", &request.secrets)?;
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
         let staging_path = staging_path.ok_or_else(|| {
@@ -256,7 +256,7 @@ impl Node for NodeService {
             return Err(missing("volume_path"));
         }
         limits::optional_path("staging_target_path", &request.staging_target_path)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("NodeExpandVolume", &request.secrets)?;
         let range = request.capacity_range.map(Range::read).transpose()?;
         if request.volume_capability.is_some() {
             Capability::read("volume_capability", request.volume_capability.as_ref())
@@ -355,7 +355,7 @@ impl Node for NodeService {
         request: Request<NodeGetStorageHealthRequest>,
     ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
         let (backend, _) = self.served("NodeGetStorageHealth")?;
-        limits::secrets(&request.into_inner().secrets)?;
+        self.0.admit("NodeGetStorageHealth", &request.into_inner().secrets)?;
         let plugin = self.0.clone();
         run_to_completion("NodeGetStorageHealth", async move {
             let backend_health = plugin.pools().health(&backend).await?;

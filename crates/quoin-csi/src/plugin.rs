@@ -1,6 +1,6 @@
 //! Shared state of all services of one process, and their server.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use tonic::transport::Server;
 
 use crate::authority::Connection;
 use crate::backend::Backend;
+use crate::callers::Callers;
 use crate::controller::ControllerService;
 use crate::group_controller::GroupService;
 use crate::health::Pools;
@@ -27,7 +28,7 @@ use crate::in_flight::InFlight;
 use crate::metadata::MetadataService;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
-use crate::refusal;
+use crate::{limits, refusal};
 
 /// Interval of checks for calls under way while the process ends.
 const IDLE_LOOK: Duration = Duration::from_millis(500);
@@ -78,6 +79,8 @@ pub struct PluginOptions {
     /// Needed in the modes that have the Node service.
     pub node: Option<NodeSide>,
     pub metrics: Metrics,
+    /// Callers that are known by a secret; by default nobody is asked.
+    pub callers: Callers,
 }
 
 /// A configuration that cannot work; the process should report it and end.
@@ -108,6 +111,7 @@ struct Inner {
     backend: Backend,
     node: Option<NodeSide>,
     metrics: Metrics,
+    callers: Callers,
     pools: Pools,
     controller_calls: InFlight,
     node_calls: InFlight,
@@ -138,11 +142,22 @@ impl Plugin {
             backend: options.backend,
             node: options.node.filter(|_| options.mode.node),
             metrics: options.metrics,
+            callers: options.callers,
             pools: Pools::default(),
             controller_calls: InFlight::default(),
             node_calls: InFlight::default(),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Checks the secrets of a call, and whether their caller may make it.
+    pub(crate) fn admit(
+        &self,
+        call: &'static str,
+        secrets: &HashMap<String, String>,
+    ) -> Result<(), Status> {
+        limits::secrets(secrets)?;
+        self.inner.callers.check(call, secrets)
     }
 
     pub(crate) fn driver_name(&self) -> &str {

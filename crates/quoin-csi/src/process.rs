@@ -17,7 +17,10 @@ use tokio::sync::watch;
 use tonic::Request;
 
 use crate::metrics::Metrics;
-use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginOptions};
+use crate::{
+    Backend, Callers, CallersError, ConfigError, EndpointError, Mode, NodeSide, Plugin,
+    PluginOptions,
+};
 
 /// Interval of reports. The control plane considers a node offline after slightly more than three.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
@@ -54,6 +57,8 @@ pub struct Options {
     pub target_deadline_ms: u64,
     /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
+    /// List of callers that are known by a secret; `None`: nobody is asked.
+    pub callers: Option<PathBuf>,
 }
 
 impl Options {
@@ -81,6 +86,7 @@ impl Options {
             address: String::new(),
             target_deadline_ms: 30_000,
             metrics: Metrics::default(),
+            callers: None,
         }
     }
 }
@@ -92,6 +98,8 @@ pub enum Error {
     Endpoint(#[from] EndpointError),
     #[error(transparent)]
     Config(#[from] ConfigError),
+    #[error(transparent)]
+    Callers(#[from] CallersError),
     #[error(transparent)]
     Identity(#[from] quoin_identity::Error),
     #[error(transparent)]
@@ -132,12 +140,17 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     } else {
         None
     };
+    let callers = match &options.callers {
+        Some(path) => Callers::read(path)?,
+        None => Callers::default(),
+    };
     let plugin = Plugin::new(PluginOptions {
         driver_name: options.driver_name.clone(),
         mode: options.mode,
         backend: Backend::new(channel.clone()),
         node,
         metrics: options.metrics.clone(),
+        callers,
     })?;
     let (listener, _socket) = crate::listen(&socket_path).await?;
     tracing::info!(node = name, socket = %socket_path.display(), mode = ?options.mode, "serving CSI");

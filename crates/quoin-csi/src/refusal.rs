@@ -53,6 +53,11 @@ pub fn unauthenticated(why: impl Into<String>) -> Status {
     Status::unauthenticated(why)
 }
 
+/// Refuses a caller that is known and may not make the call: 7.
+pub fn not_permitted(caller: &str, rpc: &str) -> Status {
+    Status::permission_denied(format!("caller {caller:?} may not call {rpc}"))
+}
+
 /// Refuses an unknown volume: 5.
 pub fn no_volume(volume_id: &str) -> Status {
     Status::not_found(format!("volume {volume_id:?} does not exist"))

@@ -21,7 +21,7 @@ fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
         "`quoin.io/zone`",
         "keys under `quoin.io/`",
         "once every ten seconds is plenty",
-        "One secret is looked at, `encryptionKey`",
+        "One secret is looked at for keys, `encryptionKey`",
         "a passphrase of 8 to 1024 bytes of text, or 64 hex digits",
     ] {
         assert!(text.contains(words), "{words}");

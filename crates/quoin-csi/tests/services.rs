@@ -329,6 +329,45 @@ async fn secrets_and_mount_flags_are_in_no_log_message_or_record() {
     assert!(!log.contains("passphrase"));
 }
 
+/// Proves CSI-ERR-07: and that a call that was refused changed nothing.
+#[tokio::test]
+async fn a_caller_makes_the_calls_that_its_token_is_for_and_no_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let list = directory.path().join("callers.yaml");
+    // Of the token "token-of-the-maker".
+    let digest = "d4a26405d4dcb879fe866f60cfe43b346a3cdd8b555ef5854210ed3abb3ebdc4";
+    let text = format!("callers:\n- name: maker\n  tokenSha256: {digest}\n  may: [CreateVolume]\n");
+    std::fs::write(&list, text).unwrap();
+    let callers = quoin_csi::Callers::read(&list).unwrap();
+    let mut world = World::start_with(Mode::ALL, callers).await;
+    let token = |token: &str| map(&[(quoin_csi::CALLER_TOKEN, token)]);
+    let made = |secrets| CreateVolumeRequest { secrets, ..create("db", 64 * MIB) };
+    for secrets in [map(&[]), token("token-of-nobody-here")] {
+        let answer = world.controller.create_volume(made(secrets)).await;
+        assert_eq!(code(&answer), Code::Unauthenticated);
+    }
+    assert!(world.cluster.volumes().await.is_empty());
+    let answer = world.controller.create_volume(made(token("token-of-the-maker"))).await.unwrap();
+    let volume_id = answer.into_inner().volume.unwrap().volume_id;
+    let remove = |secrets| DeleteVolumeRequest { volume_id: volume_id.clone(), secrets };
+    let answer = world.controller.delete_volume(remove(token("token-of-the-maker"))).await;
+    assert_eq!(code(&answer), Code::PermissionDenied);
+    let answer = world.controller.delete_volume(remove(map(&[]))).await;
+    assert_eq!(code(&answer), Code::Unauthenticated);
+    assert_eq!(world.cluster.volumes().await.len(), 1);
+    let publish = ControllerPublishVolumeRequest {
+        volume_id: volume_id.clone(),
+        node_id: NODE.into(),
+        volume_capability: Some(writer()),
+        secrets: token("token-of-the-maker"),
+        ..Default::default()
+    };
+    let answer = world.controller.controller_publish_volume(publish).await;
+    assert_eq!(code(&answer), Code::PermissionDenied);
+    // Calls without secrets are for all who reach the socket.
+    world.controller.list_volumes(ListVolumesRequest::default()).await.unwrap();
+}
+
 /// Parallel calls end as some order of them would.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parallel_calls_on_one_volume_are_aborted_or_agree() {

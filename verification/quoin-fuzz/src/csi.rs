@@ -57,6 +57,7 @@ async fn start(directory: &std::path::Path, stopped: watch::Receiver<bool>) -> C
     tokio::spawn(async move { quoin_control::serve(controller, listener, None, until).await });
     let plugin = Plugin::new(PluginOptions {
         metrics: quoin_csi::Metrics::default(),
+        callers: quoin_csi::Callers::default(),
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode: Mode::CONTROLLER,
         backend: Backend::new(unix_channel(&admin)),

@@ -78,6 +78,7 @@ pub const ALL: &[Defect] = &[
     core("limits-wake-for-nothing", Swarm::Limits),
     core("old-controller-goes-on", Swarm::Controllers),
     core("former-term-waited-out", Swarm::Controllers),
+    core("record-not-asked-when-turned-away", Swarm::Controllers),
     core("lease-forgotten-at-open", Swarm::Takeovers).like("lease-forgotten-by-open"),
     core("answer-before-the-lease-ended", Swarm::Takeovers).like("lease-forgotten-by-open"),
     core("answer-before-the-promise-is-on-media", Swarm::PowerCuts),

@@ -64,7 +64,7 @@ impl Controller for ControllerService {
         let backend = self.served("CreateVolume")?;
         let request = request.into_inner();
         limits::name("name", &request.name)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("CreateVolume", &request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let capabilities =
@@ -109,7 +109,7 @@ impl Controller for ControllerService {
         let backend = self.served("DeleteVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("DeleteVolume", &request.secrets)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
         run_to_completion("DeleteVolume", async move {
             let _held = held;
@@ -130,7 +130,7 @@ impl Controller for ControllerService {
             return Err(missing("node_id"));
         }
         limits::node_id("node_id", &request.node_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerPublishVolume", &request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref())
             .map_err(CapabilityError::invalid)?;
@@ -166,7 +166,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         limits::node_id("node_id", &request.node_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerUnpublishVolume", &request.secrets)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
         run_to_completion("ControllerUnpublishVolume", async move {
             let _held = held;
@@ -183,7 +183,7 @@ impl Controller for ControllerService {
         let backend = self.served("ValidateVolumeCapabilities")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ValidateVolumeCapabilities", &request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
@@ -306,7 +306,7 @@ impl Controller for ControllerService {
         let backend = self.served("ControllerExpandVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerExpandVolume", &request.secrets)?;
         let range = request.capacity_range.ok_or_else(|| missing("capacity_range"))?;
         let range = Range::read(range)?;
         let is_block = match &request.volume_capability {
@@ -370,7 +370,7 @@ impl Controller for ControllerService {
         let backend = self.served("ControllerModifyVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerModifyVolume", &request.secrets)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let change = parameters::read_change(&request.mutable_parameters)?;
         let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
@@ -414,7 +414,7 @@ impl Controller for ControllerService {
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
         limits::optional("starting_token", &request.starting_token)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerListVolumeHealth", &request.secrets)?;
         run_to_completion("ControllerListVolumeHealth", async move {
             let page = backend.list_ill_volumes(max_entries, &request.starting_token).await?;
             let (volumes, next_token) = page;
@@ -430,7 +430,7 @@ impl Controller for ControllerService {
         let backend = self.served("ControllerGetVolumeHealth")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ControllerGetVolumeHealth", &request.secrets)?;
         run_to_completion("ControllerGetVolumeHealth", async move {
             let volume = backend.volume(&request.volume_id).await?;
             let volume_health = Some(health::of_controller(&volume)?);

@@ -21,7 +21,7 @@ impl ControllerService {
         let backend = self.served("CreateSnapshot")?;
         limits::required("source_volume_id", &request.source_volume_id)?;
         limits::name("name", &request.name)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("CreateSnapshot", &request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
         // A snapshot lies where its volume does, so what is preferred is no choice.
@@ -50,7 +50,7 @@ impl ControllerService {
     ) -> Result<Response<DeleteSnapshotResponse>, Status> {
         let backend = self.served("DeleteSnapshot")?;
         limits::required("snapshot_id", &request.snapshot_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("DeleteSnapshot", &request.secrets)?;
         let held = self.0.controller_calls().begin("snapshot", &request.snapshot_id)?;
         run_to_completion("DeleteSnapshot", async move {
             let _held = held;
@@ -70,7 +70,7 @@ impl ControllerService {
         limits::optional("starting_token", &request.starting_token)?;
         limits::optional("source_volume_id", &request.source_volume_id)?;
         limits::optional("snapshot_id", &request.snapshot_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("ListSnapshots", &request.secrets)?;
         run_to_completion("ListSnapshots", async move {
             let source = &request.source_volume_id;
             if !request.snapshot_id.is_empty() {
@@ -107,7 +107,7 @@ impl ControllerService {
     ) -> Result<Response<GetSnapshotResponse>, Status> {
         let backend = self.served("GetSnapshot")?;
         limits::required("snapshot_id", &request.snapshot_id)?;
-        limits::secrets(&request.secrets)?;
+        self.0.admit("GetSnapshot", &request.secrets)?;
         run_to_completion("GetSnapshot", async move {
             let id = &request.snapshot_id;
             // Before its cut nobody was given its id.

@@ -15,7 +15,7 @@ use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
 use quoin_api::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
 use quoin_api::csi::*;
-use quoin_csi::{Backend, Mode, NodeSide, Plugin, PluginOptions};
+use quoin_csi::{Backend, Callers, Mode, NodeSide, Plugin, PluginOptions};
 use quoin_identity::unix_channel;
 use quoin_node::{HostOptions, NodeHost};
 use quoin_testkit::skipped;
@@ -51,6 +51,10 @@ impl World {
     }
 
     pub async fn start_in(mode: Mode) -> Self {
+        Self::start_with(mode, Callers::default()).await
+    }
+
+    pub async fn start_with(mode: Mode, callers: Callers) -> Self {
         let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
         for directory in
             ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
@@ -65,7 +69,8 @@ impl World {
         let attacher = Arc::new(LoopAttacher::new(root.path().join("devices")));
         let (plugin_stop, _) = watch::channel(false);
         let socket = root.path().join("socket/csi.sock");
-        let plugin = start_plugin(root.path(), mode, &attacher, plugin_stop.subscribe()).await;
+        let plugin =
+            start_plugin(root.path(), mode, callers, &attacher, plugin_stop.subscribe()).await;
         let channel = unix_channel(&socket);
         Self {
             identity: IdentityClient::new(channel.clone()),
@@ -85,7 +90,9 @@ impl World {
         self.stop_plugin().await;
         self.plugin_stop.send_replace(false);
         let stop = self.plugin_stop.subscribe();
-        self.plugin = start_plugin(self.root.path(), Mode::ALL, &self.attacher, stop).await;
+        self.plugin =
+            start_plugin(self.root.path(), Mode::ALL, Callers::default(), &self.attacher, stop)
+                .await;
     }
 
     /// Ends the plugin.
@@ -179,6 +186,7 @@ impl Drop for World {
 async fn start_plugin(
     root: &Path,
     mode: Mode,
+    callers: Callers,
     attacher: &Arc<LoopAttacher>,
     stop: watch::Receiver<bool>,
 ) -> tokio::task::JoinHandle<()> {
@@ -190,6 +198,7 @@ async fn start_plugin(
     let host = Arc::new(NodeHost::new(options, attacher.clone()).unwrap());
     let plugin = Plugin::new(PluginOptions {
         metrics: quoin_csi::Metrics::default(),
+        callers,
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode,
         backend: Backend::new(unix_channel(&root.join("run/admin.sock"))),

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::peer::{Link, Peer};
 use super::plan::{Next, Plan, Standing, plan};
-use super::{Primary, PrimaryAction, PrimaryNote};
+use super::{Phase, Primary, PrimaryAction, PrimaryNote};
 use quoin_types::entry::Rule;
 use quoin_types::ids::Lsn;
 use quoin_types::membership::{Member, Membership};
@@ -49,6 +49,8 @@ pub(super) struct Change {
     not_before: Time,
     /// Time until which additions wait for others.
     hold_until: Option<Time>,
+    /// Time at which a replica that has heard of a newer term first turned this epoch away.
+    turned_away: Option<Time>,
 }
 
 impl Change {
@@ -56,6 +58,7 @@ impl Change {
     pub fn reset(&mut self) {
         self.state = State::None;
         self.hold_until = None;
+        self.turned_away = None;
     }
 
     fn next(&self) -> Option<&Next> {
@@ -267,6 +270,20 @@ impl Primary {
             next: next.membership.clone(),
         });
         self.change.state = State::Swapping { next, retry_at: now + RETRY };
+    }
+
+    /// Handles a replica that has heard of a newer term, beside a quorum that has not. A record that
+    /// has this epoch grants it anew with the target's next report. Where that does not help for
+    /// long, a late request of this target may have taken another epoch there: the record is asked,
+    /// and IO continues meanwhile.
+    pub(super) fn turned_away(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        let since = *self.change.turned_away.get_or_insert(now);
+        let is_long = now >= since + LATE_AFTER;
+        let is_free = matches!(self.change.state, State::None) && self.phase == Phase::Serving;
+        if is_long && is_free && !mutant::is("record-not-asked-when-turned-away") {
+            self.change.turned_away = Some(now);
+            self.ask_record(now, None, now, actions);
+        }
     }
 
     /// Reads the record in a way that prevents older swaps from succeeding after the answer.

@@ -195,6 +195,7 @@ impl Primary {
             return self.reopen(now, actions);
         }
         self.peer_lost(now, index, actions);
+        self.turned_away(now, actions);
     }
 
     pub(super) fn on_open_ack(

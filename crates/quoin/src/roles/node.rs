@@ -29,6 +29,10 @@ pub struct NodeOptions {
     /// Volumes that may be attached here; 0: no limit of its own.
     #[arg(long, default_value_t = 0)]
     volumes_max: u32,
+    /// Callers that are known by the secret `callerToken`, and the calls that each may make (YAML, see
+    /// docs/csi.md). Without it, whoever reaches the socket may call.
+    #[arg(long, value_name = "FILE")]
+    callers: Option<PathBuf>,
     #[command(flatten)]
     topology: super::topology::TopologyOptions,
     #[command(flatten)]
@@ -50,6 +54,7 @@ pub fn run(options: NodeOptions) -> Result<()> {
         node.mode = options.mode;
         node.driver_name = options.driver_name;
         node.volumes_max = options.volumes_max;
+        node.callers = options.callers;
         node.topology = options.topology.segments()?;
         Ok(quoin_csi::run(node, shutdown).await?)
     })
