@@ -185,20 +185,6 @@ async fn each_condition_of_the_error_tables_has_its_code() {
             asked!(controller, controller_publish_volume, publish(&volume, control::OTHER_NODE)),
         ),
         (
-            "ControllerUnpublishVolume",
-            "node does not exist",
-            Code::NotFound,
-            asked!(
-                controller,
-                controller_unpublish_volume,
-                ControllerUnpublishVolumeRequest {
-                    volume_id: volume.clone(),
-                    node_id: id("nobody"),
-                    ..Default::default()
-                }
-            ),
-        ),
-        (
             "ValidateVolumeCapabilities",
             "volume does not exist",
             Code::NotFound,
