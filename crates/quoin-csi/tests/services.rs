@@ -12,9 +12,9 @@ use tonic::Code;
 /// Proves CSI-PLUGININFO-06, CSI-PLUGININFO-07, CSI-PLUGINCAPS-01, CSI-PLUGINCAPS-05,
 /// CSI-PLUGINCAPS-09, CSI-PROBE-01, CSI-PROBE-08, CSI-PROTOCOL-07, CSI-SERVICES-08,
 /// CSI-CTRLCAPS-01, CSI-CTRLCAPS-13, CSI-NODECAPS-01, CSI-NODEINFO-01, CSI-NODEINFO-04,
-/// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11, CSI-PLUGINCAPS-13: OFFLINE is not
-/// advertised at all. CSI-CREATEVOLUME-28, CSI-CTRLPUBLISH-15: what they ask of a plugin that lacks a
-/// capability is asked of none here.
+/// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11,
+/// CSI-PLUGINCAPS-13, CSI-CREATEVOLUME-28, CSI-CTRLPUBLISH-15: OFFLINE is not advertised at all, and the
+/// capabilities are there whose lack the last two are about.
 #[tokio::test]
 async fn one_socket_reports_identity_and_capabilities() {
     let mut world = World::start().await;
