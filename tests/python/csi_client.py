@@ -58,6 +58,7 @@ class Driver:
         self.controller = stubs.ControllerStub(channel)
         self.node = stubs.NodeStub(channel)
         self.group = stubs.GroupControllerStub(channel)
+        self.metadata = stubs.SnapshotMetadataStub(channel)
 
     def call(self, method, request):
         """Calls until it is answered; what is busy or away is asked again."""

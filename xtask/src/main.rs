@@ -7,6 +7,7 @@
 //! the packages that a Debian machine lacks, [`python`] makes the tests' Python.
 
 mod code_mutants;
+mod conformance;
 mod demo;
 mod formats;
 mod house;
@@ -110,6 +111,9 @@ enum Command {
     Package(package::Options),
     /// Show which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
+    /// Assert the rows of the register that a CSI client can see, on real processes, and write
+    /// docs/conformance.md.
+    Conformance,
     /// Format, clippy, dependency direction and the other rules of the tree.
     Lint(lint::Options),
 }
@@ -152,6 +156,7 @@ fn main() -> ExitCode {
         Command::Upgrade(options) => upgrade::run(options),
         Command::RecordFormats(options) => formats::run(&options),
         Command::Package(options) => package::run(&options),
+        Command::Conformance => conformance::run(),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

@@ -28,6 +28,30 @@ fn python() -> Option<String> {
     None
 }
 
+/// The rows that a client can see, as docs/conformance.md lists them.
+#[test]
+fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
+    let Some(python) = python() else { return };
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("conformance");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut command = Command::new(python);
+    command.arg(root.join("tests/python/conformance.py")).arg("--dev").arg(&dev.directory);
+    let output = command.arg("--check").arg(root.join("docs/conformance.md")).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    println!("{text}");
+    if !output.status.success() {
+        dev.show_logs();
+        panic!("{text}");
+    }
+    assert!(dev.ok(&["volume", "list"]).contains("no volumes"));
+    dev.stop();
+}
+
 /// Proves CSI-CTRLPUBLISH-13, CSI-CREATEVOLUME-06: with real pools, target and devices; without root
 /// the controller's part.
 #[test]
