@@ -49,7 +49,7 @@ impl Cluster {
         if !up {
             bail!("`quoin dev` ended before it was up");
         }
-        // What it prints later is read, so that it never waits for a reader.
+        // Later output is read, so that it never waits for a reader.
         std::thread::spawn(move || lines.for_each(drop));
         Ok(cluster)
     }

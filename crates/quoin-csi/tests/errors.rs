@@ -441,7 +441,7 @@ async fn every_successful_answer_has_its_required_fields() {
     let listed = controller.list_volumes(ListVolumesRequest::default()).await.unwrap().into_inner();
     let ids: Vec<_> =
         listed.entries.iter().map(|one| one.volume.as_ref().unwrap().volume_id.clone()).collect();
-    assert_eq!(ids, [volume_id.clone()]);
+    assert_eq!(ids, std::slice::from_ref(&volume_id));
     let get = ControllerGetVolumeRequest { volume_id: volume_id.clone() };
     let found = controller.controller_get_volume(get).await.unwrap().into_inner();
     assert_eq!(found.volume.unwrap().volume_id, volume_id);

@@ -119,7 +119,12 @@ pub struct Core<D> {
     pub damaged: Vec<(ReplicaGuid, &'static str)>,
     /// Units that are being made ready: the first and how many.
     pub readying: Option<(u32, u32)>,
-    /// Kept from call to call, so that IO allocates little.
+    pub buffers: Buffers,
+}
+
+/// Memory that is kept from call to call, so that IO allocates little.
+#[derive(Default)]
+pub struct Buffers {
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
     pub parts: Vec<IoSlice<'static>>,
@@ -388,14 +393,14 @@ impl<D: Disk> Core<D> {
     pub fn keep_memtable(&mut self, mut memtable: Memtable) {
         memtable.clear();
         let bytes = memtable.bytes();
-        if bytes <= MEMTABLE_KEPT_BYTES && bytes > self.memtable.bytes() {
-            self.memtable = memtable;
+        if bytes <= MEMTABLE_KEPT_BYTES && bytes > self.buffers.memtable.bytes() {
+            self.buffers.memtable = memtable;
         }
     }
 
     /// Forgets what is cached of the blocks that were found, so that the next read is the media's.
     pub fn forget_found(&self) {
-        for run in self.found.chunk_by(|a, b| a.place.checked_add(1) == Some(b.place)) {
+        for run in self.buffers.found.chunk_by(|a, b| a.place.checked_add(1) == Some(b.place)) {
             if !matches!(run[0].place, 0 | BAD_PLACE | LOST_PLACE) {
                 let (offset, length) = (run[0].place, run.len() as u64);
                 let block = BLOCK_SIZE as u64;
@@ -458,7 +463,7 @@ impl<D: Disk> NodeIo<'_, D> {
             .busy_mut(self.batch.unit)
             .ok_or(StoreError::Damaged("the segment of new nodes is gone"))?;
         let blocks = self.batch.bytes.len().div_ceil(BLOCK_SIZE);
-        let mut writer = HeaderWriter::new(&mut core.header);
+        let mut writer = HeaderWriter::new(&mut core.buffers.header);
         for (place, length, level, base, newest) in &self.batch.nodes {
             let entry = BatchEntry {
                 epoch: *place,
@@ -482,7 +487,7 @@ impl<D: Disk> NodeIo<'_, D> {
             key: 0,
         });
         self.batch.bytes.resize(blocks * BLOCK_SIZE, 0);
-        let parts = [IoSlice::new(&core.header), IoSlice::new(&self.batch.bytes)];
+        let parts = [IoSlice::new(&core.buffers.header), IoSlice::new(&self.batch.bytes)];
         core.disk.write_at(self.batch.start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
         segment.state.used_blocks += 1 + blocks as u32;
         segment.next_index += 1;

@@ -19,7 +19,7 @@ use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
 use crate::background::scheduler::Victim;
 use crate::clones::bases::Bases;
-use crate::core::{BadBlock, Core, PoolOptions};
+use crate::core::{BadBlock, Buffers, Core, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner};
 use crate::disk::{Disk, Reader, Syncer};
@@ -28,7 +28,6 @@ use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::relatives::BaseId;
 use crate::format::superblock::{FORMAT_VERSION, FormatOptions, Superblock};
-use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
@@ -156,10 +155,7 @@ impl<D: Disk> Pool<D> {
             bad: Vec::new(),
             damaged: Vec::new(),
             readying: None,
-            header: Vec::new(),
-            found: Vec::new(),
-            parts: Vec::new(),
-            memtable: Memtable::default(),
+            buffers: Buffers::default(),
         };
         core.claim_ring();
         let (mut replicas, mut wiped, mut lost) = (BTreeMap::new(), Vec::new(), Vec::new());

@@ -525,7 +525,6 @@ fn every_crash_of_a_flatten_leaves_what_the_clone_showed() {
         let mut replica = pool.replica(guid).expect("it");
         assert!(!replica.meta().damaged);
         assert!(flat(&read_all(&mut replica, ReadView::Live, BLOCKS)) == content);
-        drop(replica);
         pool.flatten(guid);
         for _ in 0..60 {
             pool.background(1 << 20).expect("background work");
@@ -586,7 +585,6 @@ fn a_rotten_block_of_a_base_is_bad_in_the_clone_and_repaired_for_all_relatives()
     assert!(noted.iter().any(|b| (b.replica, b.lba, b.blocks) == (guid, 5, 1)), "{noted:?}");
     let mut replica = pool.replica(guid).expect("it");
     assert_eq!(replica.repair(ReadView::Live, 5, wanted.version, crc, &data), Ok(true));
-    drop(replica);
     for guid in [guid, ReplicaGuid(second), ReplicaGuid(1)] {
         assert_eq!(flat(&read(&mut pool, guid)), flat(&good));
     }
@@ -605,7 +603,6 @@ fn a_rotten_block_that_only_a_clone_shows_is_found_by_its_scrub() {
     let good = read_all(&mut replica, ReadView::Live, BLOCKS);
     let wanted = good.iter().find(|slot| slot.lba == 300).expect("it").clone();
     let Content::Data { data, .. } = wanted.content.clone() else { panic!("a hole") };
-    drop(replica);
     let scrubbed = |pool: &mut Pool<MemoryDisk>| {
         let mut at = Some(ScrubAt::default());
         while let Some(from) = at {
@@ -659,7 +656,6 @@ fn every_crash_of_making_and_deleting_a_clone_leaves_it_whole_or_not_at_all() {
         if with_commit {
             let mut replica = herd.pool().replica(ReplicaGuid(1)).expect("it");
             replica.request_sync();
-            drop(replica);
             herd.pool().background(1 << 20).expect("background work");
         }
         let clone = herd.clone_of(1, snapshot, 0).expect("room");

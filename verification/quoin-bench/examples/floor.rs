@@ -6,7 +6,7 @@ use clap::Parser;
 enum Arguments {
     #[command(subcommand, hide = true)]
     BenchPart(quoin_bench::Part),
-    Run(quoin_bench::Options),
+    Run(Box<quoin_bench::Options>),
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::{Away, Product};
-use crate::{Class, Error, Options, absence, heal, members, usage};
+use crate::{Class, Error, Options, absence, heal, members, orchestrated, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// Share of the measured time for which a new cluster settles before it counts as idle.
@@ -31,6 +31,9 @@ pub struct FurtherOptions {
     /// Size of the volume that fills the pools' caches, in GiB; 128 MiB of cache hold 25
     #[arg(long, default_value_t = 32, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub cache_gib: u64,
+    /// Volumes of the case that makes, lists, snapshots and deletes many over CSI
+    #[arg(long, default_value_t = 1000, value_name = "N")]
+    pub csi_volumes: usize,
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,
@@ -85,6 +88,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             )?);
         }
     }
+    facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
     if options.wants(absence::NAME) {
         facts.extend(absence::run(options, quoin, &directory.join("absence"))?);
     }

@@ -19,6 +19,7 @@
 //! | `security` | cost of encryption of data connections |
 //! | `encryption` | cost of the encryption of volumes |
 //! | `heal` | many volumes after the loss of a pool |
+//! | `orchestrated` | volumes over CSI: a first mount, a thousand of them, a change of options |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
 //! | `absence` | data moved at the return of a replica that was away |
 
@@ -33,6 +34,7 @@ mod interrupt;
 pub mod load;
 pub mod members;
 pub mod nbd;
+pub mod orchestrated;
 pub mod product;
 pub mod rebuild;
 pub mod relay;

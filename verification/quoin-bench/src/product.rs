@@ -29,13 +29,23 @@ impl Product {
         Self::start_with(quoin, dir, &[])
     }
 
+    /// Starts one whose volumes become block devices.
+    pub fn start_attaching(quoin: &Path, dir: &Path) -> Result<Self, Error> {
+        Self::start_as(quoin, dir, &["dev"], &[])
+    }
+
     /// Starts one with further flags of `quoin dev`.
     pub fn start_with(quoin: &Path, dir: &Path, flags: &[&str]) -> Result<Self, Error> {
+        Self::start_as(quoin, dir, &["dev", "--no-attach"], flags)
+    }
+
+    fn start_as(quoin: &Path, dir: &Path, how: &[&str], flags: &[&str]) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("create {}", dir.display())))?;
         let log = std::fs::File::create(dir.join("dev.log")).map_err(Error::io("create a log"))?;
         let errors = log.try_clone().map_err(Error::io("create a log"))?;
         let dev = Command::new(quoin)
-            .args(["dev", "--no-attach", "--dir"])
+            .args(how)
+            .arg("--dir")
             .arg(dir.join("data"))
             // A measurement includes no work that was not requested.
             .args(["--rebalance-at", "off"])
@@ -141,6 +151,11 @@ impl Product {
             .map(|(_, rest)| rest.split_whitespace().next().unwrap_or_default().to_owned())
             .ok_or_else(|| Error::Failed(format!("no NBD address in: {}", text.trim())))?;
         Ok(PathBuf::from(socket))
+    }
+
+    /// Returns a path below the directory of `quoin dev`.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.join("data").join(name)
     }
 
     /// Returns the row of a volume's replica in this pool.

@@ -44,7 +44,7 @@ pub struct History {
     /// The instant at which the present part of the history began.
     part_begins: u64,
     initial: BTreeMap<u64, Tags>,
-    /// What the volume began with.
+    /// Content that the volume began with.
     begun: BTreeMap<u64, Tags>,
     clock: u64,
     pub checked: u64,

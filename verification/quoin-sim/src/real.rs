@@ -210,7 +210,6 @@ impl RealStorage {
                 source.stands_at(state.chain, state.position.lsn);
             }
             Turn::Delete => {
-                drop(replica);
                 let _ = pool.delete(Living::guid());
                 pool.request_sync();
             }

@@ -79,7 +79,7 @@ impl Source {
         CloneSource { volume: VOLUME, snapshot: SNAPSHOT }
     }
 
-    /// What the clone's history begins with, as if its entries had been its own: at epoch 0, and the
+    /// Beginning of the clone's history, as if its entries had been its own: at epoch 0, and the
     /// last one with the chain that the clone has there.
     pub fn as_begun(&self) -> Vec<SharedEntry> {
         let (chain, lsn) = self.end();
@@ -121,7 +121,7 @@ pub struct Living {
     turns_left: u64,
 }
 
-/// What happens to the source in a turn of its pool.
+/// Changes of the source in a turn of its pool.
 pub enum Turn {
     Nothing,
     Append(SharedEntry),

@@ -160,7 +160,7 @@ impl Lifecycle {
         answers
     }
 
-    /// Whether all replicas said that they share no block with the source of the volume any more.
+    /// Returns true if all replicas said that they share no block with the source of the volume any more.
     fn are_own(&self, volume: &VolumeRecord) -> bool {
         let observed = self.state.observed();
         volume.replicas.iter().all(|replica| {

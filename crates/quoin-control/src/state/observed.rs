@@ -39,7 +39,7 @@ pub struct ReplicaSeen {
 }
 
 impl ReplicaSeen {
-    /// What asks for a reaction where it changes.
+    /// Facts that ask for a reaction where it changes.
     fn standing(&self) -> (ReplicaState, bool, bool) {
         (self.state, self.quorum, self.is_clone)
     }

@@ -139,7 +139,7 @@ impl Clones {
     }
 }
 
-/// Whether a volume that exists was made from what is asked for.
+/// Returns true if a volume that exists was made from what is asked for.
 pub(crate) fn is_from(
     state: &State,
     volume: &VolumeRecord,
@@ -165,7 +165,7 @@ pub(crate) fn is_from(
     }
 }
 
-/// What a volume was made from, in words.
+/// Source of a volume, in words.
 pub(crate) fn in_words(source: Option<&SourceRecord>) -> String {
     match source {
         None => "no source".to_owned(),
@@ -189,7 +189,7 @@ pub(crate) fn message(source: &SourceRecord) -> api::MadeFrom {
     }
 }
 
-/// What is asked of a new volume, and what it takes over from its source.
+/// Specification of a new volume, with what it takes over from its source.
 pub(crate) fn filled_in(asked: &VolumeSpec, source: Option<&Prepared>) -> VolumeSpec {
     match source.filter(|source| source.as_source) {
         Some(source) => filled_from(asked, VolumeSpec::from(&source.volume.spec)),
@@ -226,7 +226,7 @@ fn filled_from(asked: &VolumeSpec, own: VolumeSpec) -> VolumeSpec {
     }
 }
 
-/// What was asked for a volume that exists, where the request left open what its source had: as the
+/// Request for a volume that exists, where the request left open what its source had: as the
 /// volume was made.
 pub(crate) fn as_made(asked: &VolumeSpec, volume: &VolumeRecord) -> VolumeSpec {
     let made = VolumeSpec::from(&volume.spec.as_created());

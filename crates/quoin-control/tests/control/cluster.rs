@@ -264,7 +264,7 @@ impl SimPool {
         }
     }
 
-    /// Whether it has a replica of the volume that a clone is made from.
+    /// Returns true if it has a replica of the volume that a clone is made from.
     fn holds_source(&self, source: Option<&quoin_api::control::CloneSource>) -> bool {
         let source = source.expect("a clone has a source");
         self.holds.values().any(|(volume, _)| *volume == source.volume_id)

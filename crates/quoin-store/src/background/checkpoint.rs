@@ -189,7 +189,7 @@ impl Replica {
     /// Collects some of the stage's entries.
     fn gather<D: Disk>(&mut self, core: &mut Core<D>, job: &mut CheckpointJob) {
         if job.newest.bytes() == 0 {
-            job.newest = std::mem::take(&mut core.memtable);
+            job.newest = std::mem::take(&mut core.buffers.memtable);
         }
         let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
         // Entries lie one behind the other, many of them in one unit: its number, the place of its

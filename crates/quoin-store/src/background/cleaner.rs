@@ -377,7 +377,7 @@ impl Replica {
             self.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
         for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
             self.find(core, &source, lba, 1)?;
-            if let Some(block) = core.found.first().filter(|block| block.place == place) {
+            if let Some(block) = core.buffers.found.first().filter(|block| block.place == place) {
                 let version = Lsn(block.version);
                 core.note_bad(BadBlock::block(self.identity.guid, lba, version).of(id));
                 break;
@@ -535,7 +535,7 @@ mod tests {
         append(&mut pool, EntryKind::Trim, 470, 30);
         let replica = pool.replicas.get_mut(&guid).expect("it");
         replica.find(&mut pool.core, &crate::replica::Source::Live, 460, 1).expect("found");
-        disk.break_block(pool.core.found[0].place);
+        disk.break_block(pool.core.buffers.found[0].place);
         pool.settle().expect("folded and recorded");
 
         for _ in 0..50 {

@@ -60,7 +60,7 @@ impl Replica {
         let guid_hash = self.family.guid_hash;
         let segment = self.family.segment_for(core, Stream::Moved, total, from_reserve)?;
         let state = segment.state;
-        let mut writer = HeaderWriter::new(&mut core.header);
+        let mut writer = HeaderWriter::new(&mut core.buffers.header);
         for block in blocks {
             let entry = BatchEntry {
                 lsn: block.version,
@@ -82,10 +82,10 @@ impl Replica {
             data_blocks: blocks.len() as u32,
             key: 0,
         });
-        let header = core.header.len() / BLOCK_SIZE;
+        let header = core.buffers.header.len() / BLOCK_SIZE;
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
         let mut parts = Vec::with_capacity(blocks.len() + 1);
-        parts.push(IoSlice::new(&core.header));
+        parts.push(IoSlice::new(&core.buffers.header));
         parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
         core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
         segment.state.used_blocks += (header + blocks.len()) as u32;

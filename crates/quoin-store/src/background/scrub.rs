@@ -218,7 +218,7 @@ impl Replica {
                 continue;
             };
             self.find(core, &Source::Live, bad.lba, 1)?;
-            let live = core.found.first().copied();
+            let live = core.buffers.found.first().copied();
             let is_lost = |b: BlockAt| matches!(b.place, BAD_PLACE | LOST_PLACE);
             if bad.blocks > 1 {
                 core.note_bad(bad);
@@ -230,7 +230,7 @@ impl Replica {
             let source = self.source(ReadView::Snapshot(id));
             let Some(source) = source else { continue };
             self.find(core, &source, bad.lba, 1)?;
-            let is_shared = live.is_some() && core.found.first().copied() == live;
+            let is_shared = live.is_some() && core.buffers.found.first().copied() == live;
             core.note_bad(bad.of(Some(id).filter(|_| !is_shared)));
         }
         Ok(())
@@ -247,13 +247,13 @@ impl Replica {
         for bad in core.bad.split_off(known.min(core.bad.len())) {
             let blocks = u64::from(bad.blocks).min(self.head.volume_blocks.saturating_sub(bad.lba));
             self.find(core, &folded, bad.lba, blocks as u32)?;
-            let before = core.found.clone();
+            let before = core.buffers.found.clone();
             self.find(core, &Source::Live, bad.lba, blocks as u32)?;
             let stays = |(old, new): (&BlockAt, &BlockAt)| {
                 let is_bad = bad.blocks == 1 || matches!(old.place, BAD_PLACE | LOST_PLACE);
                 is_bad && (old.place, old.version) == (new.place, new.version)
             };
-            if before.iter().zip(&core.found).any(stays) {
+            if before.iter().zip(&core.buffers.found).any(stays) {
                 core.note_bad(bad);
             } else {
                 self.maintenance.fold_wanted = true;
@@ -318,7 +318,7 @@ impl Replica {
             }
             let lba = record.lba + i as u64;
             self.find(core, &Source::Live, lba, 1)?;
-            if core.found.first().is_some_and(|block| block.version == lsn) {
+            if core.buffers.found.first().is_some_and(|block| block.version == lsn) {
                 core.note_bad(BadBlock::block(self.identity.guid, lba, Lsn(lsn)));
             } else {
                 // Overwritten since: of use only to one that lags, who can ask others.
@@ -463,7 +463,7 @@ impl Replica {
         }
         self.find(core, &Source::Root(root), lba, blocks as u32)?;
         let lost: Vec<bool> =
-            core.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
+            core.buffers.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
         if !lost.contains(&true) {
             // A fold dropped what was lost, since the log had overwritten it.
             return Ok(true);

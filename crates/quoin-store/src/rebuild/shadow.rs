@@ -544,8 +544,8 @@ impl Replica {
             }
             // Takes as many blocks as the rest of the budget pays for, at least one.
             let (blocks, cost) =
-                affordable(&core.found, from, bytes_max as usize - bytes, want_data);
-            core.found.truncate(blocks);
+                affordable(&core.buffers.found, from, bytes_max as usize - bytes, want_data);
+            core.buffers.found.truncate(blocks);
             let end = start + blocks as u64;
             (looked, bytes) = (looked + end - start, bytes + cost);
             let read = match from {
@@ -693,7 +693,7 @@ impl Replica {
         }
         let Some(source) = self.source(view) else { return Ok(false) };
         self.find(core, &source, lba, 1)?;
-        let Some(block) = core.found.first().copied() else { return Ok(false) };
+        let Some(block) = core.buffers.found.first().copied() else { return Ok(false) };
         let same = (block.version, block.crc) == (version.0, crc)
             || mutant::is("repair-of-another-version");
         let unplaced = matches!(block.place, 0 | BAD_PLACE | LOST_PLACE);

@@ -240,7 +240,7 @@ impl Replica {
         let before = self.family.open[Stream::Log as usize];
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
-        let mut writer = HeaderWriter::new(&mut core.header);
+        let mut writer = HeaderWriter::new(&mut core.buffers.header);
         for entry in entries {
             let payload = payload(entry);
             let raw = BatchEntry {
@@ -268,8 +268,8 @@ impl Replica {
             key: 0,
         });
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-        let mut parts = reused(std::mem::take(&mut core.parts));
-        parts.push(IoSlice::new(&core.header));
+        let mut parts = reused(std::mem::take(&mut core.buffers.parts));
+        parts.push(IoSlice::new(&core.buffers.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
         let written = match waits {
@@ -279,7 +279,7 @@ impl Replica {
             }
             false => core.disk.write_at(offset, &parts),
         };
-        core.parts = reused(parts);
+        core.buffers.parts = reused(parts);
         written.map_err(StoreError::Io)?;
 
         let last = entries.last().map_or(0, |e| e.lsn.0);
@@ -414,7 +414,7 @@ impl Replica {
         }
     }
 
-    /// Fills `core.found` with what a view (resolved before) says of a range.
+    /// Fills `core.buffers.found` with what a view (resolved before) says of a range.
     pub fn find<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -422,11 +422,11 @@ impl Replica {
         lba: u64,
         blocks: u32,
     ) -> Result<(), StoreError> {
-        let mut found = std::mem::take(&mut core.found);
+        let mut found = std::mem::take(&mut core.buffers.found);
         found.clear();
         found.resize(blocks as usize, BlockAt::default());
         let result = self.find_into(core, view, lba, &mut found);
-        core.found = found;
+        core.buffers.found = found;
         result
     }
 
@@ -485,7 +485,7 @@ impl Replica {
         self.slots(core, view, lba, Lsn::ZERO, want_data, out)
     }
 
-    /// Turns `core.found`, of a view, into slots, reading contiguous places with one call. Holes of
+    /// Turns `core.buffers.found`, of a view, into slots, reading contiguous places with one call. Holes of
     /// version `from` and older are left out if `from` is above zero. Fails only where something is
     /// lacking that is fetched beside; all that is lacking is.
     pub fn slots<D: Disk>(
@@ -497,7 +497,7 @@ impl Replica {
         want_data: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        let found = std::mem::take(&mut core.found);
+        let found = std::mem::take(&mut core.buffers.found);
         let (mut at, mut lacking) = (0, Ok(()));
         while at < found.len() {
             let block = found[at];
@@ -537,7 +537,7 @@ impl Replica {
                 }
             }
         }
-        core.found = found;
+        core.buffers.found = found;
         lacking
     }
 

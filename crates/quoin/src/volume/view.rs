@@ -34,7 +34,7 @@ pub struct VolumeView {
     pub encryption: Option<EncryptionView>,
     pub created_at: String,
     pub snapshots: SnapshotsView,
-    /// What it was made from; absent: it began empty.
+    /// Source that it was made from; absent: it began empty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub made_from: Option<MadeFromView>,
     /// The last return to a snapshot, or the one under way.
@@ -49,7 +49,7 @@ pub struct VolumeView {
     pub here: Option<LocalDeviceView>,
 }
 
-/// What a volume was made from, with the names of that time.
+/// Source of a volume, with the names of that time.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MadeFromView {
