@@ -178,6 +178,8 @@ fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
         "a replica is removed",
         "a replica moves to another pool",
         "while its pool is down",
+        "a copy twice as large used beside the volume",
+        "the volume grows under the application",
         "kill -9 of all of them at once",
         "with the mount in place, then a cold start",
         "errors seen by the application: none",
@@ -187,7 +189,7 @@ fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
     }
     assert!(!printed.contains("over NBD"), "it did not mount: {printed}");
     let steps = steps(&printed);
-    assert!(steps.len() >= 15, "{steps:?}");
+    assert!(steps.len() >= 17, "{steps:?}");
     interrupt_at_each(&steps, &scratch.0, MOUNTED);
     let printed = run_whole(&scratch.0, &["--only", "the target"]);
     assert!(printed.contains("higher epoch"), "{printed}");

@@ -7,9 +7,11 @@ use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode;
 use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
 use quoin_api::csi::{
-    CapacityRange, ControllerPublishVolumeRequest, ControllerUnpublishVolumeRequest,
-    CreateVolumeRequest, DeleteVolumeRequest, NodeGetInfoRequest, NodePublishVolumeRequest,
-    NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
+    CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest,
+    ControllerUnpublishVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
+    DeleteSnapshotRequest, DeleteVolumeRequest, NodeExpandVolumeRequest, NodeGetInfoRequest,
+    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
+    NodeUnstageVolumeRequest, VolumeCapability, VolumeContentSource, volume_content_source,
 };
 use std::collections::HashMap;
 use std::future::Future;
@@ -103,7 +105,18 @@ impl Orchestrator {
     }
 
     pub fn create(&self, name: &str, bytes: u64) -> Result<Claim> {
+        self.create_from(name, bytes, None)
+    }
+
+    /// A volume with the content of a snapshot, where one is given.
+    pub fn create_from(&self, name: &str, bytes: u64, snapshot: Option<&str>) -> Result<Claim> {
+        let source = snapshot.map(|id| VolumeContentSource {
+            r#type: Some(volume_content_source::Type::Snapshot(
+                volume_content_source::SnapshotSource { snapshot_id: id.to_owned() },
+            )),
+        });
         let request = CreateVolumeRequest {
+            volume_content_source: source,
             name: name.into(),
             capacity_range: Some(CapacityRange { required_bytes: bytes as i64, limit_bytes: 0 }),
             volume_capabilities: vec![capability()],
@@ -206,8 +219,69 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// ControllerUnpublishVolume and DeleteVolume.
-    pub fn delete(&self, claim: &Claim, node: &str) -> Result<()> {
+    /// A snapshot of the volume; returns its id.
+    pub fn snapshot(&self, claim: &Claim, name: &str) -> Result<String> {
+        let request = CreateSnapshotRequest {
+            source_volume_id: claim.volume_id.clone(),
+            name: name.into(),
+            ..CreateSnapshotRequest::default()
+        };
+        let answer = self.call("CreateSnapshot", || {
+            let (mut client, request) = (self.controller(), request.clone());
+            async move { client.create_snapshot(request).await }
+        })?;
+        Ok(answer.snapshot.unwrap_or_default().snapshot_id)
+    }
+
+    pub fn delete_snapshot(&self, snapshot_id: &str) -> Result<()> {
+        let request = DeleteSnapshotRequest {
+            snapshot_id: snapshot_id.to_owned(),
+            ..DeleteSnapshotRequest::default()
+        };
+        self.call("DeleteSnapshot", || {
+            let (mut client, request) = (self.controller(), request.clone());
+            async move { client.delete_snapshot(request).await }
+        })?;
+        Ok(())
+    }
+
+    /// ControllerExpandVolume, and NodeExpandVolume where the volume is mounted. False: its file
+    /// system cannot grow while it is mounted here, and grows with the next staging.
+    pub fn grow(&self, claim: &Claim, bytes: u64, is_mounted: bool) -> Result<bool> {
+        let expand = ControllerExpandVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            capacity_range: Some(CapacityRange { required_bytes: bytes as i64, limit_bytes: 0 }),
+            ..ControllerExpandVolumeRequest::default()
+        };
+        self.call("ControllerExpandVolume", || {
+            let (mut client, request) = (self.controller(), expand.clone());
+            async move { client.controller_expand_volume(request).await }
+        })?;
+        if !is_mounted {
+            return Ok(true);
+        }
+        let expand = NodeExpandVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            volume_path: self.target.to_string_lossy().into_owned(),
+            staging_target_path: self.staging.to_string_lossy().into_owned(),
+            ..NodeExpandVolumeRequest::default()
+        };
+        self.call("NodeExpandVolume", || {
+            let (mut client, request) = (self.node(), expand.clone());
+            async move {
+                match client.node_expand_volume(request).await {
+                    Ok(_) => Ok(tonic::Response::new(true)),
+                    Err(status) if status.code() == Code::FailedPrecondition => {
+                        Ok(tonic::Response::new(false))
+                    }
+                    Err(status) => Err(status),
+                }
+            }
+        })
+    }
+
+    /// ControllerUnpublishVolume.
+    pub fn unpublish(&self, claim: &Claim, node: &str) -> Result<()> {
         let unpublish = ControllerUnpublishVolumeRequest {
             volume_id: claim.volume_id.clone(),
             node_id: node.into(),
@@ -217,6 +291,12 @@ impl Orchestrator {
             let (mut client, request) = (self.controller(), unpublish.clone());
             async move { client.controller_unpublish_volume(request).await }
         })?;
+        Ok(())
+    }
+
+    /// ControllerUnpublishVolume and DeleteVolume.
+    pub fn delete(&self, claim: &Claim, node: &str) -> Result<()> {
+        self.unpublish(claim, node)?;
         let delete = DeleteVolumeRequest {
             volume_id: claim.volume_id.clone(),
             ..DeleteVolumeRequest::default()

@@ -36,11 +36,13 @@ pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
         if mounted { ", attach" } else { "" }
     ));
     let cluster = DevCluster::start(&cluster_directory, mounted)?;
-    let orchestrator = Orchestrator::new(&cluster.layout.csi_socket(), directory)?;
+    let socket = cluster.layout.csi_socket();
+    let orchestrator = Orchestrator::new(&socket, directory)?;
+    let beside = Orchestrator::new(&socket, &directory.join("copy"))?;
     let cluster = Some(cluster);
     let only = options.only.clone();
     let outcomes = Vec::new();
-    let mut demo = Demo { cluster, orchestrator, mounted, only, replicas: 3, outcomes };
+    let mut demo = Demo { cluster, orchestrator, beside, mounted, only, replicas: 3, outcomes };
     demo.play(options.size, &cluster_directory)
 }
 
@@ -67,6 +69,8 @@ fn kernel_sends_again() -> bool {
 struct Demo {
     cluster: Option<DevCluster>,
     orchestrator: Orchestrator,
+    /// The same one, with paths of its own for a copy of the volume.
+    beside: Orchestrator,
     mounted: bool,
     /// Harm whose line has not these words is left out.
     only: Option<String>,
@@ -97,6 +101,7 @@ impl Demo {
             "starting the application: {WORKERS} writers and readers that verify what they read"
         ));
         let load = Load::start(self.surfaces(
+            &self.orchestrator,
             &claim,
             WORKERS,
             WORKER_PAGES * PAGE_BYTES as u64,
@@ -173,6 +178,14 @@ impl Demo {
             },
         )?;
         self.membership(&claim, &load, &documents)?;
+        self.copy(&claim, &load, &documents, &node, size)?;
+        let step = "the volume grows under the application";
+        self.step(step, &claim, &load, &documents, |demo| {
+            if !demo.orchestrator.grow(&claim, size + size / 2, demo.mounted)? {
+                note("its ext4 may not grow while mounted here; it grows with the next staging");
+            }
+            Ok(())
+        })?;
 
         print_timed("the application ends, after checking every page it ever wrote");
         load.finish()?;
@@ -217,6 +230,62 @@ impl Demo {
                 cluster.command(&["replica", "replace", volume, &pools[1], "--wait"])
             })
         })
+    }
+
+    /// A snapshot, a copy of it that is used beside the volume, and the copy's return to what it was.
+    fn copy(
+        &mut self,
+        claim: &Claim,
+        load: &Load,
+        documents: &[Document],
+        node: &str,
+        size: u64,
+    ) -> Result<()> {
+        let step = "a snapshot, a copy twice as large used beside the volume, and its revert";
+        self.step(step, claim, load, documents, |demo| {
+            let began = Instant::now();
+            let snapshot = demo.orchestrator.snapshot(claim, "demo-snapshot")?;
+            let cut = began.elapsed();
+            let mut copy = demo.beside.create_from("demo-copy", 2 * size, Some(&snapshot))?;
+            let made = began.elapsed().saturating_sub(cut);
+            note(&format!("snapshot after {}, copy of it after {}", millis(cut), millis(made)));
+            let own = demo.use_copy(&mut copy, node)?;
+            demo.verify(&own)?;
+            // What is written to the copy is lost with its revert, and the volume never has it.
+            let kept = demo.beside.snapshot(&copy, "demo-copy-snapshot")?;
+            let other = Document { seed: 0x0c0_9135, ..own.into_iter().next().context("none")? };
+            other.write()?;
+            other.verify()?;
+            drop(other);
+            demo.leave_copy(&copy, node)?;
+            let revert = ["snapshot", "revert", "demo-copy", "demo-copy-snapshot", "--yes"];
+            demo.cluster()?.command(&revert)?;
+            let own = demo.use_copy(&mut copy, node)?;
+            demo.verify(&own)?;
+            drop(own);
+            demo.leave_copy(&copy, node)?;
+            for snapshot in [kept, snapshot] {
+                demo.beside.delete_snapshot(&snapshot)?;
+            }
+            demo.beside.delete(&copy, node)
+        })
+    }
+
+    /// Publishes a copy beside the volume, and returns the files that it has of it.
+    fn use_copy(&self, copy: &mut Claim, node: &str) -> Result<Vec<Document>> {
+        self.beside.publish(copy, node)?;
+        if self.mounted {
+            self.beside.stage(copy)?;
+            self.beside.node_publish(copy)?;
+        }
+        self.documents_at(&self.beside, copy, false)
+    }
+
+    fn leave_copy(&self, copy: &Claim, node: &str) -> Result<()> {
+        if self.mounted {
+            self.beside.unmount(copy)?;
+        }
+        self.beside.unpublish(copy, node)
     }
 
     fn includes(&self, step: &str) -> bool {
@@ -279,6 +348,7 @@ impl Demo {
     /// `count` surfaces of `bytes` each: files of the mount, or regions of the volume.
     fn surfaces(
         &self,
+        place: &Orchestrator,
         claim: &Claim,
         count: u64,
         bytes: u64,
@@ -287,8 +357,8 @@ impl Demo {
     ) -> Result<Vec<Arc<dyn Surface>>> {
         if self.mounted {
             let open = if create { DirectFile::create } else { DirectFile::open };
-            let files = (0..count)
-                .map(|index| open(&self.orchestrator.mount().join(format!("{name}-{index}"))));
+            let files =
+                (0..count).map(|index| open(&place.mount().join(format!("{name}-{index}"))));
             return files.map(|file| Ok(Arc::new(file?) as Arc<dyn Surface>)).collect();
         }
         let client = Arc::new(self.nbd_client(claim)?);
@@ -313,7 +383,16 @@ impl Demo {
     }
 
     fn documents(&self, claim: &Claim, create: bool) -> Result<Vec<Document>> {
-        let surfaces = self.surfaces(claim, DOCUMENTS, DOCUMENT_BYTES, "file", create)?;
+        self.documents_at(&self.orchestrator, claim, create)
+    }
+
+    fn documents_at(
+        &self,
+        place: &Orchestrator,
+        claim: &Claim,
+        create: bool,
+    ) -> Result<Vec<Document>> {
+        let surfaces = self.surfaces(place, claim, DOCUMENTS, DOCUMENT_BYTES, "file", create)?;
         Ok(surfaces
             .into_iter()
             .enumerate()
