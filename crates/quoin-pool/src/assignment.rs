@@ -95,6 +95,8 @@ pub struct PoolState {
     pub counts: PoolCounts,
     /// The next mark is on its way to the media: there will be a report to make.
     pub mark_rises: bool,
+    /// A replica is being made, which takes moments: there will be a report to make.
+    pub is_making: bool,
     pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,
 }

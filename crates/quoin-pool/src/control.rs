@@ -32,6 +32,8 @@ use crate::{Options, ShardHandle};
 /// A pool that says nothing for several of these is offline to the controller.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 /// Between attempts to reach a controller that is away.
+/// Time in which most replicas are made, and are on media.
+const MAKING: Duration = Duration::from_millis(20);
 const RETRY: Duration = Duration::from_millis(500);
 const CALL_MAX: Duration = Duration::from_secs(5);
 /// An assignment of the most replicas that a pool may have, each with an ordinary record.
@@ -169,9 +171,14 @@ impl Control {
         loop {
             let state = self.state().await;
             let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
+            let is_making = state.is_making;
             last.clone_from(&state.replicas);
             self.report_once(state, false, &mut told).await;
-            let pause = if unsettled { REPORT_EVERY / 8 } else { REPORT_EVERY };
+            let pause = match (is_making, unsettled) {
+                (true, _) => MAKING,
+                (false, true) => REPORT_EVERY / 8,
+                (false, false) => REPORT_EVERY,
+            };
             let changed = tokio::select! {
                 () = tokio::time::sleep(pause) => false,
                 () = self.changed.notified() => true,
@@ -179,7 +186,7 @@ impl Control {
             };
             if changed {
                 // A creation is told when it is on media: a moment after it was asked for.
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                tokio::time::sleep(MAKING).await;
             }
         }
     }

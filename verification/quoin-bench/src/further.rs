@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::{Away, Product};
-use crate::{Class, Error, Options, absence, heal, members, orchestrated, usage};
+use crate::{Class, Error, Options, absence, clones, heal, members, orchestrated, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// Share of the measured time for which a new cluster settles before it counts as idle.
@@ -34,6 +34,9 @@ pub struct FurtherOptions {
     /// Volumes of the case that makes, lists, snapshots and deletes many over CSI
     #[arg(long, default_value_t = 1000, value_name = "N")]
     pub csi_volumes: usize,
+    /// Size of the full volume that is cloned, in GiB
+    #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub clone_gib: u64,
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,
@@ -87,6 +90,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
                 &directory,
             )?);
         }
+    }
+    if options.wants(clones::NAME) {
+        facts.extend(clones::run(options, quoin, &directory.join("clones"))?);
     }
     facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
     if options.wants(absence::NAME) {

@@ -20,11 +20,13 @@
 //! | `encryption` | cost of the encryption of volumes |
 //! | `heal` | many volumes after the loss of a pool |
 //! | `orchestrated` | volumes over CSI: a first mount, a thousand of them, a change of options |
+//! | `clones` | a clone of a full volume beside an empty volume |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
 //! | `absence` | data moved at the return of a replica that was away |
 
 mod absence;
 pub mod cases;
+pub mod clones;
 pub mod compare;
 pub mod encryption;
 pub mod floor;

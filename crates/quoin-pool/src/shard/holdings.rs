@@ -1,6 +1,6 @@
 //! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use quoin_replication::pool_host::holdings::{Step, step};
@@ -21,15 +21,34 @@ use crate::held::{Held as HeldReplica, Holdings};
 /// Time until a creation or a deletion that failed is tried again.
 const UNDONE_AGAIN: Duration = Duration::from_secs(10);
 
-/// Time until a clone is tried again: its snapshot may be on its way into the map of its replica, or
-/// to this pool.
+/// Time until a clone is tried again whose snapshot may be on its way to this pool.
 const CLONE_AGAIN: Duration = Duration::from_secs(1);
+/// The same where its snapshot is on its way into the map of its replica, which takes moments.
+const CLONE_SOON: Duration = Duration::from_millis(10);
 
-/// Replicas whose creation or deletion failed.
+/// Replicas whose creation or deletion failed, and when each is tried again.
 #[derive(Default)]
 pub(super) struct Undone {
-    replicas: BTreeSet<ReplicaGuid>,
-    again_at: Time,
+    replicas: BTreeMap<ReplicaGuid, Time>,
+}
+
+impl Undone {
+    /// Takes out those that are due.
+    fn take_due(&mut self, now: Time) -> BTreeSet<ReplicaGuid> {
+        let due = self.replicas.iter().filter(|(_, at)| **at <= now).map(|(guid, _)| *guid);
+        let due: BTreeSet<ReplicaGuid> = due.collect();
+        self.replicas.retain(|guid, _| !due.contains(guid));
+        due
+    }
+
+    /// One is tried again in moments.
+    fn is_soon(&self, now: Time) -> bool {
+        self.due_in(now).is_some_and(|due| due <= CLONE_SOON)
+    }
+
+    pub(super) fn due_in(&self, now: Time) -> Option<Duration> {
+        self.replicas.values().min().map(|at| at.since(now))
+    }
 }
 
 pub(super) struct Held {
@@ -76,6 +95,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             self.replicas.gone.retain(|gone| gone.guid != guid);
             self.replicas.undone.replicas.remove(&guid);
         }
+        // What stood in the way may have been taken away by this very change.
+        self.replicas.undone.replicas.values_mut().for_each(|at| *at = now);
         self.try_again(now);
         for wanted in wanted {
             self.obey(now, wanted);
@@ -88,9 +109,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let held = self.pool.replica(guid).map(|store| store.identity().clone());
         let retired = self.pool.is_retired(guid);
         let step = step(phase, &wanted.identity, held.as_ref(), retired);
+        let mut pause = UNDONE_AGAIN;
         match step {
             Step::Create { quorum } => self.create(now, wanted, quorum),
-            Step::Clone => self.make_clone(now, wanted),
+            Step::Clone => pause = self.make_clone(now, wanted),
             Step::Describe => self.describe(&wanted),
             Step::Delete => self.delete(now, &wanted),
             Step::Absent => self.replicas.gone.push(gone(&wanted)),
@@ -107,15 +129,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Step::Describe | Step::Absent | Step::OfAnother => false,
         };
         if is_undone {
-            self.replicas.undone.replicas.insert(guid);
-            let pause = if step == Step::Clone { CLONE_AGAIN } else { UNDONE_AGAIN };
-            self.replicas.undone.again_at = now + pause;
+            self.replicas.undone.replicas.insert(guid, now + pause);
         }
     }
 
     /// Creations and deletions that failed are tried again, whether or not anything is assigned anew.
-    fn try_again(&mut self, now: Time) {
-        let undone = std::mem::take(&mut self.replicas.undone.replicas);
+    pub(super) fn try_again(&mut self, now: Time) {
+        let undone = self.replicas.undone.take_due(now);
         let assigned = self.parts.assignment.0.iter();
         let wanted = assigned.filter(|wanted| undone.contains(&wanted.identity.guid)).cloned();
         let wanted: Vec<_> = if undone.is_empty() { Vec::new() } else { wanted.collect() };
@@ -160,11 +180,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     /// Makes a replica that begins with a snapshot. Where that is not to be had now it waits: one that
-    /// begins with anything else would count for the volume's content.
-    fn make_clone(&mut self, now: Time, wanted: Wanted) {
+    /// begins with anything else would count for the volume's content. Returns the time until it is
+    /// tried again.
+    fn make_clone(&mut self, now: Time, wanted: Wanted) -> Duration {
         let guid = wanted.identity.guid;
         let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
-        let Some(source) = wanted.source else { return };
+        let Some(source) = wanted.source else { return CLONE_AGAIN };
         let meta =
             ReplicaMeta { membership: wanted.membership, quorum: true, ..ReplicaMeta::default() };
         match self.pool.create_clone(wanted.identity, meta, wanted.blocks, &source) {
@@ -173,7 +194,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 self.hold(now, guid, ticket);
                 tracing::info!(%volume, %replica, %guid, of = %source.snapshot, "clone made");
             }
-            Ok(Cloned::NotYet) => tracing::debug!(%volume, "the snapshot is not in the map yet"),
+            Ok(Cloned::NotYet) => {
+                tracing::debug!(%volume, "the snapshot is not in the map yet");
+                return CLONE_SOON;
+            }
             Err(error) => {
                 let message = format!(
                     "cannot make the replica from snapshot {} of volume {}: {error}",
@@ -188,6 +212,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 );
             }
         }
+        CLONE_AGAIN
     }
 
     /// Has a replica open nothing any more by grants that were taken back. What it has promised
@@ -256,9 +281,6 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     pub(super) fn state(&mut self, now: Time) -> PoolState {
-        if now >= self.replicas.undone.again_at {
-            self.try_again(now);
-        }
         self.tell_repairs(now);
         self.pool.look_again();
         // Not said before it is on media: until then a failing disk may bring one back.
@@ -266,12 +288,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             true => self.replicas.gone.clone(),
             false => Vec::new(),
         };
+        let mut is_making = self.replicas.undone.is_soon(now);
         for (guid, held) in self.replicas.iter() {
             let used_bytes = self.pool.replica_bytes(guid);
             let is_clone = self.pool.is_clone(guid);
             let Some(store) = self.pool.replica(guid) else { continue };
             // Not said before it is on media: "created" is what lets a volume be formed.
             if !self.disk.syncs.covers(held.born) {
+                is_making = true;
                 continue;
             }
             let (state, meta) = (store.state(), store.meta());
@@ -309,7 +333,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             (false, false) => "",
         };
         let (counts, mark_rises) = (self.tell_counts(), self.pool.is_mark_rising());
-        PoolState { space, warning, ring_full, counts, mark_rises, scrub, replicas }
+        PoolState { space, warning, ring_full, counts, mark_rises, is_making, scrub, replicas }
     }
 }
 

@@ -229,6 +229,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             while let Some(key) = self.timers.pop(now) {
                 self.timer(now, key);
             }
+            self.try_again(now);
             self.copy();
             self.finish_round(now);
             if worked {
@@ -259,7 +260,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let urgency = background::urgency(self.pool.background_due());
         let background = self.background.due_in(now, urgency);
         let copying = self.copying.due_in(now);
-        [next, stop, background, copying, self.health.due_in(now)].into_iter().flatten().min()
+        let undone = self.replicas.undone.due_in(now);
+        [next, stop, background, copying, undone, self.health.due_in(now)]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn took(&self, duration: Duration) {
