@@ -187,3 +187,63 @@ async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_vol
         world.delete_volume(&volume.volume_id).await;
     }
 }
+
+/// Proves CSI-TIMEOUT-02: of copies, by callers that give up at any moment, and with a control plane
+/// that goes away in between.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_whose_caller_gives_up_and_repeats_is_made_once_and_goes_whole() {
+    let mut world = World::start().await;
+    let source = world.served_volume("db").await;
+    let snapshot = world.cut(&source, "s").await;
+    let mut made = Vec::new();
+    for (index, micros) in [1, 300, 1000, 3000, 10_000, 30_000].into_iter().enumerate() {
+        let content = if index % 2 == 0 { snapshot_of(&snapshot) } else { volume_of(&source) };
+        let wanted = from(&format!("copy-{index}"), content);
+        let mut hurried = tonic::Request::new(wanted.clone());
+        hurried.set_timeout(std::time::Duration::from_micros(micros));
+        let _ = world.controller.clone().create_volume(hurried).await;
+        if index == 3 {
+            world.stop_control().await;
+            let code = loop {
+                let answer = world.controller.create_volume(wanted.clone()).await;
+                // The call whose caller gave up may be under way.
+                match code(&answer) {
+                    Code::Aborted => {}
+                    code => break code,
+                }
+            };
+            assert!([Code::Ok, Code::Unavailable].contains(&code), "{code:?}");
+            world.start_control().await;
+        }
+        let copy = loop {
+            match world.controller.create_volume(wanted.clone()).await {
+                Ok(answer) => break answer.into_inner().volume.unwrap(),
+                Err(status) => {
+                    let is_passing = [Code::Aborted, Code::Unavailable].contains(&status.code());
+                    assert!(is_passing, "{status}");
+                    tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+                }
+            }
+        };
+        made.push(copy.volume_id);
+    }
+    let parallel = (0..8).map(|_| {
+        let mut controller = world.controller.clone();
+        let wanted = from("copy-0", snapshot_of(&snapshot));
+        tokio::spawn(async move { controller.create_volume(wanted).await })
+    });
+    for call in parallel.collect::<Vec<_>>() {
+        match call.await.unwrap() {
+            Ok(answer) => assert_eq!(answer.into_inner().volume.unwrap().volume_id, made[0]),
+            Err(status) => assert_eq!(status.code(), Code::Aborted),
+        }
+    }
+    assert_eq!(world.cluster.volumes().await.len(), made.len() + 1);
+    for volume_id in &made {
+        world.delete_volume(volume_id).await;
+    }
+    let request = DeleteSnapshotRequest { snapshot_id: snapshot, ..Default::default() };
+    world.controller.delete_snapshot(request).await.unwrap();
+    world.delete_volume(&source).await;
+    assert!(world.cluster.volumes().await.is_empty());
+}

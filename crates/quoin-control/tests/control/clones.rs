@@ -10,7 +10,7 @@ use quoin_control::records::{BaseUse, VolumeRecord};
 use quoin_control::snapshot_records::SnapshotPhase;
 use tonic::Code;
 
-use crate::cluster::{Cluster, GIB, by_name};
+use crate::cluster::{Cluster, GIB, Memory, by_name, pools};
 use crate::snapshots::{attached, by_id, named};
 
 fn of_snapshot(reference: Option<SnapshotRef>) -> VolumeSource {
@@ -312,5 +312,94 @@ async fn copies_of_copies_are_refused_before_a_look_up_takes_too_many_steps() {
         cluster.settle().await.unwrap();
         cluster.attach(&name, "n1").await.unwrap();
         last = name;
+    }
+}
+
+/// The life of two copies in steps, each of which its caller repeats until it is answered.
+async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
+    match number {
+        0 => cluster.settle().await?,
+        1 => {
+            let spec = crate::cluster::spec("db");
+            cluster.controller.volumes.catalog.create(&spec, 0).await?;
+            cluster.settle().await?;
+        }
+        2 => drop(cluster.attach("db", "n1").await?),
+        3 => drop(cluster.snap("db", "s").await?),
+        4 | 6 => drop(cluster.obey("n1").await?),
+        // Its snapshot is wished, and cut in the next step.
+        5 => match cluster.copy(&asked("second"), 0, &of_volume(by_name("db"))).await {
+            Err(error) if !error.to_string().contains("is not cut yet") => return Err(error),
+            _ => {}
+        },
+        7 => drop(cluster.copy(&asked("first"), 0, &of_snapshot(named("s"))).await?),
+        // A crash behind the use of its snapshot has the volume cut anew.
+        8 => loop {
+            match cluster.copy(&asked("second"), 0, &of_volume(by_name("db"))).await {
+                Err(error) if error.to_string().contains("is not cut yet") => {
+                    cluster.obey("n1").await?;
+                }
+                made => break drop(made?),
+            }
+        },
+        9 | 14 | 16 => cluster.settle().await?,
+        10 => cluster.controller.snapshots.catalog.delete(named("s").as_ref()).await?,
+        11 => {
+            cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await?;
+        }
+        12 => cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await?,
+        13 => {
+            for name in ["first", "second"] {
+                cluster.controller.volumes.catalog.delete(by_name(name).as_ref()).await?;
+            }
+        }
+        15 | 17 => cluster.controller.snapshots.keeper.look_at_all().await?,
+        _ => unreachable!(),
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_crash_at_any_write_of_a_copys_life_makes_it_once_and_leaves_nothing_behind() {
+    for last_write_lands in [false, true] {
+        for writes in 0.. {
+            let store = Memory::crashing(writes, last_write_lands);
+            let mut cluster = Cluster::with(store, pools(1..=3)).await;
+            let mut crashed = cluster.store.crashed();
+            if crashed {
+                cluster.restart().await;
+            }
+            for number in 0..18 {
+                while let Err(error) = step(&mut cluster, number).await {
+                    assert!(cluster.store.crashed(), "step {number} after {writes}: {error}");
+                    assert!(!crashed, "it crashes once");
+                    crashed = true;
+                    cluster.restart().await;
+                    cluster.settle().await.unwrap();
+                    if (3..9).contains(&number) {
+                        // Its target reports to the new controller.
+                        cluster.attach("db", "n1").await.unwrap();
+                    }
+                }
+                if number == 9 {
+                    for name in ["first", "second"] {
+                        assert_eq!(cluster.shown(name).phase, "Ready", "{name} after {writes}");
+                    }
+                    let volumes = cluster.controller.volumes.catalog.list(0, "").unwrap().0.len();
+                    assert_eq!(volumes, 3, "after {writes}");
+                }
+            }
+            for _ in 0..3 {
+                cluster.settle().await.unwrap();
+                cluster.keep().await;
+            }
+            let left = [cluster.store.keys("volume"), cluster.store.keys("snapshot")].concat();
+            assert_eq!(left, Vec::<String>::new(), "after {writes}");
+            assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()), "after {writes}");
+            if !crashed {
+                assert!(writes > 30, "only {writes} writes were seen");
+                break;
+            }
+        }
     }
 }
