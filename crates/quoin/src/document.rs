@@ -8,12 +8,15 @@
 pub mod snapshots;
 
 use anyhow::{Context, Result, bail};
-use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Volume, VolumeSpec};
+use quoin_api::control::{
+    ApplyVolumeRequest, DeclaredReplica, MadeFrom, SnapshotRef, Volume, VolumeSource, VolumeSpec,
+};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::{Deserialize, Serialize};
 use serde_yaml_ng::{Mapping, Value};
 
+use crate::client::volume_ref;
 use crate::size::parse_size;
 
 use snapshots::{ScheduleDocument, SnapshotDocument};
@@ -68,9 +71,47 @@ pub struct Spec {
     pub replicas: Vec<Replica>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub allow_loss_on_single_failure: bool,
+    /// Content that a new volume begins with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source: Option<Source>,
     /// The other fields: options of the volume by their keys.
     #[serde(flatten)]
     pub options: Mapping,
+}
+
+/// A snapshot or a volume, by its name or id.
+#[derive(Serialize, Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Source {
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub snapshot: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub volume: String,
+}
+
+impl Source {
+    /// # Errors
+    /// Neither of them is named, or both.
+    fn request(&self) -> Result<VolumeSource> {
+        let snapshot = SnapshotRef { id: self.snapshot.clone(), name: self.snapshot.clone() };
+        match (self.snapshot.as_str(), self.volume.as_str()) {
+            (_, "") if !self.snapshot.is_empty() => {
+                Ok(VolumeSource { snapshot: Some(snapshot), ..VolumeSource::default() })
+            }
+            ("", volume) if !volume.is_empty() => {
+                let volume = Some(volume_ref(volume));
+                Ok(VolumeSource { volume, ..VolumeSource::default() })
+            }
+            _ => bail!("spec.source: write a snapshot or a volume, as in source: {{snapshot: s}}"),
+        }
+    }
+
+    fn of(made: &MadeFrom) -> Self {
+        match made.of_volume {
+            true => Self { volume: made.volume_id.clone(), ..Self::default() },
+            false => Self { snapshot: made.snapshot_id.clone(), ..Self::default() },
+        }
+    }
 }
 
 /// A number of bytes, or words such as 10GiB.
@@ -265,6 +306,7 @@ impl Document {
             dry_run,
             resource_version: self.metadata.resource_version.unwrap_or(0),
             consistency_factor: spec.consistency_factor,
+            source: spec.source.as_ref().map(Source::request).transpose()?,
         })
     }
 
@@ -300,6 +342,7 @@ impl Document {
                 consistency_factor: Some(volume.desired_consistency_factor),
                 replicas,
                 allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
+                source: volume.made_from.as_ref().map(Source::of),
                 options: options(&spec),
             },
             status: Some(serde_yaml_ng::to_value(status(volume))?),
@@ -407,6 +450,21 @@ mod tests {
     fn one(spec: &str) -> Result<Document> {
         let read = read(&format!("{SMALL}spec: {spec}\n"), "db.yaml");
         read.map(|mut documents| volume(documents.remove(0)))
+    }
+
+    #[test]
+    fn a_source_is_a_snapshot_or_a_volume_and_not_both() {
+        let source = |text: &str| one(text).and_then(|document| document.request(false));
+        let snapshot = source("{source: {snapshot: s}}").unwrap().source.unwrap();
+        assert_eq!(snapshot.snapshot.unwrap().name, "s");
+        let volume = source("{source: {volume: db}}").unwrap().source.unwrap();
+        assert_eq!(volume.volume.unwrap().name, "db");
+        assert!(source("{size: 1GiB}").unwrap().source.is_none());
+        for wrong in ["{source: {snapshot: s, volume: db}}", "{source: {}}", "{source: {disk: d}}"]
+        {
+            let error = format!("{:#}", source(wrong).unwrap_err());
+            assert!(error.contains("source") || error.contains("disk"), "{error}");
+        }
     }
 
     #[test]

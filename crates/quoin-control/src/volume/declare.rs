@@ -7,6 +7,7 @@
 //! stay; the others leave.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
 use quoin_types::ReplicaId;
@@ -15,6 +16,7 @@ use crate::api::reports;
 use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
+use crate::volume::clones::{self, Clones};
 use crate::volume::placement::Candidate;
 use crate::volume::scale::{self, Scale};
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
@@ -22,6 +24,9 @@ use crate::volume::topology::{self, Requirement};
 use crate::volume::volumes::Catalog;
 use crate::volume::{modify, spec, volumes};
 use crate::{Error, text};
+
+/// Time for the snapshot of a volume that is copied.
+const CUT_TIME: Duration = Duration::from_secs(10);
 
 /// Place where a replica is to be.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -37,11 +42,12 @@ pub(super) type Said = (&'static str, String);
 pub struct Declarations {
     state: Arc<State>,
     catalog: Arc<Catalog>,
+    clones: Arc<Clones>,
 }
 
 impl Declarations {
-    pub(crate) fn new(state: Arc<State>, catalog: Arc<Catalog>) -> Self {
-        Self { state, catalog }
+    pub(crate) fn new(state: Arc<State>, catalog: Arc<Catalog>, clones: Arc<Clones>) -> Self {
+        Self { state, catalog, clones }
     }
 
     /// Applies a document; with `dry_run` only returns the changes. The volume is `None` where a
@@ -66,6 +72,14 @@ impl Declarations {
             check_replicas("desiredReplicationFactor", named, most)?;
         }
         let Some(found) = found else { return self.make(asked, &declared, &places).await };
+        if asked.source.is_some() && !clones::is_from(&self.state, &found, asked.source.as_ref()) {
+            let rule = format!(
+                "volume {:?} was made with {}, which stays its source",
+                declared.name,
+                clones::in_words(found.source.as_ref())
+            );
+            return Err(Error::invalid("source", rule));
+        }
         let _one_at_a_time = self.state.creating.lock().await;
         let (revision, _) = self
             .state
@@ -114,6 +128,9 @@ impl Declarations {
         }
         let mut declared = declared.clone();
         declared.consistency_factor = asked.consistency_factor.unwrap_or_default();
+        if let Some(source) = &asked.source {
+            return self.make_from(source, asked.dry_run, &declared, places).await;
+        }
         if declared.replicas == 0 {
             let default = u32::from(self.state.settings.defaults.replicas);
             declared.replicas = default.max(places.len() as u32);
@@ -134,6 +151,45 @@ impl Declarations {
             return Ok((None, vec![said]));
         }
         let volume = self.catalog.create_in(&declared, declared.size_bytes, 0, &pools).await?;
+        Ok((Some(volume), vec![said]))
+    }
+
+    /// A volume that begins with the content of another one, or of a snapshot.
+    async fn make_from(
+        &self,
+        source: &api::VolumeSource,
+        dry_run: bool,
+        declared: &VolumeSpec,
+        places: &[Place],
+    ) -> Result<(Option<Arc<VolumeRecord>>, Vec<String>), Error> {
+        if !places.is_empty() {
+            let rule = "replicas of a copy begin where its source is: leave the list out, and move \
+                        them when the volume is made";
+            return Err(Error::invalid("replicas", rule));
+        }
+        if dry_run {
+            // A volume is not cut for a trial.
+            let said = match &source.volume {
+                Some(volume) => {
+                    let volume = self.state.volume(Some(volume))?;
+                    format!("volume made from volume {:?}", volume.spec.name)
+                }
+                None => {
+                    let found = self.clones.prepare(&declared.name, source, Duration::ZERO).await?;
+                    format!("volume made from {}", clones::in_words(Some(&found.record())))
+                }
+            };
+            return Ok((None, vec![said]));
+        }
+        let source = api::VolumeSource { as_source: true, ..source.clone() };
+        let prepared = self.clones.prepare(&declared.name, &source, CUT_TIME).await?;
+        let volume = self.catalog.create_from(declared, declared.size_bytes, 0, &prepared).await?;
+        let said = format!(
+            "volume made from {}: {}, {} replicas",
+            clones::in_words(volume.source.as_ref()),
+            text::bytes(volume.size_bytes),
+            volume.spec.replicas
+        );
         Ok((Some(volume), vec![said]))
     }
 }

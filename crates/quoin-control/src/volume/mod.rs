@@ -29,7 +29,7 @@ pub struct Parts {
     pub catalog: Arc<volumes::Catalog>,
     pub replicas: scale::Replicas,
     pub attachments: attach::Attachments,
-    pub clones: clones::Clones,
+    pub clones: Arc<clones::Clones>,
     pub declarations: declare::Declarations,
     pub key_slots: key_slots::KeySlots,
     pub modifications: modify::Modifications,
@@ -41,11 +41,16 @@ pub struct Parts {
 impl Parts {
     pub(crate) fn new(state: &Arc<State>, terms: &Arc<Terms>) -> Self {
         let catalog = Arc::new(volumes::Catalog::new(state.clone()));
+        let clones = Arc::new(clones::Clones::new(state.clone()));
         Self {
             replicas: scale::Replicas::new(state.clone()),
             attachments: attach::Attachments::new(state.clone()),
-            clones: clones::Clones::new(state.clone()),
-            declarations: declare::Declarations::new(state.clone(), catalog.clone()),
+            declarations: declare::Declarations::new(
+                state.clone(),
+                catalog.clone(),
+                clones.clone(),
+            ),
+            clones,
             key_slots: key_slots::KeySlots::new(state.clone()),
             modifications: modify::Modifications::new(state.clone()),
             epochs: Arc::new(epochs::Epochs::new(state.clone(), terms.clone())),

@@ -4,7 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{SnapshotRef, VolumeRef, VolumeSource, VolumeSpec};
+use quoin_api::control::{
+    ApplyVolumeRequest, DeclaredReplica, SnapshotRef, VolumeRef, VolumeSource, VolumeSpec,
+};
 use quoin_control::Error;
 use quoin_control::records::{BaseUse, VolumeRecord};
 use quoin_control::snapshot_records::SnapshotPhase;
@@ -313,6 +315,39 @@ async fn copies_of_copies_are_refused_before_a_look_up_takes_too_many_steps() {
         cluster.attach(&name, "n1").await.unwrap();
         last = name;
     }
+}
+
+#[tokio::test]
+async fn a_document_makes_a_copy_once_and_holds_it_to_its_source() {
+    let mut cluster = attached().await;
+    cluster.made("db", "n1", "s").await;
+    cluster.made("db", "n1", "t").await;
+    let wish = |source: &str, dry_run| ApplyVolumeRequest {
+        spec: Some(asked("copy")),
+        source: Some(of_snapshot(named(source))),
+        dry_run,
+        ..ApplyVolumeRequest::default()
+    };
+    let declarations = &cluster.controller.volumes.declarations;
+    let (none, said) = declarations.apply(&wish("s", true)).await.unwrap();
+    assert!(none.is_none() && said[0].contains("snapshot \"s\""), "{said:?}");
+    let placed = ApplyVolumeRequest {
+        replicas: vec![DeclaredReplica { pool: "p1".into(), ..DeclaredReplica::default() }],
+        ..wish("s", false)
+    };
+    let error = declarations.apply(&placed).await.unwrap_err();
+    assert!(error.to_string().contains("leave the list out"), "{error}");
+    let (made, said) = declarations.apply(&wish("s", false)).await.unwrap();
+    let made = made.unwrap();
+    assert_eq!((made.size_bytes, made.spec.replicas), (GIB, 3));
+    assert!(said[0].contains("made from snapshot \"s\""), "{said:?}");
+    cluster.settle().await.unwrap();
+    let declarations = &cluster.controller.volumes.declarations;
+    let (again, said) = declarations.apply(&wish("s", false)).await.unwrap();
+    assert_eq!((again.unwrap().id, said), (made.id, Vec::new()));
+    let error = declarations.apply(&wish("t", false)).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("stays its source"), "{error}");
 }
 
 /// The life of two copies in steps, each of which its caller repeats until it is answered.

@@ -190,7 +190,10 @@ impl Primary {
         index: usize,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        if self.is_long_without(index, now) && !mutant::is("former-term-waited-out") {
+        if mutant::is("former-term-waited-out") {
+            return self.peer_lost(now, index, actions);
+        }
+        if self.is_long_without(index, now) {
             self.commit.quorum_lost = None;
             return self.reopen(now, actions);
         }
