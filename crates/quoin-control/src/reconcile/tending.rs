@@ -70,6 +70,8 @@ impl Reconciler for Tender {
 impl Tender {
     pub(crate) fn new(state: Arc<State>, verifier: Arc<Verifier>) -> Self {
         let queue = queue_of_volumes(&state, SETTLES_WITHIN);
+        let filled = queue.clone();
+        state.queue_urgent(move |volume| filled.add(volume, Duration::ZERO));
         Self { state, verifier, queue, memory: Mutex::default() }
     }
 

@@ -116,6 +116,8 @@ struct Counters {
     any: watch::Sender<u64>,
     of: Mutex<HashMap<Concern, Vec<Arc<Stream>>>>,
     queues: Queues,
+    /// Of those who have to do with a volume at once where users wait for its target.
+    urgent: Queues,
 }
 
 /// One stream of assignments.
@@ -175,6 +177,17 @@ impl Changes {
     /// Has each volume that changes put into a queue.
     pub fn queue(&self, queue: impl Fn(VolumeId) + Send + Sync + 'static) {
         self.0.queues.write().unwrap_or_else(PoisonError::into_inner).push(Box::new(queue));
+    }
+
+    /// Has each volume whose users wait for its target put into a queue.
+    pub fn queue_urgent(&self, queue: impl Fn(VolumeId) + Send + Sync + 'static) {
+        self.0.urgent.write().unwrap_or_else(PoisonError::into_inner).push(Box::new(queue));
+    }
+
+    /// Puts a volume into the queues of those who act at once.
+    pub fn hurry(&self, volume: VolumeId) {
+        let queues = self.0.urgent.read().unwrap_or_else(PoisonError::into_inner);
+        queues.iter().for_each(|queue| queue(volume));
     }
 
     /// Puts a volume into the queues: what is observed of it changed, and no assignment.

@@ -198,6 +198,12 @@ impl State {
         let owner = self.volumes.get(&volume.to_string()).and_then(|v| v.owner.clone());
         let nodes = Nodes::These(owner.into_iter().collect());
         self.changes.wake(&Concerned::Some { pools: BTreeSet::new(), nodes }, Some(volume));
+        self.changes.hurry(volume);
+    }
+
+    /// Has each volume whose users wait for its target put into a queue.
+    pub(crate) fn queue_urgent(&self, queue: impl Fn(VolumeId) + Send + Sync + 'static) {
+        self.changes.queue_urgent(queue);
     }
 
     /// Has each volume that changes put into a queue.
