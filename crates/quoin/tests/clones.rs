@@ -63,7 +63,7 @@ fn a_clone_begins_with_its_source_shares_its_space_and_each_goes_its_own_way() {
     let test = dev.client("test");
     assert!(holds(&test, 0..BLOCKS, 1) && holds(&test, BLOCKS..BLOCKS + 10, 0));
     let taken = used_bytes(&dev).saturating_sub(before);
-    let copied = 3 * (BULK_MIB.end - BULK_MIB.start) << 20;
+    let copied = (3 * (BULK_MIB.end - BULK_MIB.start)) << 20;
     assert!(taken < copied / 2, "{taken} bytes more in three pools; a copy takes {copied}");
     let larger = ["volume", "create", "copy", "--from-volume", "db", "--size", "96MiB"];
     let larger = dev.json(&larger);

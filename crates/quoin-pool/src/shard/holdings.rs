@@ -95,7 +95,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             self.replicas.gone.retain(|gone| gone.guid != guid);
             self.replicas.undone.replicas.remove(&guid);
         }
-        // What stood in the way may have been taken away by this very change.
+        // This very change may have taken away whatever stood in the way.
         self.replicas.undone.replicas.values_mut().for_each(|at| *at = now);
         self.try_again(now);
         for wanted in wanted {

@@ -251,7 +251,7 @@ impl Demo {
             note(&format!("snapshot after {}, copy of it after {}", millis(cut), millis(made)));
             let own = demo.use_copy(&mut copy, node)?;
             demo.verify(&own)?;
-            // What is written to the copy is lost with its revert, and the volume never has it.
+            // Data written to the copy is lost with its revert, and the volume never has it.
             let kept = demo.beside.snapshot(&copy, "demo-copy-snapshot")?;
             let other = Document { seed: 0x0c0_9135, ..own.into_iter().next().context("none")? };
             other.write()?;
