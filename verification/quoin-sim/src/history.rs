@@ -130,7 +130,8 @@ impl History {
             }
             if let Draft::Write { sector, sectors, .. } = op.draft {
                 let (first, last) = blocks_of(sector, sectors);
-                op.void = (first..=last).filter(|b| !holds(op.tag, *b)).collect();
+                // Content that the part began with stays out of it, however the write ended.
+                op.void.extend((first..=last).filter(|b| !holds(op.tag, *b)));
                 op.effect_by = Some(stamp);
             }
         }
