@@ -2,10 +2,10 @@
 //!
 //! The operator may give a list of callers. Each call that carries secrets must then carry the token of
 //! one of them as the secret `callerToken`. A call without it, or with another one, is
-//! unauthenticated; a caller that may not make the call has no permission. Without a list nobody is
-//! asked: whoever reaches the socket may call.
+//! unauthenticated; a caller that may not make the call has no permission. Without a list no token is
+//! needed, and the permissions of the socket decide.
 //!
-//! The list holds digests of tokens, so reading it does not make anybody a caller.
+//! The list holds digests of tokens, so its readers cannot call.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ pub const CALLER_TOKEN: &str = "callerToken";
 /// Largest list that is read, and most callers in it.
 const LIST_BYTES_MAX: u64 = 1 << 20;
 const CALLERS_MAX: usize = 1024;
-/// Shortest token: one that is guessed protects nothing. Only its digest is known, so this is told to
-/// operators, and a shorter one is refused where it is shown.
+/// Length of the shortest token, since one that is guessed protects nothing. The list has digests
+/// alone, so a shorter token is refused where it is shown.
 const TOKEN_BYTES_MIN: usize = 16;
 /// Stands for every call.
 const EVERY: &str = "*";
@@ -62,10 +62,10 @@ pub enum CallersError {
     Malformed { path: PathBuf, why: String },
 }
 
-/// The callers; by default anybody is one.
+/// List of callers; by default there is none, and no token is needed.
 #[derive(Clone, Debug, Default)]
 pub struct Callers {
-    /// `None`: nobody is asked.
+    /// `None`: no token is needed.
     listed: Option<Vec<Caller>>,
 }
 

@@ -79,7 +79,7 @@ pub struct PluginOptions {
     /// Needed in the modes that have the Node service.
     pub node: Option<NodeSide>,
     pub metrics: Metrics,
-    /// Callers that are known by a secret; by default nobody is asked.
+    /// Callers that are known by a secret; by default no token is needed.
     pub callers: Callers,
 }
 

@@ -57,7 +57,7 @@ pub struct Options {
     pub target_deadline_ms: u64,
     /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
-    /// List of callers that are known by a secret; `None`: nobody is asked.
+    /// List of callers that are known by a secret; `None`: no token is needed.
     pub callers: Option<PathBuf>,
 }
 

@@ -22,39 +22,12 @@ fn from(name: &str, source: Option<VolumeContentSource>) -> CreateVolumeRequest 
 }
 
 impl World {
-    async fn served_volume(&mut self, name: &str) -> String {
-        let volume_id = self.create(name, 64 * MIB).await.volume_id;
-        let request = ControllerPublishVolumeRequest {
-            volume_id: volume_id.clone(),
-            node_id: NODE.to_owned(),
-            volume_capability: Some(writer()),
-            ..Default::default()
-        };
-        self.controller.controller_publish_volume(request).await.unwrap();
-        volume_id
-    }
-
-    async fn cut(&mut self, volume_id: &str, name: &str) -> String {
-        let request = CreateSnapshotRequest {
-            source_volume_id: volume_id.to_owned(),
-            name: name.to_owned(),
-            ..Default::default()
-        };
-        let made = self.controller.create_snapshot(request).await.unwrap().into_inner();
-        made.snapshot.unwrap().snapshot_id
-    }
-
     async fn made_from(&mut self, request: CreateVolumeRequest) -> Volume {
         self.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap()
     }
 
     async fn delete_volume(&mut self, volume_id: &str) {
-        let unpublish = ControllerUnpublishVolumeRequest {
-            volume_id: volume_id.to_owned(),
-            node_id: NODE.to_owned(),
-            ..Default::default()
-        };
-        self.controller.controller_unpublish_volume(unpublish).await.unwrap();
+        self.unserved(volume_id).await;
         let request = DeleteVolumeRequest { volume_id: volume_id.to_owned(), ..Default::default() };
         self.controller.delete_volume(request).await.unwrap();
     }
@@ -77,8 +50,8 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
         kind.is_some_and(|Capability::Rpc(rpc)| rpc.r#type() == rpc::Type::CloneVolume)
     };
     assert!(told.capabilities.iter().any(is_clone));
-    let source = world.served_volume("db").await;
-    let snapshot = world.cut(&source, "s").await;
+    let source = world.served("db").await;
+    let snapshot = world.snap(&source, "s").await.snapshot_id;
     let request = GetSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() };
     let found = world.controller.get_snapshot(request).await.unwrap().into_inner();
     assert!(found.snapshot.unwrap().ready_to_use);
@@ -134,8 +107,8 @@ async fn volumes_are_made_from_snapshots_and_volumes_and_name_their_source() {
 #[tokio::test]
 async fn a_source_that_does_not_exist_or_cannot_be_used_makes_nothing() {
     let mut world = World::start().await;
-    let source = world.served_volume("db").await;
-    let snapshot = world.cut(&source, "s").await;
+    let source = world.served("db").await;
+    let snapshot = world.snap(&source, "s").await.snapshot_id;
     for unknown in [UNKNOWN, &"0".repeat(32)] {
         for source in [snapshot_of(unknown), volume_of(unknown)] {
             let answer = world.controller.create_volume(from("copy", source)).await;
@@ -167,8 +140,8 @@ async fn a_source_that_does_not_exist_or_cannot_be_used_makes_nothing() {
 #[tokio::test]
 async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_volumes_as_sources() {
     let mut world = World::start().await;
-    let source = world.served_volume("db").await;
-    let snapshot = world.cut(&source, "s").await;
+    let source = world.served("db").await;
+    let snapshot = world.snap(&source, "s").await.snapshot_id;
     let first = world.made_from(from("first", snapshot_of(&snapshot))).await;
     world.delete_volume(&source).await;
     let second = world.made_from(from("second", snapshot_of(&snapshot))).await;
@@ -193,8 +166,8 @@ async fn sources_are_deleted_before_their_clones_and_snapshots_outlive_their_vol
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_copy_whose_caller_gives_up_and_repeats_is_made_once_and_goes_whole() {
     let mut world = World::start().await;
-    let source = world.served_volume("db").await;
-    let snapshot = world.cut(&source, "s").await;
+    let source = world.served("db").await;
+    let snapshot = world.snap(&source, "s").await.snapshot_id;
     let mut made = Vec::new();
     for (index, micros) in [1, 300, 1000, 3000, 10_000, 30_000].into_iter().enumerate() {
         let content = if index % 2 == 0 { snapshot_of(&snapshot) } else { volume_of(&source) };

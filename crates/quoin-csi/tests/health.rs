@@ -237,7 +237,7 @@ async fn a_node_sees_a_lost_mount_and_a_lost_device_also_of_a_block_volume() {
     }
 }
 
-/// A file system on a path whose server never answers: whoever asks it anything waits until this is
+/// A file system on a path whose server never answers: each question to it waits until this is
 /// dropped.
 struct Hanging {
     path: String,
@@ -257,7 +257,7 @@ impl Hanging {
 
 impl Drop for Hanging {
     fn drop(&mut self) {
-        // Its end wakes whoever waits.
+        // Its end answers the questions that wait.
         self.server = None;
         let _ = Command::new("umount").arg("-l").arg(&self.path).status();
     }

@@ -37,7 +37,7 @@ impl World {
         volume_id
     }
 
-    async fn unserved(&mut self, volume_id: &str) {
+    pub async fn unserved(&mut self, volume_id: &str) {
         let request = ControllerUnpublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             node_id: NODE.to_owned(),

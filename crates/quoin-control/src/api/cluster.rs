@@ -18,6 +18,7 @@ use crate::disaster::recovery::Recovery;
 use crate::disaster::salvage::RecoverRecords;
 use crate::membership::members::token_id;
 use crate::reconcile::cordon::{Cordoning, Scope};
+use crate::snapshot::catalog::CUT_TIME;
 use crate::snapshot::view;
 use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::time::timestamp;
@@ -30,8 +31,6 @@ use crate::volume::volumes::is_there;
 
 /// How long a creation is waited for before the answer says "Pending".
 const CREATION_TIME: Duration = Duration::from_secs(5);
-/// How long the cut of a snapshot is waited for before the answer says "Wished".
-const CUT_TIME: Duration = Duration::from_secs(10);
 /// Of a backup in one message.
 const BACKUP_PIECE_BYTES: usize = 256 << 10;
 /// Volumes in one answer of a list.

@@ -17,6 +17,9 @@ use crate::time::now_ms;
 use crate::volume::spec;
 use crate::volume::topology::Requirement;
 
+/// Time for the cut of a snapshot, after which the answer says "Wished".
+pub(crate) const CUT_TIME: Duration = Duration::from_secs(10);
+
 /// Creation, deletion and lists of snapshots.
 pub struct Snapshots {
     state: Arc<State>,
@@ -89,17 +92,7 @@ impl Snapshots {
             }
             return Ok(found);
         }
-        let volume = self.state.volume(reference)?;
-        match volume.phase {
-            VolumePhase::Ready => {}
-            VolumePhase::Pending => {
-                let what = format!("volume {:?} is not ready", volume.spec.name);
-                return Err(Error::Busy(what));
-            }
-            VolumePhase::Deleting | VolumePhase::Retained => {
-                return Err(crate::state::missing(reference));
-            }
-        }
+        let volume = self.ready_volume(reference)?;
         if !Requirement::allows(requisite, &volume.spec)? {
             return Err(Error::Exhausted(format!(
                 "snapshot {name:?}: a snapshot lies where its volume does, and volume {:?} is in none \
@@ -114,6 +107,18 @@ impl Snapshots {
         self.record(&volume, name, schedule, None).await
     }
 
+    /// The volume of a new snapshot.
+    fn ready_volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.state.volume(reference)?;
+        match volume.phase {
+            VolumePhase::Ready => Ok(volume),
+            VolumePhase::Pending => {
+                Err(Error::Busy(format!("volume {:?} is not ready", volume.spec.name)))
+            }
+            VolumePhase::Deleting | VolumePhase::Retained => Err(crate::state::missing(reference)),
+        }
+    }
+
     /// Records that a snapshot is wanted for a copy of the volume under this name, or finds the one
     /// that the same request made before. It is in no list and has no name of its own.
     pub(crate) async fn create_for(
@@ -124,17 +129,7 @@ impl Snapshots {
         self.state.check_ruling()?;
         self.state.check_term()?;
         let _changing = self.state.snapshots.changing.lock().await;
-        let volume = self.state.volume(reference)?;
-        match volume.phase {
-            VolumePhase::Ready => {}
-            VolumePhase::Pending => {
-                let what = format!("volume {:?} is not ready", volume.spec.name);
-                return Err(Error::Busy(what));
-            }
-            VolumePhase::Deleting | VolumePhase::Retained => {
-                return Err(crate::state::missing(reference));
-            }
-        }
+        let volume = self.ready_volume(reference)?;
         let all = self.state.snapshots.of_volume(volume.id.0);
         let is_it = |s: &&Arc<SnapshotRecord>| {
             s.made_for == copy

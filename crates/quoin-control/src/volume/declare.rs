@@ -13,6 +13,7 @@ use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec}
 use quoin_types::ReplicaId;
 
 use crate::api::reports;
+use crate::snapshot::catalog::CUT_TIME;
 use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
@@ -24,9 +25,6 @@ use crate::volume::topology::{self, Requirement};
 use crate::volume::volumes::Catalog;
 use crate::volume::{modify, spec, volumes};
 use crate::{Error, text};
-
-/// Time for the snapshot of a volume that is copied.
-const CUT_TIME: Duration = Duration::from_secs(10);
 
 /// Place where a replica is to be.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -9,7 +9,7 @@ use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, S
 use quoin_replication::replica::{Replica, ReplicaEvent};
 use quoin_store::{Cloned, ReplicaPool};
 use quoin_telemetry::notices::Severity;
-use quoin_types::{Epoch, Position, ReplicaGuid, Time};
+use quoin_types::{Epoch, Position, ReplicaGuid, ReplicaId, Time, VolumeId};
 
 use super::{FULL, FULL_BELOW, RING_FULL, Shard};
 use crate::assignment::{
@@ -135,6 +135,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// Creations and deletions that failed are tried again, whether or not anything is assigned anew.
     pub(super) fn try_again(&mut self, now: Time) {
+        // Every turn asks, and nearly none has anything to do here.
+        if self.replicas.undone.replicas.is_empty() {
+            return;
+        }
         let undone = self.replicas.undone.take_due(now);
         let assigned = self.parts.assignment.0.iter();
         let wanted = assigned.filter(|wanted| undone.contains(&wanted.identity.guid)).cloned();
@@ -168,15 +172,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
             Err(error) => {
                 let message = format!("cannot create the replica: {error}");
-                self.parts.notices.push(
-                    Severity::Error,
-                    volume,
-                    replica,
-                    "ReplicaNotCreated",
-                    message,
-                );
+                self.tell_not_created(volume, replica, message);
             }
         }
+    }
+
+    fn tell_not_created(&mut self, volume: VolumeId, replica: ReplicaId, message: String) {
+        let reason = "ReplicaNotCreated";
+        self.parts.notices.push(Severity::Error, volume, replica, reason, message);
     }
 
     /// Makes a replica that begins with a snapshot. Where that is not to be had now it waits: one that
@@ -203,13 +206,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     "cannot make the replica from snapshot {} of volume {}: {error}",
                     source.snapshot, source.volume
                 );
-                self.parts.notices.push(
-                    Severity::Error,
-                    volume,
-                    replica,
-                    "ReplicaNotCreated",
-                    message,
-                );
+                self.tell_not_created(volume, replica, message);
             }
         }
         CLONE_AGAIN

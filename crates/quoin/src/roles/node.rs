@@ -30,7 +30,7 @@ pub struct NodeOptions {
     #[arg(long, default_value_t = 0)]
     volumes_max: u32,
     /// Callers that are known by the secret `callerToken`, and the calls that each may make (YAML, see
-    /// docs/csi.md). Without it, whoever reaches the socket may call.
+    /// docs/csi.md). Without it no token is needed, and the permissions of the socket decide.
     #[arg(long, value_name = "FILE")]
     callers: Option<PathBuf>,
     #[command(flatten)]
