@@ -325,9 +325,9 @@ def look_only(driver, pb, volume, node_id, capability, directory, is_block):
 class InUse:
     """A volume on this node from publishing to unpublishing."""
 
-    def __init__(self, driver, pb, volume, node_id, capability, directory):
+    def __init__(self, driver, pb, volume, node_id, capability, directory, readonly=False):
         self.driver, self.pb, self.volume, self.node_id = driver, pb, volume, node_id
-        self.capability, self.directory = capability, directory
+        self.capability, self.directory, self.readonly = capability, directory, readonly
         self.staging, self.target = directory / "staging", directory / "pods" / "target"
 
     def __enter__(self):
@@ -339,6 +339,7 @@ class InUse:
             node_id=self.node_id,
             volume_capability=self.capability,
             volume_context=self.volume.volume_context,
+            readonly=self.readonly,
         )
         context = driver.call(driver.controller.ControllerPublishVolume, publish).publish_context
         stage = pb.NodeStageVolumeRequest(
@@ -356,6 +357,7 @@ class InUse:
             target_path=str(self.target),
             volume_capability=self.capability,
             volume_context=self.volume.volume_context,
+            readonly=self.readonly,
         )
         driver.call(driver.node.NodePublishVolume, place)
         return self.target
@@ -425,6 +427,15 @@ def copies(driver, pb, volume, node_id, capability, directory, is_block):
             check(copy == again and copy.content_source == content, "its source differs")
             check(copy.capacity_bytes >= size, "the copy is too small")
             made.append(copy)
+            place = directory / f"copy-{number}-only-read"
+            with InUse(driver, pb, copy, node_id, capability, place, readonly=True) as target:
+                check(read(target) == payload, f"copy {number} has another content, only read")
+                try:
+                    write(target, payload)
+                except OSError:
+                    pass
+                else:
+                    raise AssertionError(f"copy {number} is written where it is only to be read")
             place = directory / f"copy-{number}"
             with InUse(driver, pb, copy, node_id, capability, place) as target:
                 check(read(target) == payload, f"copy {number} has another content")

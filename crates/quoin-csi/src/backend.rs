@@ -276,6 +276,14 @@ impl Backend {
         self.answered(answer)
     }
 
+    /// Ends a node's leave to write to a volume that it has read-only: the journal of the file
+    /// system is replayed.
+    pub async fn confirm_replay(&self, id: &str, node: &str) -> Result<(), Status> {
+        let wanted = api::ConfirmReplayRequest { volume: by_id(id), node: node.to_owned() };
+        let answer = self.client.clone().confirm_replay(Self::request(wanted)).await;
+        self.answered(answer).map(drop)
+    }
+
     /// Unpublishes a volume from a node, or from all. An unknown volume has no attachments: they
     /// are stored with their volume.
     pub async fn unpublish_volume(&self, id: &str, node: &str) -> Result<(), Status> {

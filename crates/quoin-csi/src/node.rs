@@ -86,16 +86,27 @@ impl Node for NodeService {
                 )));
             };
             let key = encryption::of_stage(&volume, &request.secrets).await?;
+            let is_mounted = !capability.is_block();
+            let other = volume.attachments.iter().find(|other| other.replays && other.node != name);
+            if let Some(other) = other.filter(|_| is_mounted) {
+                return Err(refusal::replays_elsewhere(&request.volume_id, &other.node));
+            }
+            let replays = is_mounted && attachment.replays;
             let wanted = StageRequest {
                 key,
                 access: capability.access(default_file_system(&volume)),
                 mode: capability.mode_name().to_owned(),
                 read_only: attachment.read_only || capability.is_reader_only(),
+                replays: false,
                 size_bytes: volume.size_bytes,
                 block_size: context::block_size(&volume),
                 volume: request.volume_id,
                 staging_path,
             };
+            if replays {
+                host.replay(&wanted).await.map_err(|error| from_node(&error))?;
+                backend.confirm_replay(&wanted.volume, &name).await?;
+            }
             host.stage(&wanted).await.map_err(|error| from_node(&error))?;
             Ok(Response::new(NodeStageVolumeResponse {}))
         })

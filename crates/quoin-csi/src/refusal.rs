@@ -63,6 +63,14 @@ pub fn no_volume(volume_id: &str) -> Status {
     Status::not_found(format!("volume {volume_id:?} does not exist"))
 }
 
+/// Refuses to mount a file system while another node replays its journal: 14.
+pub fn replays_elsewhere(volume_id: &str, node: &str) -> Status {
+    Status::unavailable(format!(
+        "node {node} is to replay the journal of volume {volume_id}; stage it there, or unpublish it \
+         from there, and repeat this call"
+    ))
+}
+
 /// Refuses an unknown snapshot: 5.
 pub fn no_snapshot(snapshot_id: &str) -> Status {
     Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))

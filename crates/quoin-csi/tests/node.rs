@@ -212,6 +212,55 @@ async fn read_only_use_and_mount_flags_show_in_the_mount() {
     world.assert_node_is_clean();
 }
 
+/// Of several nodes that are to mount a file system read-only, the first one replays its journal.
+#[tokio::test]
+async fn nobody_mounts_a_file_system_before_its_journal_is_replayed_by_one_of_its_readers() {
+    if !can_mount() {
+        return;
+    }
+    let mut world = World::start().await;
+    let written = world.published(writer()).await;
+    world.node.node_stage_volume(written.clone()).await.unwrap();
+    world.node.node_unstage_volume(unstage_of(&written)).await.unwrap();
+    let everywhere = ControllerUnpublishVolumeRequest {
+        volume_id: written.volume_id.clone(),
+        ..Default::default()
+    };
+    world.controller.controller_unpublish_volume(everywhere.clone()).await.unwrap();
+
+    let reader = mount_capability("ext4", AccessMode::MultiNodeReaderOnly);
+    for node in [control::OTHER_NODE, NODE] {
+        let publish = ControllerPublishVolumeRequest {
+            volume_id: written.volume_id.clone(),
+            node_id: node.to_owned(),
+            volume_capability: Some(reader.clone()),
+            ..Default::default()
+        };
+        for _ in 0..2 {
+            world.controller.controller_publish_volume(publish.clone()).await.unwrap();
+        }
+    }
+    let stage = NodeStageVolumeRequest { volume_capability: Some(reader), ..written };
+    let refused = world.node.node_stage_volume(stage.clone()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable);
+    assert!(refused.message().contains(control::OTHER_NODE), "{refused}");
+    world.assert_node_is_clean();
+
+    // The node that was to do it leaves, and this one takes its place.
+    let leaves =
+        ControllerUnpublishVolumeRequest { node_id: control::OTHER_NODE.to_owned(), ..everywhere };
+    world.controller.controller_unpublish_volume(leaves).await.unwrap();
+    let replays = async |world: &World| world.cluster.volumes().await[0].attachments[0].replays;
+    assert!(replays(&world).await);
+    for _ in 0..2 {
+        world.node.node_stage_volume(stage.clone()).await.unwrap();
+        assert!(!replays(&world).await, "it may write no more");
+    }
+    assert!(fs::write(world.path("stage/x"), "x").is_err());
+    world.node.node_unstage_volume(unstage_of(&stage)).await.unwrap();
+    world.assert_node_is_clean();
+}
+
 /// Proves CSI-NODESTAGE-08, CSI-NODESTAGE-10, CSI-NODESTAGE-11, CSI-NODESTAGE-13,
 /// CSI-NODESTAGE-16, CSI-NODESTAGE-17, CSI-NODESTAGE-19, CSI-NODESTAGE-21, CSI-NODESTAGE-22,
 /// CSI-NODESTAGE-23, CSI-NODESTAGE-24.

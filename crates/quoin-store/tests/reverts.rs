@@ -223,6 +223,32 @@ fn reverts_that_are_too_many_above_the_map_wait_until_some_are_folded() {
     assert!(first.1 <= lsn.0 && first.2 == Some(Bytes::from(vec![1; BLOCK_SIZE])));
 }
 
+/// A client that deletes a snapshot of a volume that it does not use wants its space all the same.
+#[test]
+fn a_deleted_snapshot_of_an_idle_replica_gives_its_space_back_by_itself() {
+    let mut volume = Volume::new(options());
+    let fill = |volume: &mut Volume| {
+        for lba in (0..1000).step_by(20) {
+            volume.write(lba, 20);
+        }
+    };
+    fill(&mut volume);
+    volume.snapshot(KEPT);
+    fill(&mut volume);
+    volume.settle();
+    volume.rest();
+    let free = |volume: &Volume| volume.pool.stats().free_bytes;
+    let before = free(&volume);
+    let lsn = volume.append(EntryKind::DeleteSnapshot { id: KEPT }, 0, 0);
+    volume.rest();
+    assert!(volume.pool.replica(GUID).expect("it").state().base < lsn, "it is not stable yet");
+    volume.stable();
+    volume.rest();
+    assert!(volume.pool.replica(GUID).expect("it").state().base >= lsn);
+    let gained = free(&volume).saturating_sub(before);
+    assert!(gained >= 900 * BLOCK_SIZE as u64, "{gained} bytes became free");
+}
+
 #[test]
 fn a_revert_of_an_idle_replica_is_folded_by_itself() {
     let mut volume = Volume::new(options());

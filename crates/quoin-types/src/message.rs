@@ -174,7 +174,7 @@ pub struct CutHead {
 }
 
 /// Limit of snapshots of one volume.
-pub const SNAPSHOTS_MAX: usize = 1024;
+pub const SNAPSHOTS_MAX: usize = 4096;
 
 impl ToReplica {
     /// Returns true for messages of a rebuild, which a bulk connection carries.

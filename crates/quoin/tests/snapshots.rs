@@ -233,6 +233,56 @@ fn snapshots_outlive_their_volume_and_a_schedule_ends_with_it() {
     dev.stop();
 }
 
+/// Space of a volume that was deleted: that of its snapshots, and of nothing else.
+#[test]
+fn what_no_snapshot_has_of_a_deleted_volume_is_given_back_and_then_what_the_newest_alone_has() {
+    const PART: u64 = 12 << 20;
+    /// Space of which a pool gives back only whole pieces.
+    const PIECES: u64 = 8 << 20;
+    const CHUNK: u64 = 1 << 20;
+    let scratch = Scratch::new("snapshot-trimmed");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    let chunk = |number: u64| vec![number as u8 + 1; CHUNK as usize];
+    let write = |parts: std::ops::Range<u64>| {
+        for number in parts.start * PART / CHUNK..parts.end * PART / CHUNK {
+            client.write(number * CHUNK, Bytes::from(chunk(number)), false).unwrap();
+        }
+        client.flush().unwrap();
+    };
+    write(0..1);
+    dev.json(&["snapshot", "create", "db", "--name", "first"]);
+    write(1..2);
+    dev.json(&["snapshot", "create", "db", "--name", "second"]);
+    write(2..5);
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    let used = || {
+        let pools = dev.json(&["pool", "list"]);
+        pools.as_array()?.iter().map(|pool| pool["usedBytes"].as_u64()).sum::<Option<u64>>()
+    };
+    let bytes = |parts: u64| 3 * (parts * PART - PIECES);
+    dev.eventually("all of it is reported", || used().filter(|used| *used >= 3 * 5 * PART));
+    for (parts, delete) in [(3, ["volume", "delete", "db"]), (1, ["snapshot", "delete", "second"])]
+    {
+        let before = used().unwrap();
+        dev.ok(&[&delete[..], &["--yes"]].concat());
+        dev.eventually(&format!("{delete:?} gives back {parts} parts"), || {
+            used().filter(|used| *used + bytes(parts) <= before)
+        });
+    }
+    // The other one has all that it had.
+    dev.ok(&["volume", "create", "copy", "--from-snapshot", "first"]);
+    let copy = dev.client("copy");
+    for number in 0..2 * PART / CHUNK {
+        let expected = if number < PART / CHUNK { chunk(number) } else { vec![0; CHUNK as usize] };
+        assert!(copy.read(number * CHUNK, CHUNK as u32).unwrap() == expected, "chunk {number}");
+    }
+    copy.stop();
+    dev.stop();
+}
+
 /// Connects to the volume at the address that `quoin volume attach --nbd` prints.
 fn connect(address: &str) -> Client {
     let socket = address.split_once("socket=").unwrap().1.to_owned();

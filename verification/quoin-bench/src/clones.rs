@@ -45,14 +45,14 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     ])
 }
 
-fn time(work: impl FnOnce() -> Result<String, Error>) -> Result<Duration, Error> {
+pub fn time(work: impl FnOnce() -> Result<String, Error>) -> Result<Duration, Error> {
     let began = Instant::now();
     work()?;
     Ok(began.elapsed())
 }
 
 /// Space that all pools have in use.
-fn used_bytes(product: &Product) -> Result<f64, Error> {
+pub fn used_bytes(product: &Product) -> Result<f64, Error> {
     let text = product.command(&["pool", "list", "-o", "json"])?;
     let pools: Vec<serde_json::Value> =
         serde_json::from_str(&text).map_err(|error| Error::Failed(error.to_string()))?;

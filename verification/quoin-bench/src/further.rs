@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::{Away, Product};
-use crate::{Class, Error, Options, absence, clones, heal, members, orchestrated, usage};
+use crate::{
+    Class, Error, Options, absence, clones, heal, members, orchestrated, snapshots, usage,
+};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// Share of the measured time for which a new cluster settles before it counts as idle.
@@ -34,6 +36,9 @@ pub struct FurtherOptions {
     /// Volumes of the case that makes, lists, snapshots and deletes many over CSI
     #[arg(long, default_value_t = 1000, value_name = "N")]
     pub csi_volumes: usize,
+    /// Snapshots of one volume in the case that lists them and opens it
+    #[arg(long, default_value_t = 1000, value_name = "N")]
+    pub snapshots: usize,
     /// Size of the full volume that is cloned, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub clone_gib: u64,
@@ -94,6 +99,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     if options.wants(clones::NAME) {
         facts.extend(clones::run(options, quoin, &directory.join("clones"))?);
     }
+    facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
     facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
     if options.wants(absence::NAME) {
         facts.extend(absence::run(options, quoin, &directory.join("absence"))?);
@@ -145,7 +151,7 @@ fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, 
 }
 
 /// Returns the memory of the largest process of a role.
-fn largest_mib(product: &Product, role: &str) -> f64 {
+pub fn largest_mib(product: &Product, role: &str) -> f64 {
     let pids = product.pids_of(role);
     let bytes = pids.iter().filter_map(|pid| usage::resident_bytes(*pid)).max();
     bytes.unwrap_or_default() as f64 / f64::from(1 << 20)

@@ -21,6 +21,7 @@
 //! | `heal` | many volumes after the loss of a pool |
 //! | `orchestrated` | volumes over CSI: a first mount, a thousand of them, a change of options |
 //! | `clones` | a clone of a full volume beside an empty volume |
+//! | `snapshots` | what snapshots cost clients, their deletion, a return to one |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
 //! | `absence` | data moved at the return of a replica that was away |
 
@@ -43,6 +44,7 @@ pub mod relay;
 pub mod report;
 pub mod security;
 pub mod sink;
+pub mod snapshots;
 pub mod sustained;
 pub mod usage;
 

@@ -4,6 +4,7 @@
 //! sent with one write per wake-up, replies are read as they arrive.
 
 use std::io::{ErrorKind, Read, Write};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,16 +42,36 @@ pub struct Outcome {
     pub seconds: f64,
     /// Sorted.
     latencies_ns: Vec<u32>,
+    gaps: Vec<Gap>,
 }
+
+/// Time without an answer, counted from the beginning of a run.
+#[derive(Clone, Debug)]
+struct Gap {
+    from: Duration,
+    to: Duration,
+}
+
+/// Shorter ones are not kept.
+const GAP_MIN: Duration = Duration::from_millis(1);
 
 impl Outcome {
     pub fn per_second(&self) -> f64 {
         self.requests as f64 / self.seconds
     }
 
+    /// Returns the longest time without an answer that has a part in this span of a run; zero: none
+    /// was as long as a millisecond.
+    pub fn longest_gap(&self, span: &Range<Duration>) -> Duration {
+        let within = |gap: &&Gap| gap.from < span.end && gap.to > span.start;
+        let lengths = self.gaps.iter().filter(within).map(|gap| gap.to - gap.from);
+        lengths.max().unwrap_or_default()
+    }
+
     /// Merges all parts into one.
     pub fn merge(parts: Vec<Self>) -> Self {
-        let mut all = Self { requests: 0, seconds: 0.0, latencies_ns: Vec::new() };
+        let (latencies_ns, gaps) = (Vec::new(), Vec::new());
+        let mut all = Self { requests: 0, seconds: 0.0, latencies_ns, gaps };
         for part in parts {
             all.requests += part.requests;
             all.seconds += part.seconds;
@@ -192,6 +213,7 @@ impl Generator {
         let mut sent_at = vec![start; load.depth];
         let mut free: Vec<usize> = (0..load.depth).rev().collect();
         let mut latencies = Vec::with_capacity(1 << 20);
+        let mut gaps = Vec::new();
         let mut issued = 0u64;
         let mut done = 0u64;
         let mut output: Vec<u8> = Vec::new();
@@ -263,11 +285,14 @@ impl Generator {
             }
             input.copy_within(at..have, 0);
             have -= at;
+            if now - last >= GAP_MIN {
+                gaps.push(Gap { from: last - start, to: now - start });
+            }
             last = now;
         }
         latencies.sort_unstable();
         let seconds = (last - start).as_secs_f64();
-        Ok(Outcome { requests: done, seconds, latencies_ns: latencies })
+        Ok(Outcome { requests: done, seconds, latencies_ns: latencies, gaps })
     }
 
     fn wait(&self, to_write: bool) -> Result<(), Error> {

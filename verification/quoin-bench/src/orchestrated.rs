@@ -6,12 +6,13 @@
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use quoin_api::csi::controller_client::ControllerClient;
 use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode;
-use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
+use quoin_api::csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use quoin_api::csi::*;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
@@ -33,6 +34,8 @@ const PAGE: i32 = 100;
 /// Pairs of a first mount by hand and over CSI.
 const PAIRS: usize = 5;
 const CHANGES: usize = 20;
+/// Calls of the case with many volumes that are under way at a time, as sidecars have workers.
+const CALLERS: usize = 16;
 /// An orchestrator repeats what is busy for so long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -47,11 +50,12 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         return Ok(Vec::new());
     }
     let product = Product::start_attaching(quoin, &directory.join("quoin"))?;
-    let mut orchestrator = Orchestrator::new(&product.path("run/csi/csi.sock"), directory)?;
+    let socket = product.path("run/csi/csi.sock");
+    let mut orchestrator = Orchestrator::new(&socket, directory)?;
     let mut facts = Vec::new();
     if options.wants(FIRST_MOUNT) {
         eprintln!("measuring {FIRST_MOUNT}");
-        facts.push(first_mount(&mut orchestrator, directory)?);
+        facts.extend(first_mount(&mut orchestrator, directory)?);
     }
     if options.wants(MODIFY) {
         eprintln!("measuring {MODIFY}");
@@ -60,44 +64,70 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     if options.wants(MANY) {
         let count = options.further.csi_volumes;
         eprintln!("measuring {MANY} with {count} volumes");
-        facts.extend(many(&mut orchestrator, &product, count)?);
+        let callers = (0..CALLERS).map(|_| Orchestrator::new(&socket, directory));
+        facts.extend(many(&mut callers.collect::<Result<Vec<_>, _>>()?, &product, count)?);
     }
     Ok(facts)
 }
 
-/// Create, publish, stage and publish on the node, as a multiple of mkfs and mount on a plain file.
-fn first_mount(orchestrator: &mut Orchestrator, directory: &Path) -> Result<Fact, Error> {
-    let mut ratios = Vec::new();
+/// Create, publish, stage and publish on the node, as a multiple of what is done by hand: `mkfs` and
+/// `mount` on the device of a volume that is attached, and the same on a plain file, which has one
+/// copy and no network.
+fn first_mount(orchestrator: &mut Orchestrator, directory: &Path) -> Result<Vec<Fact>, Error> {
+    let (mut beside_device, mut beside_file) = (Vec::new(), Vec::new());
     for pair in 0..PAIRS {
-        let by_hand = ByHand::time(directory)?;
-        let name = format!("first-{pair}");
+        let on_file = ByHand::on_file(directory)?;
+        let by_hand = orchestrator.create(&format!("by-hand-{pair}"), VOLUME_BYTES, &block())?;
+        orchestrator.bring_up(&by_hand, &block())?;
+        let on_device = ByHand::on_device(&orchestrator.target, directory)?;
+        orchestrator.take_down(&by_hand)?;
+        orchestrator.delete(&by_hand)?;
+
         let began = Instant::now();
-        let volume_id = orchestrator.create(&name, VOLUME_BYTES)?;
-        orchestrator.mount(&volume_id)?;
-        let over_csi = began.elapsed();
-        orchestrator.unmount(&volume_id)?;
+        let volume_id = orchestrator.create(&format!("first-{pair}"), VOLUME_BYTES, &mount())?;
+        orchestrator.bring_up(&volume_id, &mount())?;
+        let over_csi = began.elapsed().as_secs_f64();
+        orchestrator.take_down(&volume_id)?;
         orchestrator.delete(&volume_id)?;
-        ratios.push(over_csi.as_secs_f64() / by_hand.as_secs_f64());
+        beside_device.push(over_csi / on_device.as_secs_f64());
+        beside_file.push(over_csi / on_file.as_secs_f64());
     }
-    Ok(Fact { name: FIRST_MOUNT.to_owned(), value: median(ratios), unit: "× by hand", goal: 1.5 })
+    let fact =
+        |name: String, ratios, goal| Fact { name, value: median(ratios), unit: "× by hand", goal };
+    Ok(vec![
+        fact(FIRST_MOUNT.to_owned(), beside_device, 1.5),
+        fact(format!("{FIRST_MOUNT}-plain-file"), beside_file, 20.0),
+    ])
 }
 
-/// A file system on a file of the same disk.
+/// A file system made and mounted by hand; unmounted when it is dropped.
 struct ByHand {
-    file: PathBuf,
     mount: PathBuf,
+    file: Option<PathBuf>,
 }
 
 impl ByHand {
-    fn time(directory: &Path) -> Result<Duration, Error> {
-        let plain = Self { file: directory.join("plain"), mount: directory.join("plain-mount") };
-        std::fs::create_dir_all(&plain.mount).map_err(Error::io("make a directory"))?;
+    /// Returns the time that it took on a new file of the same disk.
+    fn on_file(directory: &Path) -> Result<Duration, Error> {
+        let path = directory.join("plain");
         let began = Instant::now();
-        let file = std::fs::File::create(&plain.file).map_err(Error::io("make a file"))?;
+        let file = std::fs::File::create(&path).map_err(Error::io("make a file"))?;
         file.set_len(VOLUME_BYTES.unsigned_abs()).map_err(Error::io("size a file"))?;
-        tool("mkfs.ext4", &["-q", "-F", &plain.file.to_string_lossy()])?;
-        let (file, mount) = (plain.file.to_string_lossy(), plain.mount.to_string_lossy());
-        tool("mount", &["-o", "loop", &file, &mount])?;
+        let made = Self { mount: directory.join("by-hand"), file: Some(path.clone()) };
+        made.make(&path, began)
+    }
+
+    /// Returns the time that it took on the device of a volume.
+    fn on_device(device: &Path, directory: &Path) -> Result<Duration, Error> {
+        Self { mount: directory.join("by-hand"), file: None }.make(device, Instant::now())
+    }
+
+    fn make(self, device: &Path, began: Instant) -> Result<Duration, Error> {
+        std::fs::create_dir_all(&self.mount).map_err(Error::io("make a directory"))?;
+        let (device, mount) = (device.to_string_lossy(), self.mount.to_string_lossy());
+        tool("mkfs.ext4", &["-q", "-F", &device])?;
+        let loops: &[&str] = if self.file.is_some() { &["-o", "loop"] } else { &[] };
+        tool("mount", &[loops, &[&device, &mount]].concat())?;
         Ok(began.elapsed())
     }
 }
@@ -105,7 +135,9 @@ impl ByHand {
 impl Drop for ByHand {
     fn drop(&mut self) {
         let _ = tool("umount", &[&self.mount.to_string_lossy()]);
-        let _ = std::fs::remove_file(&self.file);
+        if let Some(file) = &self.file {
+            let _ = std::fs::remove_file(file);
+        }
     }
 }
 
@@ -121,8 +153,8 @@ fn tool(name: &str, arguments: &[&str]) -> Result<(), Error> {
 
 /// Longest time until ControllerModifyVolume of a mounted volume says that the change is in force.
 fn modify(orchestrator: &mut Orchestrator) -> Result<Fact, Error> {
-    let volume_id = orchestrator.create("modified", VOLUME_BYTES)?;
-    orchestrator.mount(&volume_id)?;
+    let volume_id = orchestrator.create("modified", VOLUME_BYTES, &mount())?;
+    orchestrator.bring_up(&volume_id, &mount())?;
     let mut longest = Duration::ZERO;
     for change in 0..CHANGES {
         let values = [
@@ -140,40 +172,35 @@ fn modify(orchestrator: &mut Orchestrator) -> Result<Fact, Error> {
         })?;
         longest = longest.max(began.elapsed());
     }
-    orchestrator.unmount(&volume_id)?;
+    orchestrator.take_down(&volume_id)?;
     orchestrator.delete(&volume_id)?;
     Ok(Fact { name: MODIFY.to_owned(), value: longest.as_secs_f64(), unit: "s", goal: 1.0 })
 }
 
-/// Volumes that are made, listed, snapshotted and deleted one after the other.
-fn many(
-    orchestrator: &mut Orchestrator,
-    product: &Product,
-    count: usize,
-) -> Result<Vec<Fact>, Error> {
+/// Volumes that are made, listed, snapshotted and deleted.
+fn many(callers: &mut [Orchestrator], product: &Product, count: usize) -> Result<Vec<Fact>, Error> {
     let controllers = || product.pids_of("controller");
     let memory = || controllers().iter().filter_map(|pid| usage::resident_bytes(*pid)).max();
     let before = memory().unwrap_or_default();
-    let mut ids = Vec::new();
     let began = Instant::now();
-    for number in 0..count {
-        ids.push(orchestrator.create(&format!("many-{number}"), SMALL_BYTES)?);
-    }
+    let ids = for_each(callers, count, |caller, number| {
+        caller.create(&format!("many-{number}"), SMALL_BYTES, &mount())
+    })?;
     let made = began.elapsed();
     let held = memory().unwrap_or_default().saturating_sub(before);
     let began = Instant::now();
-    let listed = orchestrator.list()?;
+    let listed = callers[0].list()?;
     let listing = began.elapsed();
     if listed != count {
         return Err(Error::Failed(format!("{listed} of {count} volumes are listed")));
     }
     let began = Instant::now();
-    for (number, volume_id) in ids.iter().enumerate() {
-        orchestrator.snapshot(volume_id, &format!("snapshot-{number}"))?;
-    }
+    for_each(callers, count, |caller, number| {
+        caller.snapshot(&ids[number], &format!("snapshot-{number}"))
+    })?;
     let snapshots = began.elapsed();
     let began = Instant::now();
-    ids.iter().try_for_each(|volume_id| orchestrator.delete(volume_id))?;
+    for_each(callers, count, |caller, number| caller.delete(&ids[number]))?;
     let deleted = began.elapsed();
     let fact = |what: &str, value, unit, goal| Fact {
         name: format!("{MANY}-{count}-{what}"),
@@ -191,6 +218,29 @@ fn many(
     ])
 }
 
+/// Calls once for each number below `count`, all callers at once, and returns the answers in order.
+fn for_each<T: Send>(
+    callers: &mut [Orchestrator],
+    count: usize,
+    call: impl Fn(&Orchestrator, usize) -> Result<T, Error> + Sync,
+) -> Result<Vec<T>, Error> {
+    let next = AtomicUsize::new(0);
+    let work = |caller: &Orchestrator| {
+        let numbers = std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed));
+        let numbers = numbers.take_while(|number| *number < count);
+        numbers.map(|number| Ok((number, call(caller, number)?))).collect::<Result<Vec<_>, Error>>()
+    };
+    let answers = std::thread::scope(|scope| {
+        let started: Vec<_> =
+            callers.iter_mut().map(|caller| scope.spawn(|| work(caller))).collect();
+        let ended = started.into_iter().map(|thread| thread.join().expect("no caller panics"));
+        ended.collect::<Result<Vec<_>, Error>>()
+    })?;
+    let mut answers: Vec<_> = answers.into_iter().flatten().collect();
+    answers.sort_by_key(|(number, _)| *number);
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
+}
+
 /// A client of one CSI socket.
 struct Orchestrator {
     runtime: Runtime,
@@ -200,12 +250,19 @@ struct Orchestrator {
     target: PathBuf,
 }
 
-fn capability() -> VolumeCapability {
-    let mount = MountVolume { fs_type: "ext4".into(), ..MountVolume::default() };
+fn capability(access_type: AccessType) -> VolumeCapability {
     VolumeCapability {
         access_mode: Some(AccessMode { mode: Mode::SingleNodeWriter.into() }),
-        access_type: Some(AccessType::Mount(mount)),
+        access_type: Some(access_type),
     }
+}
+
+fn mount() -> VolumeCapability {
+    capability(AccessType::Mount(MountVolume { fs_type: "ext4".into(), ..MountVolume::default() }))
+}
+
+fn block() -> VolumeCapability {
+    capability(AccessType::Block(BlockVolume {}))
 }
 
 impl Orchestrator {
@@ -271,11 +328,16 @@ impl Orchestrator {
         self.call(|| call(NodeClient::new(self.channel.clone()), request.clone()))
     }
 
-    fn create(&self, name: &str, bytes: i64) -> Result<String, Error> {
+    fn create(
+        &self,
+        name: &str,
+        bytes: i64,
+        capability: &VolumeCapability,
+    ) -> Result<String, Error> {
         let request = CreateVolumeRequest {
             name: name.to_owned(),
             capacity_range: Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 }),
-            volume_capabilities: vec![capability()],
+            volume_capabilities: vec![capability.clone()],
             ..Default::default()
         };
         let made = self.controller(request, |mut client, request| async move {
@@ -284,11 +346,12 @@ impl Orchestrator {
         Ok(made.volume.unwrap_or_default().volume_id)
     }
 
-    fn mount(&self, volume_id: &str) -> Result<(), Error> {
+    /// Publishes a volume, stages it, and publishes it on the node.
+    fn bring_up(&self, volume_id: &str, capability: &VolumeCapability) -> Result<(), Error> {
         let publish = ControllerPublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             node_id: self.node_id.clone(),
-            volume_capability: Some(capability()),
+            volume_capability: Some(capability.clone()),
             ..Default::default()
         };
         let published = self.controller(publish, |mut client, request| async move {
@@ -298,7 +361,7 @@ impl Orchestrator {
             volume_id: volume_id.to_owned(),
             publish_context: published.publish_context.clone(),
             staging_target_path: self.staging.to_string_lossy().into_owned(),
-            volume_capability: Some(capability()),
+            volume_capability: Some(capability.clone()),
             ..Default::default()
         };
         self.node(
@@ -310,7 +373,7 @@ impl Orchestrator {
             publish_context: published.publish_context,
             staging_target_path: self.staging.to_string_lossy().into_owned(),
             target_path: self.target.to_string_lossy().into_owned(),
-            volume_capability: Some(capability()),
+            volume_capability: Some(capability.clone()),
             ..Default::default()
         };
         self.node(place, |mut client, request| async move {
@@ -319,7 +382,7 @@ impl Orchestrator {
         Ok(())
     }
 
-    fn unmount(&self, volume_id: &str) -> Result<(), Error> {
+    fn take_down(&self, volume_id: &str) -> Result<(), Error> {
         let unplace = NodeUnpublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             target_path: self.target.to_string_lossy().into_owned(),

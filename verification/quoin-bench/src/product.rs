@@ -144,7 +144,16 @@ impl Product {
         };
         let create = ["volume", "create", name, "--size", &size, "--durability", durability];
         self.command(&[&create, made].concat())?;
-        let text = self.command(&[&["volume", "attach", name, "--nbd"], attached].concat())?;
+        self.attach_with(name, attached)
+    }
+
+    /// Attaches a volume and returns its NBD socket.
+    pub fn attach(&self, name: &str) -> Result<PathBuf, Error> {
+        self.attach_with(name, &[])
+    }
+
+    fn attach_with(&self, name: &str, flags: &[&str]) -> Result<PathBuf, Error> {
+        let text = self.command(&[&["volume", "attach", name, "--nbd"], flags].concat())?;
         // An NBD URI: nbd+unix:///EXPORT?socket=PATH.
         let socket = text
             .split_once("socket=")

@@ -65,7 +65,7 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
 /// Nodes that share a volume with the one that serves it.
 fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
     let others = volume.attachments.iter().filter(|a| a.node != owner);
-    others.map(|a| Sharer { node: a.node.clone(), read_only: a.read_only }).collect()
+    others.map(|a| Sharer { node: a.node.clone(), read_only: a.writes_nothing() }).collect()
 }
 
 /// Makes assignments.
@@ -150,7 +150,7 @@ impl Assignments {
             volume_id: volume.id.0.to_string(),
             name: volume.spec.name.clone(),
             size_bytes: volume.size_bytes,
-            read_only: attachment.is_some_and(|a| a.read_only),
+            read_only: attachment.is_some_and(|a| a.writes_nothing()),
             spec: Some(spec(volume)),
             replicas: if is_owner { self.addresses(volume, node) } else { Vec::new() },
             sharers: if is_owner { sharers(volume, node) } else { Vec::new() },

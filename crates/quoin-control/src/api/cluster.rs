@@ -37,6 +37,16 @@ const BACKUP_PIECE_BYTES: usize = 256 << 10;
 const LIST_MAX: u32 = 4096;
 
 impl Services {
+    fn attachment(
+        &self,
+        volume: &VolumeRecord,
+        node: &str,
+    ) -> Result<Response<Attachment>, Status> {
+        let attachment = volume.attachments.iter().find(|a| a.node == node);
+        let gone = || Error::Aborted("it was detached meanwhile; ask again".to_owned());
+        Ok(Response::new(self.controller.status.attachment(volume, attachment.ok_or_else(gone)?)))
+    }
+
     /// Pools create replicas in milliseconds, so nearly always the answer is a ready volume.
     async fn formed(&self, volume: Arc<VolumeRecord>) -> Arc<VolumeRecord> {
         let id = volume.id.0.to_string();
@@ -371,13 +381,25 @@ impl Cluster for Services {
             sharing: Sharing::read(&asked.sharing)?,
             usage: asked.usage,
             device: asked.device,
+            replays: asked.replays,
         };
         let volume =
             self.controller.volumes.attachments.publish(asked.volume.as_ref(), &publish).await?;
-        let attachment = volume.attachments.iter().find(|a| a.node == publish.node);
-        let gone = || Error::Aborted("it was detached meanwhile; ask again".to_owned());
-        let attachment = attachment.ok_or_else(gone)?;
-        Ok(Response::new(self.controller.status.attachment(&volume, attachment)))
+        self.attachment(&volume, &publish.node)
+    }
+
+    async fn confirm_replay(
+        &self,
+        request: Request<ConfirmReplayRequest>,
+    ) -> Result<Response<Attachment>, Status> {
+        let sight = self.look(&request)?;
+        let ConfirmReplayRequest { volume, node } = request.get_ref();
+        let volume = sight.volume(&self.controller, volume.as_ref())?;
+        if !sight.is_of(node) {
+            self.manage(&request)?;
+        }
+        let volume = self.controller.volumes.attachments.confirm_replay(&volume, node).await?;
+        self.attachment(&volume, node)
     }
 
     async fn unpublish_volume(

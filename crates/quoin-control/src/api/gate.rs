@@ -80,6 +80,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/VerifyVolume", OpenTo::Users, ASKED),
     ("Cluster/SetKeySlots", OpenTo::Users, SMALL),
     ("Cluster/PublishVolume", OpenTo::Users, ASKED),
+    ("Cluster/ConfirmReplay", OpenTo::Users, SMALL),
     ("Cluster/UnpublishVolume", OpenTo::Users, ASKED),
     ("Cluster/CreateSnapshot", OpenTo::Users, ASKED),
     ("Cluster/DeleteSnapshot", OpenTo::Users, ASKED),

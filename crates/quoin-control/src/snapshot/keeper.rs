@@ -9,6 +9,7 @@ use quoin_types::VolumeId;
 use tokio::time::Instant;
 
 use super::groups::Groups;
+use super::reverts;
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::events::Severity;
@@ -41,6 +42,7 @@ impl Reconciler for SnapshotKeeper {
     async fn reconcile(&self, volume: &VolumeId, _: Instant) -> Result<Next, Error> {
         if self.state.check_ruling().is_ok() {
             self.look(*volume).await?;
+            reverts::show_newest(&self.state, *volume).await?;
             self.groups.look_at(*volume);
         }
         Ok(Next::Rest)

@@ -17,14 +17,13 @@ use quoin_api::control::{
     command_refused,
 };
 use quoin_types::VolumeId;
-use quoin_types::ids::SnapshotId;
 
 use super::catalog::Snapshots;
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
+use crate::state::records::{Record, VolumePhase, VolumeRecord};
 use crate::state::revert_records::{RevertPhase, RevertRecord};
 use crate::state::snapshot_records::SnapshotPhase;
-use crate::state::{State, about, random_id};
+use crate::state::{State, about};
 use crate::time::now_ms;
 use crate::{Error, text};
 
@@ -41,13 +40,16 @@ pub struct Reverts {
 /// A Revert of the volume is under way, so that nobody may attach it.
 pub(crate) fn check_none_under_way(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
     match state.snapshots.reverts.get(&volume.id.0.to_string()) {
-        Some(revert) if revert.is_under_way() => Err(Error::Busy(format!(
-            "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \
+        // One that was deleted is attached to nobody in any case.
+        Some(revert) if revert.is_under_way() && volume.phase == VolumePhase::Ready => {
+            Err(Error::Busy(format!(
+                "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \
              attach it afterwards",
-            volume.spec.name,
-            revert.snapshot_name,
-            text::quoted(&volume.spec.name)
-        ))),
+                volume.spec.name,
+                revert.snapshot_name,
+                text::quoted(&volume.spec.name)
+            )))
+        }
         _ => Ok(()),
     }
 }
@@ -96,20 +98,9 @@ impl Reverts {
         if snapshot.phase == SnapshotPhase::Wished {
             return Err(Error::Busy(format!("snapshot {:?} is not cut yet", snapshot.name)));
         }
-        let wished = RevertRecord {
-            volume: volume.id,
-            attempt: Text(SnapshotId(random_id())),
-            snapshot: snapshot.id,
-            snapshot_name: snapshot.name.clone(),
-            phase: RevertPhase::Wished,
-            wished_ms: now_ms(),
-            ended_ms: 0,
-            lsn: 0,
-            failure: String::new(),
-            recorded: false,
-        };
+        let wished = RevertRecord::wished(&snapshot, now_ms());
         self.last_is_removed(&wished.name()).await;
-        let revert = self.wish(wished).await?;
+        let revert = wish(&self.state, wished).await?;
         self.state.tell_target(volume.id.0);
         Ok(revert)
     }
@@ -128,55 +119,6 @@ impl Reverts {
         };
         // The caller looks again with the lock held.
         let _ = tokio::time::timeout(REMOVAL_TIME, removed).await;
-    }
-
-    async fn wish(&self, wished: RevertRecord) -> Result<Arc<RevertRecord>, Error> {
-        let _excluding = self.state.snapshots.reverting.write().await;
-        let tables = &self.state.snapshots;
-        let name = wished.name();
-        if let Some(last) = tables.reverts.get(&name).filter(|last| last.is_open()) {
-            if last.is_under_way() && last.snapshot == wished.snapshot {
-                return Ok(last);
-            }
-            return Err(Error::Busy(match last.is_under_way() {
-                true => format!(
-                    "the volume goes back to snapshot {:?}; try again afterwards",
-                    last.snapshot_name
-                ),
-                false => "the volume's last Revert ends in a moment; try again".to_owned(),
-            }));
-        }
-        // The next attachment begins a new use, whoever attaches it.
-        let end_use = |volume: &mut VolumeRecord| {
-            if let Some(attachment) = volume.attachments.first() {
-                let rule = format!(
-                    "volume {:?} is attached to node {}: a volume goes back to a snapshot only while \
-                     nobody uses it; detach it first",
-                    volume.spec.name, attachment.node
-                );
-                return Err(Error::Precondition(rule));
-            }
-            volume.used.end();
-            Ok(())
-        };
-        self.state.update_volume(wished.volume.0, end_use).await?;
-        match tables.reverts.create(wished.clone()).await? {
-            Ok(created) => return Ok(created),
-            Err(found) if found.is_open() => {
-                return Err(Error::Busy("another Revert was begun; try again".to_owned()));
-            }
-            Err(_) => {}
-        }
-        let replace = |last: &mut RevertRecord| {
-            if last.is_open() {
-                return Err(Error::Busy("another Revert was begun; try again".to_owned()));
-            }
-            last.clone_from(&wished);
-            Ok(())
-        };
-        let replaced = tables.reverts.update(&name, replace).await?;
-        let gone = || Error::Busy("the last Revert was removed; try again".to_owned());
-        replaced.map(|(revert, ())| revert).ok_or_else(gone)
     }
 
     /// Waits until a Revert is over, at most so long; returns it as it is then.
@@ -222,6 +164,78 @@ impl Reverts {
     }
 }
 
+/// Records a Revert, or finds the one to the same snapshot that is under way.
+async fn wish(state: &State, wished: RevertRecord) -> Result<Arc<RevertRecord>, Error> {
+    let _excluding = state.snapshots.reverting.write().await;
+    let tables = &state.snapshots;
+    let name = wished.name();
+    if let Some(last) = tables.reverts.get(&name).filter(|last| last.is_open()) {
+        if last.is_under_way() && last.snapshot == wished.snapshot {
+            return Ok(last);
+        }
+        return Err(Error::Busy(match last.is_under_way() {
+            true => format!(
+                "the volume goes back to snapshot {:?}; try again afterwards",
+                last.snapshot_name
+            ),
+            false => "the volume's last Revert ends in a moment; try again".to_owned(),
+        }));
+    }
+    // The next attachment begins a new use, whoever attaches it.
+    let end_use = |volume: &mut VolumeRecord| {
+        if let Some(attachment) = volume.attachments.first() {
+            let rule = format!(
+                "volume {:?} is attached to node {}: a volume goes back to a snapshot only while \
+                 nobody uses it; detach it first",
+                volume.spec.name, attachment.node
+            );
+            return Err(Error::Precondition(rule));
+        }
+        volume.used.end();
+        Ok(())
+    };
+    state.update_volume(wished.volume.0, end_use).await?;
+    match tables.reverts.create(wished.clone()).await? {
+        Ok(created) => return Ok(created),
+        Err(found) if found.is_open() => {
+            return Err(Error::Busy("another Revert was begun; try again".to_owned()));
+        }
+        Err(_) => {}
+    }
+    let replace = |last: &mut RevertRecord| {
+        if last.is_open() {
+            return Err(Error::Busy("another Revert was begun; try again".to_owned()));
+        }
+        last.clone_from(&wished);
+        Ok(())
+    };
+    let replaced = tables.reverts.update(&name, replace).await?;
+    let gone = || Error::Busy("the last Revert was removed; try again".to_owned());
+    replaced.map(|(revert, ())| revert).ok_or_else(gone)
+}
+
+/// Has a volume that is kept for its snapshots alone show the newest of them, so that what was
+/// written since takes no space.
+pub(super) async fn show_newest(state: &State, id: VolumeId) -> Result<(), Error> {
+    let volume = state.volumes.get(&id.to_string());
+    if volume.is_none_or(|volume| volume.phase != VolumePhase::Retained) {
+        return Ok(());
+    }
+    let kept = state.snapshots.of_volume(id).into_iter().filter(|snapshot| snapshot.is_kept());
+    let Some(newest) = kept.max_by_key(|snapshot| snapshot.cut.map(|cut| cut.lsn)) else {
+        return Ok(());
+    };
+    let last = state.snapshots.reverts.get(&id.to_string());
+    if last.is_some_and(|last| last.is_open() || last.snapshot == newest.id) {
+        return Ok(());
+    }
+    match wish(state, RevertRecord::wished(&newest, now_ms())).await {
+        // Something came between, and the end of that brings the volume here again.
+        Err(Error::Busy(_) | Error::Precondition(_) | Error::NotFound { .. }) => Ok(()),
+        other => other.map(|_| state.tell_target(id)),
+    }
+}
+
 /// The Revert of a volume that an outcome names.
 fn named(state: &State, volume: VolumeId, attempt: &str) -> Option<Arc<RevertRecord>> {
     let found = state.snapshots.reverts.get(&volume.to_string());
@@ -243,8 +257,18 @@ pub(super) async fn done(
         |found: &mut RevertRecord| Ok(found.attempt == revert.attempt && found.done(lsn, now_ms()));
     let updated = state.snapshots.reverts.update(&revert.name(), change).await?;
     if let Some((revert, true)) = updated {
-        let message = format!("to snapshot {:?}, as of LSN {lsn}", revert.snapshot_name);
-        tell(state, volume, Severity::Normal, "VolumeReverted", message);
+        let found = state.volumes.get(&volume.to_string());
+        let is_retained = found.is_some_and(|volume| volume.phase == VolumePhase::Retained);
+        let (reason, message) = match is_retained {
+            true => {
+                ("RetainedTrimmed", format!("to its newest snapshot, {:?}", revert.snapshot_name))
+            }
+            false => {
+                let message = format!("to snapshot {:?}, as of LSN {lsn}", revert.snapshot_name);
+                ("VolumeReverted", message)
+            }
+        };
+        tell(state, volume, Severity::Normal, reason, message);
         state.tell_target(volume);
     }
     Ok(())
@@ -326,7 +350,7 @@ pub(super) fn open(
         volume.is_some_and(|volume| {
             is_served(&volume)
                 && (!revert.is_under_way()
-                    || (volume.attachments.is_empty() && volume.phase == VolumePhase::Ready))
+                    || (volume.attachments.is_empty() && volume.phase.is_kept()))
         })
     };
     open.into_iter().filter(here).collect()
@@ -378,6 +402,8 @@ pub(crate) fn view(state: &State, revert: &RevertRecord) -> api::Revert {
 
 #[cfg(test)]
 mod tests {
+    use quoin_types::ids::SnapshotId;
+
     use super::*;
     use crate::state::revert_records::tests::revert;
 

@@ -108,6 +108,7 @@ pub(crate) fn volume() -> VolumeRecord {
             usage: "mount".into(),
             device: false,
             sharing: Default::default(),
+            replay: Default::default(),
         }],
         owner: Some("node-1".into()),
         epoch: 7,
@@ -200,6 +201,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         usage: "block".into(),
         device: true,
         sharing,
+        replay: Default::default(),
     };
     let shared = VolumeRecord {
         spec: Spec {

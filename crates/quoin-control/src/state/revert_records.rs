@@ -7,7 +7,9 @@ use quoin_types::ids::SnapshotId;
 use serde::{Deserialize, Serialize};
 
 use crate::state::changes::Concerned;
+use crate::state::random_id;
 use crate::state::records::{Record, Text};
+use crate::state::snapshot_records::SnapshotRecord;
 use crate::state::table::Index;
 use crate::volume::devices::is_zero;
 
@@ -47,6 +49,22 @@ pub struct RevertRecord {
 }
 
 impl RevertRecord {
+    /// An attempt that nobody has been told of.
+    pub(crate) fn wished(snapshot: &SnapshotRecord, now_ms: u64) -> Self {
+        Self {
+            volume: snapshot.volume,
+            attempt: Text(SnapshotId(random_id())),
+            snapshot: snapshot.id,
+            snapshot_name: snapshot.name.clone(),
+            phase: RevertPhase::Wished,
+            wished_ms: now_ms,
+            ended_ms: 0,
+            lsn: 0,
+            failure: String::new(),
+            recorded: false,
+        }
+    }
+
     /// The volume's content may change by it at any moment: nobody may attach the volume.
     pub fn is_under_way(&self) -> bool {
         matches!(self.phase, RevertPhase::Wished | RevertPhase::Failing)

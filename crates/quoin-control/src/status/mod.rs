@@ -24,6 +24,7 @@ use crate::state::records::{
 use crate::status::health::{Conditions, Judgement};
 use crate::time::timestamp;
 use crate::volume::devices::Devices;
+use crate::volume::replay::Replay;
 use crate::volume::verification::Verifier;
 use crate::{membership, reconcile, volume};
 use quoin_api::volume::Spread;
@@ -414,6 +415,7 @@ impl Status {
             volume_id: volume.id.0.to_string(),
             node: attachment.node.clone(),
             read_only: attachment.read_only,
+            replays: attachment.replay == Replay::Due,
             phase: phase.to_owned(),
             message,
             publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),

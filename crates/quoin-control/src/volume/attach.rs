@@ -21,6 +21,7 @@ use crate::state::events::Severity;
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::{State, about};
 use crate::volume::hearing::check_silent;
+use crate::volume::replay::{self, Replay};
 use crate::volume::sharing::{self, Sharing};
 
 /// Attachment in a volume's record.
@@ -35,6 +36,15 @@ pub struct AttachmentRecord {
     pub device: bool,
     #[serde(default, skip_serializing_if = "Sharing::is_exclusive")]
     pub sharing: Sharing,
+    #[serde(default, skip_serializing_if = "Replay::is_none")]
+    pub replay: Replay,
+}
+
+impl AttachmentRecord {
+    /// Returns true if the volume is served to the node read-only at present.
+    pub(crate) fn writes_nothing(&self) -> bool {
+        self.read_only && self.replay != Replay::Due
+    }
 }
 
 /// Request of a publisher.
@@ -47,6 +57,8 @@ pub struct Publish {
     pub usage: String,
     /// True if the node is to make a block device of the volume.
     pub device: bool,
+    /// True if the node replays a journal before it mounts the volume read-only.
+    pub replays: bool,
 }
 
 /// Which node uses a volume.
@@ -173,6 +185,7 @@ impl Attachments {
         let change = |volume: &mut VolumeRecord| {
             let before = volume.attachments.clone();
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
+            replay::hand_on(&mut volume.attachments);
             if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
             }
@@ -181,8 +194,9 @@ impl Attachments {
             if at_once && (volume.owner.is_none() || is_shared) {
                 volume.fence(true, term)?;
             }
-            let gone = before.into_iter().filter(|a| !volume.attachments.contains(a));
-            Ok(gone.map(|attachment| attachment.node).collect::<Vec<_>>())
+            let stays = |node: &String| volume.attachments.iter().any(|a| a.node == *node);
+            let nodes = before.into_iter().map(|attachment| attachment.node);
+            Ok(nodes.filter(|node| !stays(node)).collect::<Vec<_>>())
         };
         let (volume, from_nodes) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
@@ -197,6 +211,25 @@ impl Attachments {
             self.state.events.record(Severity::Normal, about(&volume), "VolumeDetached", message);
         }
         Ok(())
+    }
+
+    /// Ends a node's leave to write: it has replayed the journal of the file system. A repeat is
+    /// fine.
+    ///
+    /// # Errors
+    /// The volume is not attached to that node.
+    pub(crate) async fn confirm_replay(
+        &self,
+        volume: &VolumeRecord,
+        node: &str,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let change = |volume: &mut VolumeRecord| replay::confirm(volume, node);
+        let (volume, is_news) = self.state.update_volume(volume.id.0, change).await?;
+        if is_news {
+            let message = format!("by node {node}; it is read-only from now on");
+            self.state.events.record(Severity::Normal, about(&volume), "JournalReplayed", message);
+        }
+        Ok(volume)
     }
 
     /// Number of volumes attached to a node, without the volume `except`.
@@ -239,17 +272,20 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
             return Err(Error::missing("volume", volume.id.0.to_string()));
         }
     }
+    let read_only = publish.read_only || publish.sharing == Sharing::ReadOnly;
     let wanted = AttachmentRecord {
         node: publish.node.clone(),
-        read_only: publish.read_only || publish.sharing == Sharing::ReadOnly,
+        read_only,
         usage: publish.usage.clone(),
         device: publish.device,
         sharing: publish.sharing,
+        replay: replay::of_new(volume, read_only && publish.replays),
     };
     if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
         // A later request may add a device. A request without one does not remove it.
         let with_device = has.device || wanted.device;
-        if (AttachmentRecord { device: wanted.device, ..has.clone() }) == wanted {
+        let (device, replay) = (wanted.device, wanted.replay);
+        if (AttachmentRecord { device, replay, ..has.clone() }) == wanted {
             has.device = with_device;
             return Ok(false);
         }

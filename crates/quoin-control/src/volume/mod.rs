@@ -12,6 +12,7 @@ pub(crate) mod key_slots;
 pub(crate) mod modify;
 pub mod placement;
 pub mod policy;
+pub(crate) mod replay;
 pub(crate) mod scale;
 pub mod sharing;
 pub mod spec;

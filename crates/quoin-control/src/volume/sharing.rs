@@ -112,7 +112,14 @@ mod tests {
 
     fn attached(node: &str, sharing: Sharing, read_only: bool) -> AttachmentRecord {
         let (node, usage) = (node.to_owned(), String::new());
-        AttachmentRecord { node, read_only, usage, device: false, sharing }
+        AttachmentRecord {
+            node,
+            read_only,
+            usage,
+            device: false,
+            sharing,
+            replay: Default::default(),
+        }
     }
 
     /// Returns true if a second node may join, by what the first one and it ask for.

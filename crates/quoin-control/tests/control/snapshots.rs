@@ -62,6 +62,17 @@ impl Cluster {
         self.obey(node).await.unwrap();
         self.snapshot(name).unwrap()
     }
+
+    /// Makes a snapshot at this place of the volume's history.
+    async fn made_at(&self, volume: &str, name: &str, lsn: u64) -> Arc<SnapshotRecord> {
+        self.snap(volume, name).await.unwrap();
+        let [command] = &self.commands("n1")[..] else { panic!("one command") };
+        let mut ended = outcome("n1", command);
+        let Some(Ended::SnapshotMade(made)) = &mut ended.what else { panic!("{ended:?}") };
+        made.lsn = lsn;
+        self.controller.snapshots.commands.ended(&ended).await.unwrap();
+        self.snapshot(name).unwrap()
+    }
 }
 
 pub(super) fn outcome(node: &str, command: &TargetCommand) -> CommandOutcome {
@@ -324,6 +335,51 @@ async fn a_deleted_volume_is_kept_for_its_snapshots_and_goes_with_the_last_one()
     assert_eq!(cluster.pools.iter().map(|pool| pool.holds.len()).sum::<usize>(), 3);
     assert_eq!(cluster.store.keys("snapshot"), Vec::<String>::new());
     assert_eq!(cluster.volume("db").id, again.id);
+}
+
+/// What was written behind the newest snapshot is of no use to anybody once the volume is deleted.
+#[tokio::test]
+async fn a_volume_that_is_kept_for_its_snapshots_shows_the_newest_of_those_that_are_left() {
+    let mut cluster = attached().await;
+    let id = cluster.volume("db").id;
+    // Their order is that of the history, and not of their names.
+    let older = cluster.made_at("db", "b", 20).await;
+    let newest = cluster.made_at("db", "a", 30).await;
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    for n in 1..=3 {
+        let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
+        cluster.controller.reports.node(&report).await.unwrap();
+    }
+    for (expected, name) in [(&newest, "a"), (&older, "b")] {
+        for _ in 0..2 {
+            cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
+        }
+        let now = Instant::now();
+        cluster.controller.work.tender.look_at_all(now).await.unwrap();
+        let volume = cluster.controller.volumes.catalog.get(by_id(id.0).as_ref()).unwrap();
+        let node = volume.owner.clone().expect("a target is lent");
+        let told = cluster.commands(&node);
+        let reverts = told.iter().filter_map(|command| match &command.what {
+            Some(Told::RevertTo(to)) => Some(to.snapshot_id.clone()),
+            _ => None,
+        });
+        assert_eq!(reverts.collect::<Vec<_>>(), [expected.id.0.to_string()]);
+        // The Revert, and then the removal of its record and of what was deleted before.
+        for _ in 0..2 {
+            cluster.obey(&node).await.unwrap();
+        }
+        cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
+        assert!(cluster.commands(&node).is_empty(), "it is done once");
+        cluster.controller.snapshots.catalog.delete(named(name).as_ref()).await.unwrap();
+    }
+    assert!(cluster.reasons().contains(&"RetainedTrimmed".to_owned()));
+    cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
+    cluster.settle().await.unwrap();
+    cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
+    for table in ["snapshot", "revert", "volume/"] {
+        assert_eq!(cluster.store.keys(table), Vec::<String>::new());
+    }
 }
 
 #[tokio::test]

@@ -148,6 +148,7 @@ impl Controller for ControllerService {
                     read_only: request.readonly || capability.is_reader_only(),
                     usage: capability.usage(request.readonly),
                     sharing: capability.sharing().to_owned(),
+                    replays: !capability.is_block(),
                     // The node's CSI service makes the device.
                     ..Default::default()
                 })

@@ -63,6 +63,8 @@ pub struct StageRequest {
     /// The access mode's name; compared only.
     pub mode: String,
     pub read_only: bool,
+    /// The file system is mounted for the replay of its journal alone: [`NodeHost::replay`].
+    pub replays: bool,
     pub size_bytes: u64,
     pub block_size: u32,
     /// Key of an encrypted volume; in no record.
@@ -122,6 +124,19 @@ impl NodeHost {
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
         outcome
+    }
+
+    /// Replays the journal of a volume's file system, and grows it to its volume, before the staging
+    /// of `request`, which is read-only: a device that takes no writes has nobody who could. Makes
+    /// no file system. Nothing of the volume is on this host afterwards.
+    ///
+    /// # Errors
+    /// As [`Self::stage`].
+    pub async fn replay(&self, request: &StageRequest) -> Result<(), Error> {
+        let writable = StageRequest { read_only: false, replays: true, ..request.clone() };
+        self.stage(&writable).await?;
+        self.unstage(&request.volume, &request.staging_path).await?;
+        Ok(())
     }
 
     async fn stage_steps(&self, request: &StageRequest) -> Result<(), Error> {
@@ -221,7 +236,7 @@ impl NodeHost {
         };
         match &content {
             Content::Blank | Content::Interrupted => {
-                if request.read_only {
+                if request.read_only || request.replays {
                     return Err(Error::EmptyReadOnly { volume: volume.clone() });
                 }
                 self.step("formatting")?;
@@ -259,7 +274,12 @@ impl NodeHost {
             }
         }
         self.step("mounting the file system")?;
-        let read_only = request.read_only;
+        let grows_mounted = !request.read_only
+            && file_system == FileSystem::Xfs
+            && superblock::file_system_bytes(device)? < size_bytes;
+        // Mounted read-only on a device that takes writes, a file system replays its journal and
+        // writes nothing else.
+        let read_only = request.read_only || request.replays && !grows_mounted;
         {
             let (volume, device, path) = (volume.clone(), device.to_owned(), path.to_owned());
             crate::blocking(move || {
@@ -268,10 +288,7 @@ impl NodeHost {
             .await?;
         }
         self.step("growing")?;
-        if !read_only
-            && file_system == FileSystem::Xfs
-            && superblock::file_system_bytes(device)? < size_bytes
-        {
+        if grows_mounted {
             format::grow(&self.tools, volume, device, Some(path), file_system).await?;
         }
         Ok(())

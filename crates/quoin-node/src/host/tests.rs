@@ -144,6 +144,7 @@ impl World {
             access,
             mode: "SINGLE_NODE_WRITER".to_owned(),
             read_only: false,
+            replays: false,
             size_bytes: 64 * MIB,
             block_size: 512,
             key: None,
@@ -505,6 +506,72 @@ async fn an_empty_volume_cannot_be_staged_read_only_and_a_formatted_one_can() {
     assert!(fs::write(world.path("stage/y"), "y").is_err());
     let stats = node.stats(VOLUME, &world.path("stage")).await.unwrap();
     assert_eq!(stats.abnormal, None, "asked for, so not abnormal");
+}
+
+/// Stages a volume, writes a file, and leaves the volume as a power failure during its use would.
+async fn leave_dirty(world: &World, request: &StageRequest) {
+    let node = world.node();
+    node.stage(request).await.unwrap();
+    let file = File::create(world.path("stage/x")).unwrap();
+    std::io::Write::write_all(&mut &file, b"x").unwrap();
+    file.sync_all().unwrap();
+    let dirty = world.path("dirty");
+    fs::copy(world.attacher.file(VOLUME), &dirty).unwrap();
+    drop(file);
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    fs::rename(dirty, world.attacher.file(VOLUME)).unwrap();
+}
+
+/// Proves CSI-CREATEVOLUME-07: a clone that was mounted nowhere before it is staged read-only, and is
+/// larger than its source.
+#[tokio::test]
+async fn a_journal_is_replayed_before_a_read_only_staging_through_a_kill_at_any_step() {
+    let Some(world) = World::new() else { return };
+    let xfs = Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() };
+    for (access, size_bytes) in [(ext4(), 64 * MIB), (xfs, 400 * MIB)] {
+        let writes = StageRequest { size_bytes, ..world.stage_request(access) };
+        let reads =
+            StageRequest { read_only: true, size_bytes: size_bytes + 100 * MIB, ..writes.clone() };
+        for step in 0.. {
+            let _ = fs::remove_file(world.attacher.file(VOLUME));
+            leave_dirty(&world, &writes).await;
+            if step == 0 {
+                world.node().stage(&reads).await.unwrap_err();
+                world.node().unstage(VOLUME, &world.path("stage")).await.unwrap();
+            }
+            world.attacher.resize(VOLUME, reads.size_bytes).await.unwrap();
+            let node = world.node();
+            node.steps_left.store(step, Ordering::Relaxed);
+            let outcome = node.replay(&reads).await;
+            let node = world.node();
+            node.replay(&reads).await.unwrap();
+            world.assert_clean();
+            node.stage(&reads).await.unwrap();
+            assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "x");
+            assert!(fs::write(world.path("stage/y"), "y").is_err());
+            let stats = node.stats(VOLUME, &world.path("stage")).await.unwrap();
+            assert!(stats.total_bytes > size_bytes + 20 * MIB, "{stats:?}");
+            node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+            if outcome.is_ok() {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_replay_makes_no_file_system_and_changes_no_clean_one() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let reads = StageRequest { read_only: true, ..world.stage_request(ext4()) };
+    assert!(matches!(node.replay(&reads).await, Err(Error::EmptyReadOnly { .. })));
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    fs::write(world.path("stage/x"), "x").unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    let before = fs::read(world.attacher.file(VOLUME)).unwrap();
+    node.replay(&reads).await.unwrap();
+    assert!(fs::read(world.attacher.file(VOLUME)).unwrap() == before, "bytes were written");
 }
 
 #[tokio::test]

@@ -26,8 +26,8 @@ pub enum Fact {
     CountDue,
     /// Its log is rotten in a place that only a fold makes harmless.
     FoldWanted,
-    /// Trims wait in its log that free more than is kept of it, or a Revert, which costs every
-    /// read a second lookup.
+    /// Trims wait in its log that free more than is kept of it, or the end of a view: a Revert, which
+    /// also costs every read a second lookup, or a deleted snapshot.
     Trimmed,
     /// Its record is older than its maps.
     ToRecord,
@@ -82,8 +82,8 @@ impl ReplicaWork {
         set(Fact::AtWork, is_workable && work.has_job());
         set(Fact::CountDue, is_workable && replica.is_count_due());
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
-        let reverts = replica.log.reverts().next().is_some_and(|lsn| lsn <= replica.foldable());
-        set(Fact::Trimmed, (trimmed > options.log_keep_bytes || reverts) && may_fold);
+        let gone = replica.log.first_view_gone().is_some_and(|lsn| lsn <= replica.foldable());
+        set(Fact::Trimmed, (trimmed > options.log_keep_bytes || gone) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
         set(Fact::Flattening, is_workable && replica.may_flatten());
         ReplicaWork {

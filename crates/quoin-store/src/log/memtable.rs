@@ -56,6 +56,8 @@ pub struct Log {
     special: BTreeMap<u64, EntryKind>,
     /// LSNs of the Reverts.
     reverts: VecDeque<u64>,
+    /// LSNs of the deletions of snapshots.
+    deletions: VecDeque<u64>,
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
     pub bytes: u64,
@@ -91,8 +93,10 @@ impl Log {
         if !matches!(entry.kind, EntryKind::Write | EntryKind::Trim) {
             self.special.insert(entry.lsn.0, entry.kind.clone());
         }
-        if matches!(entry.kind, EntryKind::Revert { .. }) {
-            self.reverts.push_back(entry.lsn.0);
+        match entry.kind {
+            EntryKind::Revert { .. } => self.reverts.push_back(entry.lsn.0),
+            EntryKind::DeleteSnapshot { .. } => self.deletions.push_back(entry.lsn.0),
+            _ => {}
         }
         self.bytes += bytes_of(&record);
         self.hole_blocks += holes_of(&record);
@@ -131,6 +135,12 @@ impl Log {
         self.reverts.iter().copied()
     }
 
+    /// LSN of the oldest entry by which a view goes, and with it what only that view shows.
+    pub fn first_view_gone(&self) -> Option<u64> {
+        let firsts = [self.reverts.front(), self.deletions.front()];
+        firsts.into_iter().flatten().min().copied()
+    }
+
     /// Entries that are neither Write nor Trim, from `lsn` on.
     pub fn special_from(&self, lsn: u64) -> impl Iterator<Item = (u64, &EntryKind)> {
         self.special.range(lsn..).map(|(l, k)| (*l, k))
@@ -152,7 +162,9 @@ impl Log {
             self.crcs.truncate(crcs);
         }
         self.special.split_off(&(keep + 1));
-        self.reverts.truncate(self.reverts.partition_point(|lsn| *lsn <= keep));
+        for lsns in [&mut self.reverts, &mut self.deletions] {
+            lsns.truncate(lsns.partition_point(|lsn| *lsn <= keep));
+        }
     }
 
     /// Removes the entries up to `lsn` and the batches that hold no later one.
@@ -169,7 +181,9 @@ impl Log {
             }
         }
         self.special = self.special.split_off(&(lsn + 1));
-        self.reverts.drain(..self.reverts.partition_point(|at| *at <= lsn));
+        for lsns in [&mut self.reverts, &mut self.deletions] {
+            lsns.drain(..lsns.partition_point(|at| *at <= lsn));
+        }
         while self.batches.front().is_some_and(|b| b.last_lsn <= lsn) {
             self.batches.pop_front();
         }

@@ -44,7 +44,8 @@ impl DevCluster {
     ) -> Result<Self> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(binary);
-        command.args(["dev", "--pools", &POOL_NAMES.len().to_string(), "--dir"]).arg(directory);
+        command.args(["dev", "--pools", &POOL_NAMES.len().to_string()]);
+        command.args(["--node-timeout", "5s", "--dir"]).arg(directory);
         if !attach {
             command.arg("--no-attach");
         }

@@ -31,9 +31,24 @@ pub struct Orchestrator {
     channel: Channel,
     staging: PathBuf,
     target: PathBuf,
+    /// Directory of the sockets of the node's target.
+    nbd: PathBuf,
 }
 
+/// Refusal for the present state of a volume: another node has it.
+#[derive(Debug)]
+struct StillHeld(String);
+
+impl std::fmt::Display for StillHeld {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for StillHeld {}
+
 /// A volume as CSI names it.
+#[derive(Clone)]
 pub struct Claim {
     pub volume_id: String,
     volume_context: HashMap<String, String>,
@@ -52,7 +67,7 @@ fn capability() -> VolumeCapability {
 
 impl Orchestrator {
     /// `directory` gets the staging and target paths.
-    pub fn new(socket: &Path, directory: &Path) -> Result<Self> {
+    pub fn new(socket: &Path, directory: &Path, nbd: PathBuf) -> Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let (staging, target) = (directory.join("staging"), directory.join("pods").join("demo"));
@@ -62,12 +77,21 @@ impl Orchestrator {
             let _context = runtime.enter();
             quoin_identity::unix_channel(socket)
         };
-        Ok(Self { runtime, channel, staging, target })
+        Ok(Self { runtime, channel, staging, target, nbd })
     }
 
     /// Where the application finds its file system.
     pub fn mount(&self) -> &Path {
         &self.target
+    }
+
+    pub fn staging(&self) -> &Path {
+        &self.staging
+    }
+
+    /// Where the target of the node serves the volume.
+    pub fn nbd_socket(&self, claim: &Claim) -> PathBuf {
+        self.nbd.join(format!("{}.sock", claim.volume_id))
     }
 
     /// Calls until it works, as orchestrators do: an unavailable or busy plugin is no failure.
@@ -89,6 +113,9 @@ impl Orchestrator {
                 return Err(super::Refused(format!("{what}: {}", status.message())).into());
             }
             let again = [Code::Unavailable, Code::Aborted, Code::DeadlineExceeded, Code::Unknown];
+            if status.code() == Code::FailedPrecondition {
+                return Err(StillHeld(format!("{what}: {}", status.message())).into());
+            }
             if !again.contains(&status.code()) || began.elapsed() > RETRY_BUDGET {
                 bail!("{what}: {} ({:?})", status.message(), status.code());
             }
@@ -153,6 +180,19 @@ impl Orchestrator {
         })?;
         claim.publish_context = answer.publish_context;
         Ok(())
+    }
+
+    /// ControllerPublishVolume to `node`, repeated until the node that has the volume is given up.
+    pub fn take_over(&self, claim: &mut Claim, node: &str) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            match self.publish(claim, node) {
+                Err(error) if error.is::<StillHeld>() && began.elapsed() < RETRY_BUDGET => {
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
     pub fn node_id(&self) -> Result<String> {

@@ -13,6 +13,7 @@ mod documents;
 mod interrupt;
 mod load;
 mod script;
+mod second_node;
 mod surface;
 
 use anyhow::{Context, Result, bail};

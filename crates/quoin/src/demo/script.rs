@@ -11,6 +11,7 @@ use super::cluster::{DevCluster, POOL_NAMES};
 use super::csi::{Claim, Orchestrator};
 use super::documents::{DOCUMENT_BYTES, Document};
 use super::load::{Load, WORKER_PAGES};
+use super::second_node::{self, SecondNode};
 use super::surface::{DirectFile, PAGE_BYTES, Region, Surface};
 use super::{CLUSTER, DemoOptions, interrupt, print_line, show_bytes};
 use crate::client;
@@ -37,13 +38,14 @@ pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     ));
     let cluster = DevCluster::start(&cluster_directory, mounted)?;
     let socket = cluster.layout.csi_socket();
-    let orchestrator = Orchestrator::new(&socket, directory)?;
-    let beside = Orchestrator::new(&socket, &directory.join("copy"))?;
+    let nbd = cluster.layout.nbd();
+    let orchestrator = Orchestrator::new(&socket, directory, nbd.clone())?;
+    let beside = Orchestrator::new(&socket, &directory.join("copy"), nbd)?;
     let cluster = Some(cluster);
     let only = options.only.clone();
     let outcomes = Vec::new();
     let mut demo = Demo { cluster, orchestrator, beside, mounted, only, replicas: 3, outcomes };
-    demo.play(options.size, &cluster_directory)
+    demo.play(options.size, directory)
 }
 
 /// Returns true if the demo mounts a file system: as root with FUSE. Otherwise prints what it does
@@ -190,7 +192,8 @@ impl Demo {
         print_timed("the application ends, after checking every page it ever wrote");
         load.finish()?;
         drop(documents);
-        self.cold_start(&mut claim, &node, directory)?;
+        self.fail_over(&mut claim, &node, directory)?;
+        self.cold_start(&mut claim, &node, &directory.join(CLUSTER))?;
         self.summary();
 
         print_timed("taking everything down");
@@ -329,6 +332,50 @@ impl Demo {
         })
     }
 
+    /// The node is lost while it has the volume; a second one takes it over and gives it back, and the
+    /// first one, which returns, begins anew.
+    fn fail_over(&mut self, claim: &mut Claim, node: &str, directory: &Path) -> Result<()> {
+        let step = "the node is lost, and a second node takes over its volume";
+        interrupt::check()?;
+        if !self.includes(step) {
+            return Ok(());
+        }
+        print_timed(step);
+        let cluster = self.cluster()?;
+        let second = SecondNode::start(cluster, &self.orchestrator, directory, self.mounted)?;
+        let place = &second.orchestrator;
+        let mut taken = claim.clone();
+        let mut recovered = Duration::ZERO;
+        let began = Instant::now();
+        cluster.kill_and_hold("target", || {
+            cluster.kill_and_hold("node", || {
+                place.take_over(&mut taken, second_node::NAME)?;
+                if self.mounted {
+                    place.stage(&taken)?;
+                    place.node_publish(&taken)?;
+                }
+                self.verify(&self.documents_at(place, &taken, false)?)?;
+                recovered = began.elapsed();
+                Ok(())
+            })
+        })?;
+        note(&format!(
+            "taken over and verified after {:.1} s; the first node is back",
+            recovered.as_secs_f64()
+        ));
+        if self.mounted {
+            place.unmount(&taken)?;
+            // What the first node had mounted is dead; orchestrators unmount it.
+            self.orchestrator.unmount(claim)?;
+        }
+        place.unpublish(&taken, second_node::NAME)?;
+        drop(second);
+        self.attach(claim, node)?;
+        self.verify(&self.documents(claim, false)?)?;
+        self.outcomes.push(Outcome { step, pause: None, recovered: Some(recovered) });
+        Ok(())
+    }
+
     /// Publishes to the node; as root also stages (ext4) and mounts.
     fn attach(&self, claim: &mut Claim, node: &str) -> Result<()> {
         self.orchestrator.publish(claim, node)?;
@@ -361,25 +408,12 @@ impl Demo {
                 (0..count).map(|index| open(&place.mount().join(format!("{name}-{index}"))));
             return files.map(|file| Ok(Arc::new(file?) as Arc<dyn Surface>)).collect();
         }
-        let client = Arc::new(self.nbd_client(claim)?);
+        let client = Arc::new(nbd_client(&place.nbd_socket(claim))?);
         // Documents come first on the volume, the application's pages behind them.
         let base = if name == "load" { DOCUMENTS * DOCUMENT_BYTES } else { 0 };
         let regions =
             (0..count).map(|index| Region { client: client.clone(), start: base + index * bytes });
         Ok(regions.map(|region| Arc::new(region) as Arc<dyn Surface>).collect())
-    }
-
-    fn nbd_client(&self, claim: &Claim) -> Result<Client> {
-        let socket = self.cluster()?.layout.nbd().join(format!("{}.sock", claim.volume_id));
-        let began = Instant::now();
-        loop {
-            interrupt::check()?;
-            match Client::connect(ClientOptions::new(Address::Unix(socket.clone()))) {
-                Ok(client) => return Ok(client),
-                Err(error) if began.elapsed() > FLOW_BUDGET => return Err(error.into()),
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
-            }
-        }
     }
 
     fn documents(&self, claim: &Claim, create: bool) -> Result<Vec<Document>> {
@@ -554,6 +588,18 @@ impl Demo {
             );
         }
         print_line("");
+    }
+}
+
+fn nbd_client(socket: &Path) -> Result<Client> {
+    let began = Instant::now();
+    loop {
+        interrupt::check()?;
+        match Client::connect(ClientOptions::new(Address::Unix(socket.to_owned()))) {
+            Ok(client) => return Ok(client),
+            Err(error) if began.elapsed() > FLOW_BUDGET => return Err(error.into()),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
     }
 }
 

@@ -9,12 +9,12 @@
 
 mod blocked;
 mod cleanup;
-mod keeper;
+pub mod keeper;
 pub mod layout;
 mod lock;
-mod members;
-mod processes;
-mod settings;
+pub mod members;
+pub mod processes;
+pub mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;

@@ -1,0 +1,120 @@
+//! Second node of the demo: a target, a CSI service and, for mounts, an attach process, on the same
+//! host as the first one and in directories of their own.
+//!
+//! However it ends, its mounts, devices and processes are gone afterwards.
+
+use anyhow::{Context, Result};
+use quoin_attach::AttachClient;
+use quoin_identity::Role;
+use rustix::mount::{UnmountFlags, unmount};
+use rustix::process::{Pid, Signal, kill_process};
+use std::net::Ipv4Addr;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::cluster::DevCluster;
+use super::csi::Orchestrator;
+use super::print_error;
+use crate::client;
+use crate::dev::keeper::Process;
+use crate::dev::layout::Layout;
+use crate::dev::members;
+use crate::dev::processes::{self, Attaching};
+use crate::dev::settings::Settings;
+
+pub const NAME: &str = "second";
+/// Directory of its own below the demo's.
+const DIRECTORY: &str = "second";
+/// A process that does not end within this is killed.
+const STOP_BUDGET: Duration = Duration::from_secs(10);
+
+pub struct SecondNode {
+    pub orchestrator: Orchestrator,
+    layout: Layout,
+    mounted: bool,
+    /// In the order of their start.
+    processes: Vec<Child>,
+}
+
+impl SecondNode {
+    /// Has a node join the cluster, and starts its processes.
+    pub fn start(
+        cluster: &DevCluster,
+        admin: &Orchestrator,
+        directory: &Path,
+        mounted: bool,
+    ) -> Result<Self> {
+        let settings = cluster.layout.settings();
+        let settings = std::fs::read(&settings).with_context(|| settings.display().to_string())?;
+        let mut settings: Settings = serde_json::from_slice(&settings)?;
+        let any_port = (Ipv4Addr::LOCALHOST, 0).into();
+        settings.target_http = any_port;
+        settings.node_http = any_port;
+        settings.attach_http = any_port;
+        let layout = Layout::open(&directory.join(DIRECTORY))?;
+        admin.ask(async {
+            let mut cluster = client::connect(&cluster.layout.admin_socket()).await?;
+            members::join(&mut cluster, &settings, Role::Node, NAME, &layout.node()).await
+        })?;
+        let places = directory.join("on-second");
+        let orchestrator = Orchestrator::new(&layout.csi_socket(), &places, layout.nbd())?;
+        let mut this = Self { orchestrator, layout, mounted, processes: Vec::new() };
+        this.spawn(processes::target(&this.layout, &settings))?;
+        let attaching = match mounted {
+            true => Attaching::Yes,
+            false => Attaching::No { reason: String::new() },
+        };
+        if mounted {
+            this.spawn(processes::attach(&this.layout, &settings))?;
+        }
+        this.spawn(processes::node(&this.layout, &settings, &attaching))?;
+        Ok(this)
+    }
+
+    fn spawn(&mut self, process: Process) -> Result<()> {
+        let path = self.layout.log(&process.name);
+        let log = std::fs::File::create(&path).with_context(|| path.display().to_string())?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(&process.arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // Ctrl-C is for the demo, which ends them in order.
+        let child = command.process_group(0).spawn();
+        self.processes.push(child.with_context(|| format!("start the second {}", process.name))?);
+        Ok(())
+    }
+
+    /// Removes what an early end left behind: after an orderly one there is no mount and no device.
+    fn release(&self) -> Result<()> {
+        for place in [self.orchestrator.mount(), self.orchestrator.staging()] {
+            // Where nothing is mounted there is nothing to do.
+            let _ = unmount(place, UnmountFlags::DETACH);
+        }
+        let attach = AttachClient::new(self.layout.attach_socket());
+        self.orchestrator.ask(async {
+            for attached in attach.list().await? {
+                attach.detach(&attached.volume).await?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Drop for SecondNode {
+    fn drop(&mut self) {
+        if self.mounted
+            && let Err(error) = self.release()
+        {
+            print_error(&format!("releasing the devices of the second node: {error:#}"));
+        }
+        for mut process in self.processes.drain(..).rev() {
+            let _ = kill_process(Pid::from_child(&process), Signal::TERM);
+            let began = Instant::now();
+            while matches!(process.try_wait(), Ok(None)) && began.elapsed() < STOP_BUDGET {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
