@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
-    Class, Error, Options, absence, clones, heal, members, orchestrated, snapshots, usage,
+    Class, Error, Options, absence, clones, heal, members, orchestrated, snapshots, takeover, usage,
 };
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
@@ -101,6 +101,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     }
     facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
     facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
+    if options.wants(takeover::NAME) {
+        facts.extend(takeover::run(quoin, &directory.join("takeover"))?);
+    }
     if options.wants(absence::NAME) {
         facts.extend(absence::run(options, quoin, &directory.join("absence"))?);
     }

@@ -20,6 +20,7 @@
 //! | `encryption` | cost of the encryption of volumes |
 //! | `heal` | many volumes after the loss of a pool |
 //! | `orchestrated` | volumes over CSI: a first mount, a thousand of them, a change of options |
+//! | `takeover` | a volume of a lost node on another one |
 //! | `clones` | a clone of a full volume beside an empty volume |
 //! | `snapshots` | what snapshots cost clients, their deletion, a return to one |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
@@ -46,6 +47,7 @@ pub mod security;
 pub mod sink;
 pub mod snapshots;
 pub mod sustained;
+pub mod takeover;
 pub mod usage;
 
 use std::io::Write;

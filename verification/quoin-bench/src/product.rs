@@ -93,7 +93,7 @@ impl Product {
     }
 
     /// Returns the number of pools or nodes that are online.
-    fn online(&self, what: &str) -> usize {
+    pub fn online(&self, what: &str) -> usize {
         let text = self.command(&[what, "list", "-o", "json"]).unwrap_or_default();
         text.matches("Online").count()
     }
@@ -153,7 +153,12 @@ impl Product {
     }
 
     fn attach_with(&self, name: &str, flags: &[&str]) -> Result<PathBuf, Error> {
-        let text = self.command(&[&["volume", "attach", name, "--nbd"], flags].concat())?;
+        self.attach_by(&[&["volume", "attach", name, "--nbd"], flags].concat())
+    }
+
+    /// Runs a command that attaches a volume, and returns its NBD socket.
+    pub fn attach_by(&self, arguments: &[&str]) -> Result<PathBuf, Error> {
+        let text = self.command(arguments)?;
         // An NBD URI: nbd+unix:///EXPORT?socket=PATH.
         let socket = text
             .split_once("socket=")
@@ -213,9 +218,21 @@ impl Product {
 
     /// Kills a pool, which is not restarted before it is given back.
     pub fn take_away(&self, pool: &str) -> Result<Away, Error> {
-        let hold = self.dir.join(format!("data/run/hold-{pool}"));
-        std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
+        let away = self.hold(pool)?;
         usage::end(&self.pids_of_pool(pool));
+        Ok(away)
+    }
+
+    /// Kills the process of a role, which is not restarted before it is given back.
+    pub fn take_away_role(&self, role: &str) -> Result<Away, Error> {
+        let away = self.hold(role)?;
+        usage::end(&self.pids_of(role));
+        Ok(away)
+    }
+
+    fn hold(&self, name: &str) -> Result<Away, Error> {
+        let hold = self.dir.join(format!("data/run/hold-{name}"));
+        std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
         Ok(Away { hold })
     }
 
