@@ -40,7 +40,7 @@ pub struct Reverts {
 /// A Revert of the volume is under way, so that nobody may attach it.
 pub(crate) fn check_none_under_way(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
     match state.snapshots.reverts.get(&volume.id.0.to_string()) {
-        // One that was deleted is attached to nobody in any case.
+        // A deleted volume is attached to nobody in any case.
         Some(revert) if revert.is_under_way() && volume.phase == VolumePhase::Ready => {
             Err(Error::Busy(format!(
                 "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \

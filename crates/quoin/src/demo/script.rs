@@ -365,7 +365,7 @@ impl Demo {
         ));
         if self.mounted {
             place.unmount(&taken)?;
-            // What the first node had mounted is dead; orchestrators unmount it.
+            // The mount of the first node is dead; orchestrators unmount it.
             self.orchestrator.unmount(claim)?;
         }
         place.unpublish(&taken, second_node::NAME)?;
