@@ -261,7 +261,8 @@ impl NodeHost {
                 });
             }
         }
-        if !request.read_only {
+        let is_new = matches!(content, Content::Blank | Content::Interrupted);
+        if !request.read_only && !is_new {
             self.step("checking")?;
             // The volume may have grown while it was staged nowhere. Unmounted, ext4 requires a
             // full check first, and no capability.
