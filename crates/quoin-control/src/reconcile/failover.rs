@@ -11,6 +11,7 @@ use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::volume::hearing::check_silent;
+use crate::volume::replay;
 
 /// Moves targets away from nodes that are lost.
 pub struct Failover {
@@ -62,6 +63,7 @@ impl Failover {
                 return Ok(false);
             }
             volume.owner = Some(next.clone());
+            replay::take_from(&mut volume.attachments, node);
             volume.fence(true, term)?;
             Ok(true)
         };

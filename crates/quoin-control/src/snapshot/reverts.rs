@@ -36,20 +36,22 @@ pub struct Reverts {
     catalog: Arc<Snapshots>,
 }
 
+fn is_deleted(volume: &VolumeRecord) -> bool {
+    matches!(volume.phase, VolumePhase::Deleting | VolumePhase::Retained)
+}
+
 /// # Errors
 /// A Revert of the volume is under way, so that nobody may attach it.
 pub(crate) fn check_none_under_way(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
     match state.snapshots.reverts.get(&volume.id.0.to_string()) {
         // A deleted volume is attached to nobody in any case.
-        Some(revert) if revert.is_under_way() && volume.phase == VolumePhase::Ready => {
-            Err(Error::Busy(format!(
-                "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \
+        Some(revert) if revert.is_under_way() && !is_deleted(volume) => Err(Error::Busy(format!(
+            "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \
              attach it afterwards",
-                volume.spec.name,
-                revert.snapshot_name,
-                text::quoted(&volume.spec.name)
-            )))
-        }
+            volume.spec.name,
+            revert.snapshot_name,
+            text::quoted(&volume.spec.name)
+        ))),
         _ => Ok(()),
     }
 }
@@ -226,10 +228,11 @@ pub(super) async fn show_newest(state: &State, id: VolumeId) -> Result<(), Error
         return Ok(());
     };
     let last = state.snapshots.reverts.get(&id.to_string());
-    if last.is_some_and(|last| last.is_open() || last.snapshot == newest.id) {
+    if last.is_some_and(|last| last.is_open() || last.trims && last.snapshot == newest.id) {
         return Ok(());
     }
-    match wish(state, RevertRecord::wished(&newest, now_ms())).await {
+    let wished = RevertRecord { trims: true, ..RevertRecord::wished(&newest, now_ms()) };
+    match wish(state, wished).await {
         // Something came between, and the end of that brings the volume here again.
         Err(Error::Busy(_) | Error::Precondition(_) | Error::NotFound { .. }) => Ok(()),
         other => other.map(|_| state.tell_target(id)),
@@ -257,9 +260,7 @@ pub(super) async fn done(
         |found: &mut RevertRecord| Ok(found.attempt == revert.attempt && found.done(lsn, now_ms()));
     let updated = state.snapshots.reverts.update(&revert.name(), change).await?;
     if let Some((revert, true)) = updated {
-        let found = state.volumes.get(&volume.to_string());
-        let is_retained = found.is_some_and(|volume| volume.phase == VolumePhase::Retained);
-        let (reason, message) = match is_retained {
+        let (reason, message) = match revert.trims {
             true => {
                 ("RetainedTrimmed", format!("to its newest snapshot, {:?}", revert.snapshot_name))
             }

@@ -387,6 +387,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         lsn: 12,
         failure: "in words".into(),
         recorded: true,
+        trims: false,
     };
     for (name, phase) in [
         ("revert-wished", RevertPhase::Wished),

@@ -46,6 +46,9 @@ pub struct RevertRecord {
     pub failure: String,
     /// The hidden snapshot may be there, and is to be removed once the Revert is answered.
     pub recorded: bool,
+    /// Nobody asked for it: the volume is kept for its snapshots alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub trims: bool,
 }
 
 impl RevertRecord {
@@ -62,6 +65,7 @@ impl RevertRecord {
             lsn: 0,
             failure: String::new(),
             recorded: false,
+            trims: false,
         }
     }
 
@@ -190,6 +194,7 @@ pub(crate) mod tests {
             lsn: 0,
             failure: String::new(),
             recorded: false,
+            trims: false,
         }
     }
 

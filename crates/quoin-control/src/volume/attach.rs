@@ -279,7 +279,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
         usage: publish.usage.clone(),
         device: publish.device,
         sharing: publish.sharing,
-        replay: replay::of_new(volume, read_only && publish.replays),
+        replay: replay::of_new(volume, publish.sharing, read_only && publish.replays),
     };
     if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
         // A later request may add a device. A request without one does not remove it.

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::state::records::VolumeRecord;
 use crate::volume::attach::AttachmentRecord;
+use crate::volume::sharing::Sharing;
 
 /// Share of a read-only attachment in the replay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -30,15 +31,27 @@ impl Replay {
     }
 }
 
-/// Decides the share of a new attachment, which is not among the volume's yet.
-pub(super) fn of_new(volume: &VolumeRecord, is_asked_for: bool) -> Replay {
+/// Decides the share of a new attachment, which is not among the volume's yet. Where others may
+/// write beside it there is none.
+pub(super) fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool) -> Replay {
+    let is_read_alone = matches!(sharing, Sharing::Exclusive | Sharing::ReadOnly);
     let is_under_way = volume.attachments.iter().any(|a| a.replay == Replay::Due);
-    match is_asked_for {
+    match is_asked_for && is_read_alone {
         true if volume.attachments.is_empty() => Replay::Due,
         true if is_under_way => Replay::Awaited,
         // Beside nodes that may have it mounted nobody may write.
         _ => Replay::None,
     }
+}
+
+/// Has another node do what a lost one was to do; the lost one is fenced.
+pub(crate) fn take_from(attachments: &mut [AttachmentRecord], lost: &str) {
+    for attachment in attachments.iter_mut().filter(|a| a.node == lost) {
+        if attachment.replay == Replay::Due {
+            attachment.replay = Replay::None;
+        }
+    }
+    hand_on(attachments);
 }
 
 /// Has the next node that waits for the replay take it over where the one that was to do it has left.
@@ -54,7 +67,7 @@ pub(super) fn hand_on(attachments: &mut [AttachmentRecord]) {
 /// Ends the replay, and with it the node's leave to write. Returns false where nothing changed.
 ///
 /// # Errors
-/// The volume is not attached to that node.
+/// The volume is not attached to that node, or another node is to replay the journal.
 pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Error> {
     let name = &volume.spec.name;
     let own = volume.attachments.iter().find(|a| a.node == node);
@@ -62,7 +75,13 @@ pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Err
         Error::Precondition(format!("volume {name:?} is not attached to node {node}"))
     })?;
     if own.replay != Replay::Due {
-        return Ok(false);
+        return match volume.attachments.iter().find(|a| a.replay == Replay::Due) {
+            Some(other) => {
+                let node = &other.node;
+                Err(Error::Aborted(format!("node {node} is to replay the journal of {name:?} now")))
+            }
+            None => Ok(false),
+        };
     }
     volume.attachments.iter_mut().for_each(|a| a.replay = Replay::None);
     Ok(true)
@@ -71,7 +90,6 @@ pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Err
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::volume::sharing::Sharing;
 
     fn reader(node: &str, replay: Replay) -> AttachmentRecord {
         AttachmentRecord {
@@ -104,7 +122,13 @@ mod tests {
         ] {
             let others = others.iter().map(|replay| reader("h", *replay)).collect();
             let volume = volume(others);
-            assert_eq!(of_new(&volume, is_asked_for), expected, "{:?}", shares(&volume));
+            let share = of_new(&volume, Sharing::ReadOnly, is_asked_for);
+            assert_eq!(share, expected, "{:?}", shares(&volume));
+        }
+        let alone = volume(vec![]);
+        assert_eq!(of_new(&alone, Sharing::Exclusive, true), Replay::Due);
+        for sharing in [Sharing::SingleWriter, Sharing::MultiWriter] {
+            assert_eq!(of_new(&alone, sharing, true), Replay::None, "beside a writer");
         }
     }
 
@@ -122,9 +146,20 @@ mod tests {
     }
 
     #[test]
+    fn a_lost_node_loses_its_leave_to_write_to_the_next_one_that_waits() {
+        let mut record = volume(vec![reader("h1", Replay::Due), reader("h2", Replay::Awaited)]);
+        take_from(&mut record.attachments, "h2");
+        assert_eq!(shares(&record), [Replay::Due, Replay::Awaited], "another one is lost");
+        take_from(&mut record.attachments, "h1");
+        assert_eq!(shares(&record), [Replay::None, Replay::Due]);
+        assert!(record.attachments[0].writes_nothing());
+    }
+
+    #[test]
     fn only_the_node_that_replays_ends_the_replay_and_it_ends_for_all() {
         let mut record = volume(vec![reader("h1", Replay::Due), reader("h2", Replay::Awaited)]);
-        assert!(!confirm(&mut record, "h2").unwrap());
+        let early = confirm(&mut record, "h2").unwrap_err();
+        assert!(early.to_string().contains("node h1"), "{early}");
         assert!(!record.attachments[0].writes_nothing(), "h1 replays");
         assert!(confirm(&mut record, "h1").unwrap());
         assert!(!confirm(&mut record, "h1").unwrap());

@@ -133,6 +133,15 @@ impl NodeHost {
     /// # Errors
     /// As [`Self::stage`].
     pub async fn replay(&self, request: &StageRequest) -> Result<(), Error> {
+        let record = self.records.load(&request.volume)?;
+        if let Some(present) = record.and_then(|record| record.staging)
+            && present.read_only
+            && present.complete
+            && self.staging_is_live(&request.volume, &present).await?
+        {
+            // It is staged read-only, so its journal was replayed before.
+            return Ok(());
+        }
         let writable = StageRequest { read_only: false, replays: true, ..request.clone() };
         self.stage(&writable).await?;
         self.unstage(&request.volume, &request.staging_path).await?;
@@ -223,13 +232,21 @@ impl NodeHost {
         let volume = &request.volume;
         let parsed =
             mount::parse_flags(flags).map_err(|_| Error::MountFlag { volume: volume.clone() })?;
-        if let Some(present) = mountinfo::at(&mountinfo::read()?, path) {
-            if is_of_device(present, device) {
-                return Ok(());
-            }
-            return Err(foreign(present));
-        }
         let size_bytes = device::size_bytes(device)?;
+        let grows_mounted = || -> Result<bool, Error> {
+            let is_smaller = || superblock::file_system_bytes(device).map(|size| size < size_bytes);
+            Ok(!request.read_only && file_system == FileSystem::Xfs && is_smaller()?)
+        };
+        if let Some(present) = mountinfo::at(&mountinfo::read()?, path) {
+            if !is_of_device(present, device) {
+                return Err(foreign(present));
+            }
+            // An earlier call may have ended before the growth.
+            if grows_mounted()? {
+                format::grow(&self.tools, volume, device, Some(path), file_system).await?;
+            }
+            return Ok(());
+        }
         let content = {
             let device = device.to_owned();
             crate::blocking(move || probe::content(&device, size_bytes)).await?
@@ -275,9 +292,7 @@ impl NodeHost {
             }
         }
         self.step("mounting the file system")?;
-        let grows_mounted = !request.read_only
-            && file_system == FileSystem::Xfs
-            && superblock::file_system_bytes(device)? < size_bytes;
+        let grows_mounted = grows_mounted()?;
         // Mounted read-only on a device that takes writes, a file system replays its journal and
         // writes nothing else.
         let read_only = request.read_only || request.replays && !grows_mounted;

@@ -56,7 +56,7 @@ pub struct Log {
     special: BTreeMap<u64, EntryKind>,
     /// LSNs of the Reverts.
     reverts: VecDeque<u64>,
-    /// LSNs of the deletions of snapshots.
+    /// LSNs of the deletions of users' snapshots.
     deletions: VecDeque<u64>,
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
@@ -95,7 +95,9 @@ impl Log {
         }
         match entry.kind {
             EntryKind::Revert { .. } => self.reverts.push_back(entry.lsn.0),
-            EntryKind::DeleteSnapshot { .. } => self.deletions.push_back(entry.lsn.0),
+            EntryKind::DeleteSnapshot { id } if !id.is_of_boundary() => {
+                self.deletions.push_back(entry.lsn.0);
+            }
             _ => {}
         }
         self.bytes += bytes_of(&record);

@@ -557,7 +557,7 @@ impl Shard {
         let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.links.places = update.replicas;
-            // The setting is for later clients: it changes only while there are none.
+            // The setting is for later clients; one that is there keeps what it was told.
             volume.export.info.read_only = read_only;
             volume.export.since_epoch = update.since_epoch;
             volume.export.limit(now, id, update.limits, &mut self.sources);
