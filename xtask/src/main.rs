@@ -31,7 +31,7 @@ use std::process::ExitCode;
     name = "cargo xtask",
     about = "Quoin's own build, test and demo commands",
     after_help = "\
-Begin with `cargo xtask demo`: half a minute, after the build, that shows what Quoin is for.
+Begin with `cargo xtask demo`: less than a minute, after the build, that shows what Quoin is for.
 
 Before you hand something in:
   cargo xtask lint                 seconds, once built
