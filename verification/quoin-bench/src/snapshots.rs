@@ -20,7 +20,7 @@ pub const REVERTED: &str = "snapshot-reverted";
 const VOLUME_BYTES: u64 = 1 << 30;
 const REPLICAS: f64 = 3.0;
 /// Snapshots that are made under load, one each [`EVERY`].
-const UNDER_LOAD: usize = 50;
+const UNDER_LOAD: usize = 100;
 const EVERY: Duration = Duration::from_millis(400);
 /// A pause of clients counts for a snapshot until so long after its answer.
 const ECHO: Duration = Duration::from_millis(50);
