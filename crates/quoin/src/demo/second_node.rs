@@ -34,8 +34,9 @@ pub struct SecondNode {
     pub orchestrator: Orchestrator,
     layout: Layout,
     mounted: bool,
-    /// In the order of their start.
-    processes: Vec<Child>,
+    /// Target and attach process, in the order of their start.
+    below: Vec<Child>,
+    node: Option<Child>,
 }
 
 impl SecondNode {
@@ -60,28 +61,27 @@ impl SecondNode {
         })?;
         let places = directory.join("on-second");
         let orchestrator = Orchestrator::new(&layout.csi_socket(), &places, layout.nbd())?;
-        let mut this = Self { orchestrator, layout, mounted, processes: Vec::new() };
-        this.spawn(processes::target(&this.layout, &settings))?;
+        let mut this = Self { orchestrator, layout, mounted, below: Vec::new(), node: None };
+        this.below.push(this.spawn(&processes::target(&this.layout, &settings))?);
         let attaching = match mounted {
             true => Attaching::Yes,
             false => Attaching::No { reason: String::new() },
         };
         if mounted {
-            this.spawn(processes::attach(&this.layout, &settings))?;
+            this.below.push(this.spawn(&processes::attach(&this.layout, &settings))?);
         }
-        this.spawn(processes::node(&this.layout, &settings, &attaching))?;
+        this.node = Some(this.spawn(&processes::node(&this.layout, &settings, &attaching))?);
         Ok(this)
     }
 
-    fn spawn(&mut self, process: Process) -> Result<()> {
+    fn spawn(&self, process: &Process) -> Result<Child> {
         let path = self.layout.log(&process.name);
         let log = std::fs::File::create(&path).with_context(|| path.display().to_string())?;
         let mut command = Command::new(std::env::current_exe()?);
         command.args(&process.arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         // Ctrl-C is for the demo, which ends them in order.
         let child = command.process_group(0).spawn();
-        self.processes.push(child.with_context(|| format!("start the second {}", process.name))?);
-        Ok(())
+        child.with_context(|| format!("start the second {}", process.name))
     }
 
     /// Removes what an early end left behind: after an orderly one there is no mount and no device.
@@ -92,7 +92,9 @@ impl SecondNode {
         }
         let attach = AttachClient::new(self.layout.attach_socket());
         self.orchestrator.ask(async {
-            for attached in attach.list().await? {
+            // A process that does not listen yet has attached nothing.
+            let Ok(all) = attach.list().await else { return Ok(()) };
+            for attached in all {
                 attach.detach(&attached.volume).await?;
             }
             Ok(())
@@ -102,19 +104,27 @@ impl SecondNode {
 
 impl Drop for SecondNode {
     fn drop(&mut self) {
-        if self.mounted
-            && let Err(error) = self.release()
-        {
-            print_error(&format!("releasing the devices of the second node: {error:#}"));
-        }
-        for mut process in self.processes.drain(..).rev() {
-            let _ = kill_process(Pid::from_child(&process), Signal::TERM);
-            let began = Instant::now();
-            while matches!(process.try_wait(), Ok(None)) && began.elapsed() < STOP_BUDGET {
-                std::thread::sleep(Duration::from_millis(10));
+        // A call that is under way may still mount: the node ends first.
+        if let Some(node) = self.node.take() {
+            end(node);
+            if self.mounted
+                && let Err(error) = self.release()
+            {
+                print_error(&format!("releasing the devices of the second node: {error:#}"));
             }
-            let _ = process.kill();
-            let _ = process.wait();
         }
+        self.below.drain(..).rev().for_each(end);
     }
+}
+
+/// Ends a process by SIGTERM, and by a kill where it takes too long.
+fn end(mut process: Child) {
+    // The signal fails only if the process has ended already.
+    let _ = kill_process(Pid::from_child(&process), Signal::TERM);
+    let began = Instant::now();
+    while matches!(process.try_wait(), Ok(None)) && began.elapsed() < STOP_BUDGET {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let _ = process.kill();
+    let _ = process.wait();
 }
