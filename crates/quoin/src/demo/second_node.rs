@@ -3,7 +3,8 @@
 //!
 //! However it ends, its mounts, devices and processes are gone afterwards.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use quoin_api::control::ListNodesRequest;
 use quoin_attach::AttachClient;
 use quoin_identity::Role;
 use rustix::mount::{UnmountFlags, unmount};
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::cluster::DevCluster;
 use super::csi::Orchestrator;
-use super::print_error;
+use super::{interrupt, print_error};
 use crate::client;
 use crate::dev::keeper::Process;
 use crate::dev::layout::Layout;
@@ -27,6 +28,7 @@ use crate::dev::settings::Settings;
 pub const NAME: &str = "second";
 /// Directory of its own below the demo's.
 const DIRECTORY: &str = "second";
+const START_BUDGET: Duration = Duration::from_secs(60);
 /// A process that does not end within this is killed.
 const STOP_BUDGET: Duration = Duration::from_secs(10);
 
@@ -71,6 +73,15 @@ impl SecondNode {
             this.below.push(this.spawn(&processes::attach(&this.layout, &settings))?);
         }
         this.node = Some(this.spawn(&processes::node(&this.layout, &settings, &attaching))?);
+        // A node that the controller has not heard of gets no volume.
+        let began = Instant::now();
+        while !is_online(cluster, admin)? {
+            interrupt::check()?;
+            if began.elapsed() > START_BUDGET {
+                bail!("the second node is not online after {} s", START_BUDGET.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
         Ok(this)
     }
 
@@ -115,6 +126,16 @@ impl Drop for SecondNode {
         }
         self.below.drain(..).rev().for_each(end);
     }
+}
+
+/// Returns true if the controller hears of the second node.
+fn is_online(cluster: &DevCluster, admin: &Orchestrator) -> Result<bool> {
+    let nodes = admin.ask(async {
+        let mut cluster = client::connect(&cluster.layout.admin_socket()).await?;
+        let listed = cluster.list_nodes(ListNodesRequest {}).await;
+        Ok(listed.map_err(client::refusal)?.into_inner().nodes)
+    })?;
+    Ok(nodes.iter().any(|node| node.name == NAME && node.state == "Online"))
 }
 
 /// Ends a process by SIGTERM, and by a kill where it takes too long.
