@@ -97,7 +97,6 @@ impl Node for NodeService {
                 access: capability.access(default_file_system(&volume)),
                 mode: capability.mode_name().to_owned(),
                 read_only: attachment.read_only || capability.is_reader_only(),
-                replays: false,
                 size_bytes: volume.size_bytes,
                 block_size: context::block_size(&volume),
                 volume: request.volume_id,

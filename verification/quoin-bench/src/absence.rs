@@ -39,8 +39,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     let entries = sum(product.pids_of_pool(POOL), "quoin_pool_written_bytes_total")?;
     let moved = copied_bytes(&product)? - copied_before + entries;
     let mib = f64::from(1 << 20);
-    let fact =
-        |what: &str, value, unit, goal| Fact { name: format!("{NAME}-{what}"), value, unit, goal };
+    let fact = |what: &str, value, unit, goal| Fact::of(NAME, what, value, unit, goal);
     Ok(vec![
         // The goal allows for the map's rounding, but not for the three quarters that did not
         // change.

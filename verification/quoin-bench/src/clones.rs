@@ -37,8 +37,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             product.command(&["volume", "delete", volume, "--yes"])?;
         }
     }
-    let fact =
-        |what: &str, value, unit, goal| Fact { name: format!("{NAME}-{what}"), value, unit, goal };
+    let fact = |what: &str, value, unit, goal| Fact::of(NAME, what, value, unit, goal);
     Ok(vec![
         fact("made", median(ratios), "× an empty volume", 1.2),
         fact("space", taken / REPLICAS / f64::from(1 << 20), "MiB a replica", 12.0),

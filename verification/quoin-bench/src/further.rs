@@ -1,6 +1,7 @@
 //! Cases without a floor: the cost of idle volumes and full caches, the time until a pool that died
 //! answers again, and the effect of changes on clients ([`crate::members`]).
 
+use std::fmt::Display;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -54,6 +55,13 @@ pub struct Fact {
     pub unit: &'static str,
     /// Upper bound.
     pub goal: f64,
+}
+
+impl Fact {
+    /// Returns a figure of a case.
+    pub fn of(case: impl Display, what: &str, value: f64, unit: &'static str, goal: f64) -> Self {
+        Self { name: format!("{case}-{what}"), value, unit, goal }
+    }
 }
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
@@ -138,11 +146,8 @@ fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, 
     std::thread::sleep(Duration::from_secs_f64(seconds));
     let used = usage::cpu(&pids).saturating_sub(before);
     let watched = watched.elapsed();
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("idle-{volumes}-volumes-{what}"),
-        value,
-        unit,
-        goal,
+    let fact = |what: &str, value, unit, goal| {
+        Fact::of(format!("idle-{volumes}-volumes"), what, value, unit, goal)
     };
     let facts = vec![
         fact("cpu", used.as_secs_f64() / watched.as_secs_f64() * 100.0, "% of a core", 1.0),

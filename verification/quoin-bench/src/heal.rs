@@ -118,11 +118,8 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         bytes.unwrap_or_default() as f64 / f64::from(1 << 20)
     };
     let lost = before.lost as f64;
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{NAME}-{volumes}-volumes-{what}"),
-        value,
-        unit,
-        goal,
+    let fact = |what: &str, value, unit, goal| {
+        Fact::of(format!("{NAME}-{volumes}-volumes"), what, value, unit, goal)
     };
     Ok(vec![
         fact("made", making.as_secs_f64(), "s", volumes as f64),

@@ -114,8 +114,7 @@ fn during_rebuild_of(
     let worst = disturbed.iter().map(Outcome::per_second).reduce(f64::min).unwrap_or_default();
     let all = Outcome::merge(disturbed);
     let slower = all.percentile_us(0.99) / undisturbed.percentile_us(0.99);
-    let fact =
-        |what: &str, value, unit, goal| Fact { name: format!("{name}-{what}"), value, unit, goal };
+    let fact = |what: &str, value, unit, goal| Fact::of(name, what, value, unit, goal);
     Ok(Some(vec![
         fact("rate-lost", lost(all.per_second()), "%", 30.0),
         fact("p99", slower, "x", 3.0),

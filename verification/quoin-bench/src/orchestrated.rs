@@ -202,11 +202,8 @@ fn many(callers: &mut [Orchestrator], product: &Product, count: usize) -> Result
     let began = Instant::now();
     for_each(callers, count, |caller, number| caller.delete(&ids[number]))?;
     let deleted = began.elapsed();
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{MANY}-{count}-{what}"),
-        value,
-        unit,
-        goal,
+    let fact = |what: &str, value, unit, goal| {
+        Fact::of(format!("{MANY}-{count}"), what, value, unit, goal)
     };
     let each = |time: Duration| time.as_secs_f64() * 1e3 / count.max(1) as f64;
     Ok(vec![

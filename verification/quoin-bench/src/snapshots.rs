@@ -94,8 +94,7 @@ fn made(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
         let after = generator.run(load(100, seconds))?;
         slower.push(before.per_second() / after.per_second());
     }
-    let fact =
-        |what: &str, value, unit, goal| Fact { name: format!("{MADE}-{what}"), value, unit, goal };
+    let fact = |what: &str, value, unit, goal| Fact::of(MADE, what, value, unit, goal);
     Ok(vec![
         fact("gap-p99", p99, "ms", 50.0),
         fact("gap-median", gaps[gaps.len() / 2], "ms", 10.0),
@@ -130,12 +129,7 @@ fn hundred(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
         Ok::<_, Error>(median(ratios))
     };
     let (reads, writes) = (slower(0)?, slower(100)?);
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{HUNDRED}-{what}"),
-        value,
-        unit,
-        goal,
-    };
+    let fact = |what: &str, value, unit, goal| Fact::of(HUNDRED, what, value, unit, goal);
     Ok(vec![
         fact("reads", reads, "× slower than without", 1.05),
         fact("writes", writes, "× slower than without", 1.11),
@@ -168,11 +162,8 @@ fn many(product: &Product, count: usize) -> Result<Vec<Fact>, Error> {
         let without = opening("plain")?;
         ratios.push(opening("kept")?.as_secs_f64() / without.as_secs_f64());
     }
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{MANY}-{count}-{what}"),
-        value,
-        unit,
-        goal,
+    let fact = |what: &str, value, unit, goal| {
+        Fact::of(format!("{MANY}-{count}"), what, value, unit, goal)
     };
     Ok(vec![
         fact("made", making.as_secs_f64() * 1e3 / count.max(1) as f64, "ms each", 150.0),
@@ -197,12 +188,7 @@ fn deleted(product: &Product) -> Result<Vec<Fact>, Error> {
     while before - used_bytes(product)? < enough && began.elapsed() < GIVEN_BACK_WITHIN {
         std::thread::sleep(Duration::from_millis(100));
     }
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{DELETED}-{what}"),
-        value,
-        unit,
-        goal,
-    };
+    let fact = |what: &str, value, unit, goal| Fact::of(DELETED, what, value, unit, goal);
     Ok(vec![
         fact("answer", answer.as_secs_f64() * 1e3, "ms", 150.0),
         fact("space", began.elapsed().as_secs_f64(), "s until it is free", 60.0),

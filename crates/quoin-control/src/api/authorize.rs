@@ -140,11 +140,6 @@ impl Scope {
         *self == Scope::All || found().is_some_and(|volume| self.sees(&volume))
     }
 
-    /// Returns true if the caller may act in that node's name.
-    pub(super) fn is_of(&self, node: &str) -> bool {
-        matches!(self, Scope::All) || *self == Scope::Node(node.to_owned())
-    }
-
     pub(super) fn sees(&self, volume: &VolumeRecord) -> bool {
         match self {
             Scope::All => true,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures::Stream;
 use quoin_api::control::cluster_server::Cluster;
 use quoin_api::control::*;
-use quoin_identity::Caller;
+use quoin_identity::{Caller, Role};
 use tonic::{Request, Response, Status, async_trait};
 
 use super::Services;
@@ -392,12 +392,9 @@ impl Cluster for Services {
         &self,
         request: Request<ConfirmReplayRequest>,
     ) -> Result<Response<Attachment>, Status> {
-        let sight = self.look(&request)?;
         let ConfirmReplayRequest { volume, node } = request.get_ref();
-        let volume = sight.volume(&self.controller, volume.as_ref())?;
-        if !sight.is_of(node) {
-            self.manage(&request)?;
-        }
+        self.act(&request, Role::Node, node)?;
+        let volume = self.look(&request)?.volume(&self.controller, volume.as_ref())?;
         let volume = self.controller.volumes.attachments.confirm_replay(&volume, node).await?;
         self.attachment(&volume, node)
     }

@@ -44,7 +44,7 @@ fn is_deleted(volume: &VolumeRecord) -> bool {
 /// A Revert of the volume is under way, so that nobody may attach it.
 pub(crate) fn check_none_under_way(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
     match state.snapshots.reverts.get(&volume.id.0.to_string()) {
-        // A deleted volume is attached to nobody in any case.
+        // A deleted volume gets no attachment in any case.
         Some(revert) if revert.is_under_way() && !is_deleted(volume) => Err(Error::Busy(format!(
             "volume {:?} goes back to snapshot {:?} (`quoin volume get {}` shows how far it is); \
              attach it afterwards",
@@ -183,7 +183,7 @@ async fn wish(state: &State, wished: RevertRecord) -> Result<Arc<RevertRecord>, 
             false => "the volume's last Revert ends in a moment; try again".to_owned(),
         }));
     }
-    // The next attachment begins a new use, whoever attaches it.
+    // The next attachment begins a new use, on whatever node.
     let end_use = |volume: &mut VolumeRecord| {
         if let Some(attachment) = volume.attachments.first() {
             let rule = format!(

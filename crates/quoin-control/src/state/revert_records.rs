@@ -46,13 +46,13 @@ pub struct RevertRecord {
     pub failure: String,
     /// The hidden snapshot may be there, and is to be removed once the Revert is answered.
     pub recorded: bool,
-    /// Nobody asked for it: the volume is kept for its snapshots alone.
+    /// Made by the controller itself: the volume is kept for its snapshots alone.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,
 }
 
 impl RevertRecord {
-    /// An attempt that nobody has been told of.
+    /// Returns an attempt whose target is still to be told.
     pub(crate) fn wished(snapshot: &SnapshotRecord, now_ms: u64) -> Self {
         Self {
             volume: snapshot.volume,

@@ -1,9 +1,9 @@
 //! Replay of a file system's journal before the volume is mounted read-only.
 //!
-//! The file system of a clone, or of a node that was lost, is as after a power failure, and a device
-//! that takes no writes has nobody who could replay its journal. So the first of the nodes that are
-//! to mount it read-only may write until it has replayed the journal and says so. No other node
-//! mounts the file system meanwhile; if that node leaves before, the next one takes its place.
+//! The file system of a clone, or of a node that was lost, is as after a power failure, and no journal
+//! is replayed through a device that takes no writes. So the first of the nodes that are to mount it
+//! read-only may write until it has replayed the journal and says so. No other node mounts the file
+//! system meanwhile; if that node leaves before, the next one takes its place.
 
 use serde::{Deserialize, Serialize};
 
@@ -39,7 +39,7 @@ pub(super) fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool
     match is_asked_for && is_read_alone {
         true if volume.attachments.is_empty() => Replay::Due,
         true if is_under_way => Replay::Awaited,
-        // Beside nodes that may have it mounted nobody may write.
+        // No node writes beside those that may have it mounted.
         _ => Replay::None,
     }
 }

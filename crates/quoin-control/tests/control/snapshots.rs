@@ -344,7 +344,7 @@ async fn a_deleted_volume_is_kept_for_its_snapshots_and_goes_with_the_last_one()
     assert_eq!(cluster.volume("db").id, again.id);
 }
 
-/// Data behind the newest snapshot is of no use to anybody once the volume is deleted.
+/// Data behind the newest snapshot has no use once the volume is deleted.
 #[tokio::test]
 async fn a_volume_that_is_kept_for_its_snapshots_shows_the_newest_of_those_that_are_left() {
     let mut cluster = attached().await;

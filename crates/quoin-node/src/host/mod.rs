@@ -63,12 +63,18 @@ pub struct StageRequest {
     /// The access mode's name; compared only.
     pub mode: String,
     pub read_only: bool,
-    /// The file system is mounted for the replay of its journal alone: [`NodeHost::replay`].
-    pub replays: bool,
     pub size_bytes: u64,
     pub block_size: u32,
     /// Key of an encrypted volume; in no record.
     pub key: Option<DataKey>,
+}
+
+/// Reason for which a volume is staged.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Use,
+    /// [`NodeHost::replay`]: no file system is made, and it is mounted writable to grow alone.
+    Replay,
 }
 
 impl NodeHost {
@@ -120,14 +126,18 @@ impl NodeHost {
     /// # Errors
     /// See [`Error`]; a later call continues where this one ended.
     pub async fn stage(&self, request: &StageRequest) -> Result<(), Error> {
-        let outcome = self.stage_steps(request).await;
+        self.stage_for(request, Purpose::Use).await
+    }
+
+    async fn stage_for(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {
+        let outcome = self.stage_steps(request, purpose).await;
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
         outcome
     }
 
     /// Replays the journal of a volume's file system, and grows it to its volume, before the staging
-    /// of `request`, which is read-only: a device that takes no writes has nobody who could. Makes
+    /// of `request`, which is read-only: through a device that takes no writes none is replayed. Makes
     /// no file system. Nothing of the volume is on this host afterwards.
     ///
     /// # Errors
@@ -142,13 +152,13 @@ impl NodeHost {
             // It is staged read-only, so its journal was replayed before.
             return Ok(());
         }
-        let writable = StageRequest { read_only: false, replays: true, ..request.clone() };
-        self.stage(&writable).await?;
+        let writable = StageRequest { read_only: false, ..request.clone() };
+        self.stage_for(&writable, Purpose::Replay).await?;
         self.unstage(&request.volume, &request.staging_path).await?;
         Ok(())
     }
 
-    async fn stage_steps(&self, request: &StageRequest) -> Result<(), Error> {
+    async fn stage_steps(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {
         let volume = &request.volume;
         let path = existing_directory(&request.staging_path)?;
         let wanted = Staging {
@@ -212,7 +222,7 @@ impl NodeHost {
         }
         self.step("mounting")?;
         if let Access::Mount { file_system, flags } = &request.access {
-            self.mount_staging(request, &device, &path, *file_system, flags).await?;
+            self.mount_staging(request, purpose, &device, &path, *file_system, flags).await?;
         }
         self.step("completing the record")?;
         if let Some(staging) = &mut record.staging {
@@ -224,6 +234,7 @@ impl NodeHost {
     async fn mount_staging(
         &self,
         request: &StageRequest,
+        purpose: Purpose,
         device: &Path,
         path: &Path,
         file_system: FileSystem,
@@ -253,7 +264,7 @@ impl NodeHost {
         };
         match &content {
             Content::Blank | Content::Interrupted => {
-                if request.read_only || request.replays {
+                if request.read_only || purpose == Purpose::Replay {
                     return Err(Error::EmptyReadOnly { volume: volume.clone() });
                 }
                 self.step("formatting")?;
@@ -293,9 +304,9 @@ impl NodeHost {
         }
         self.step("mounting the file system")?;
         let grows_mounted = grows_mounted()?;
-        // Mounted read-only on a device that takes writes, a file system replays its journal and
-        // writes nothing else.
-        let read_only = request.read_only || request.replays && !grows_mounted;
+        // Mounted read-only on a device that takes writes, a file system replays its journal, and no
+        // file changes.
+        let read_only = request.read_only || purpose == Purpose::Replay && !grows_mounted;
         {
             let (volume, device, path) = (volume.clone(), device.to_owned(), path.to_owned());
             crate::blocking(move || {

@@ -144,7 +144,6 @@ impl World {
             access,
             mode: "SINGLE_NODE_WRITER".to_owned(),
             read_only: false,
-            replays: false,
             size_bytes: 64 * MIB,
             block_size: 512,
             key: None,
@@ -171,6 +170,18 @@ impl World {
             .map(|mount| mount.mount_point)
             .filter(|path| path.starts_with(self.root.path()))
             .collect()
+    }
+
+    /// Unstages the volume after a file of it was open: a process that another test has just forked
+    /// has that file open too, until it becomes its program.
+    async fn unstage(&self, node: &NodeHost) {
+        let mut outcome = node.unstage(VOLUME, &self.path("stage")).await;
+        for _ in 0..1000 {
+            let Err(Error::Busy { .. }) = outcome else { break };
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            outcome = node.unstage(VOLUME, &self.path("stage")).await;
+        }
+        assert!(outcome.unwrap());
     }
 
     /// Asserts that nothing of the volume is left on the host but its data.
@@ -280,7 +291,7 @@ async fn a_volume_in_use_is_unstaged_only_after_its_last_file_is_closed() {
         held.sync_all().unwrap();
     }
     drop(held);
-    assert!(world.node().unstage(VOLUME, &world.path("stage")).await.unwrap());
+    world.unstage(&world.node()).await;
     world.assert_clean();
 }
 
@@ -518,14 +529,7 @@ async fn leave_dirty(world: &World, request: &StageRequest) {
     let dirty = world.path("dirty");
     fs::copy(world.attacher.file(VOLUME), &dirty).unwrap();
     drop(file);
-    // A process that another test has just forked has the file open until it becomes its program.
-    let mut outcome = node.unstage(VOLUME, &world.path("stage")).await;
-    for _ in 0..1000 {
-        let Err(Error::Busy { .. }) = outcome else { break };
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        outcome = node.unstage(VOLUME, &world.path("stage")).await;
-    }
-    assert!(outcome.unwrap());
+    world.unstage(&node).await;
     fs::rename(dirty, world.attacher.file(VOLUME)).unwrap();
 }
 
@@ -566,8 +570,9 @@ async fn a_journal_is_replayed_before_a_read_only_staging_through_a_kill_at_any_
     }
 }
 
+/// The kernel clears old blocks of an XFS log whenever it mounts one, so its bytes may differ.
 #[tokio::test]
-async fn a_replay_makes_no_file_system_and_changes_no_clean_one() {
+async fn a_replay_makes_no_file_system_and_changes_no_clean_ext4() {
     let Some(world) = World::new() else { return };
     let node = world.node();
     let reads = StageRequest { read_only: true, ..world.stage_request(ext4()) };
@@ -575,7 +580,7 @@ async fn a_replay_makes_no_file_system_and_changes_no_clean_one() {
     node.unstage(VOLUME, &world.path("stage")).await.unwrap();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     fs::write(world.path("stage/x"), "x").unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     let before = fs::read(world.attacher.file(VOLUME)).unwrap();
     node.replay(&reads).await.unwrap();
     assert!(fs::read(world.attacher.file(VOLUME)).unwrap() == before, "bytes were written");

@@ -36,16 +36,9 @@ pub struct Orchestrator {
 }
 
 /// Refusal for the present state of a volume: another node has it.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct StillHeld(String);
-
-impl std::fmt::Display for StillHeld {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for StillHeld {}
 
 /// A volume as CSI names it.
 #[derive(Clone)]

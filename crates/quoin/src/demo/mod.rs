@@ -57,16 +57,9 @@ fn parse_demo_size(text: &str) -> Result<u64, String> {
 }
 
 /// Refusal of the cluster; the logs of its processes say no more about it.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct Refused(String);
-
-impl std::fmt::Display for Refused {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Refused {}
 
 pub fn run(options: &DemoOptions) -> Result<()> {
     interrupt::catch();
