@@ -8,7 +8,7 @@
 //! stop at a random step because a deadline passed, and its lock must not be released while it
 //! still works. So calls run as tasks of their own that hold their lock.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -20,12 +20,13 @@ use crate::refusal;
 /// The keys (volume ids, names) that calls are working on.
 #[derive(Clone, Default)]
 pub struct InFlight {
-    keys: Arc<Mutex<HashSet<String>>>,
+    /// With the moment at which each began.
+    keys: Arc<Mutex<HashMap<String, Instant>>>,
 }
 
 /// Holds one key until it is dropped.
 pub struct Guard {
-    keys: Arc<Mutex<HashSet<String>>>,
+    keys: Arc<Mutex<HashMap<String, Instant>>>,
     key: String,
 }
 
@@ -36,10 +37,12 @@ impl InFlight {
     /// 10 ABORTED.
     pub fn begin(&self, what: &str, key: &str) -> Result<Guard, Status> {
         let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
-        if !keys.insert(format!("{what} {key}")) {
-            return Err(crate::refusal::pending(&format!("{what} {key:?}")));
+        let key_of_call = format!("{what} {key}");
+        if let Some(began) = keys.get(&key_of_call) {
+            return Err(refusal::pending(&format!("{what} {key:?}"), began.elapsed()));
         }
-        Ok(Guard { keys: self.keys.clone(), key: format!("{what} {key}") })
+        keys.insert(key_of_call.clone(), Instant::now());
+        Ok(Guard { keys: self.keys.clone(), key: key_of_call })
     }
 
     /// Returns whether no call holds a key.

@@ -3,6 +3,8 @@
 //! Codes are chosen here and nowhere else. A status carries a message for users and neither details
 //! nor a body: clients expect an error to be nothing but an error.
 
+use std::time::Duration;
+
 use tonic::{Code, Status};
 
 /// Refuses an absent required field: 3.
@@ -99,8 +101,11 @@ pub fn not_cut(name: &str, waiting_for: &str) -> Status {
 }
 
 /// Refuses while another call works on the same volume: 10.
-pub fn pending(what: &str) -> Status {
-    Status::aborted(format!("an operation on {what} is in progress; retry when it has ended"))
+pub fn pending(what: &str, since: Duration) -> Status {
+    let since_s = since.as_secs();
+    Status::aborted(format!(
+        "an operation on {what} has been in progress for {since_s} s; retry when it has ended"
+    ))
 }
 
 /// Reports a change that the records have and that does not rule yet: 14, and a repeat completes it.

@@ -16,7 +16,7 @@ use std::str::FromStr;
 
 use crate::error::Error;
 use crate::probe::FORMATTING_MARK;
-use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tools, XFS_GROWFS};
+use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, Mounts, RESIZE2FS, Tools, XFS_GROWFS};
 
 /// The block that makes a file system visible; written last.
 const FIRST_BLOCK_BYTES: u64 = 4096;
@@ -101,7 +101,7 @@ pub async fn format(
         FileSystem::Xfs => ["-f", "-q", "-K", "-s", &sector].map(OsStr::new).to_vec(),
     };
     arguments.push(image.as_os_str());
-    let outcome = tools.run(tool, &arguments).await?;
+    let outcome = tools.run(tool, &arguments, Mounts::Hidden).await?;
     if outcome.code != Some(0) {
         return Err(Error::Tool {
             tool: tool.name,
@@ -218,7 +218,7 @@ pub async fn check(
         return Ok(());
     }
     let how = OsStr::new(if thoroughly { "-fp" } else { "-p" });
-    let outcome = tools.run(E2FSCK, &[how, device.as_os_str()]).await?;
+    let outcome = tools.run(E2FSCK, &[how, device.as_os_str()], Mounts::Hidden).await?;
     match outcome.code {
         // 1: repaired; 2: repaired, and a mounted root would need a reboot.
         Some(0..=2) => Ok(()),
@@ -255,7 +255,8 @@ pub async fn grow(
         (FileSystem::Xfs, Some(mounted_at)) => (XFS_GROWFS, mounted_at),
         (FileSystem::Xfs, None) => return Ok(()),
     };
-    let outcome = tools.run(tool, &[argument.as_os_str()]).await?;
+    let mounts = if mounted_at.is_some() { Mounts::Shown } else { Mounts::Hidden };
+    let outcome = tools.run(tool, &[argument.as_os_str()], mounts).await?;
     if outcome.code == Some(0) {
         return Ok(());
     }

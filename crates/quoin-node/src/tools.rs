@@ -1,7 +1,15 @@
 //! The file system tools of the host: found, run, and their failures described.
+//!
+//! To find out whether its device is mounted, a tool of e2fsprogs opens every loop device of the
+//! mount table, and one of xfsprogs looks at every mount. The kernel then asks the process that
+//! serves that device or mount, and one that hangs would hold up the tool, which serves another
+//! volume. So tools see [`Mounts`] only where they need them.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+
+use rustix::mount::{MountPropagationFlags, mount_bind, mount_change};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::error::Error;
 
@@ -18,6 +26,14 @@ pub const E2FSCK: Tool = Tool { name: "e2fsck", package: "e2fsprogs" };
 pub const RESIZE2FS: Tool = Tool { name: "resize2fs", package: "e2fsprogs" };
 pub const MKFS_XFS: Tool = Tool { name: "mkfs.xfs", package: "xfsprogs" };
 pub const XFS_GROWFS: Tool = Tool { name: "xfs_growfs", package: "xfsprogs" };
+
+/// The mounts of this host, as a tool sees them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mounts {
+    Shown,
+    /// None. The kernel still refuses a mounted device to a tool that opens it for itself alone.
+    Hidden,
+}
 
 /// Output of a tool, and its exit code (`None` after a signal).
 pub struct Outcome {
@@ -79,16 +95,27 @@ impl Tools {
     ///
     /// # Errors
     /// If the tool is missing or cannot be started.
-    pub async fn run(&self, tool: Tool, arguments: &[&std::ffi::OsStr]) -> Result<Outcome, Error> {
+    pub async fn run(
+        &self,
+        tool: Tool,
+        arguments: &[&std::ffi::OsStr],
+        mounts: Mounts,
+    ) -> Result<Outcome, Error> {
         let path = self.find(tool)?;
-        let output = tokio::process::Command::new(&path)
-            .args(arguments)
-            .stdin(Stdio::null())
-            // Messages are quoted to users and not parsed: one language for all.
-            .env("LC_ALL", "C")
-            .output()
-            .await
-            .map_err(Error::io("running", &path))?;
+        let mut command = tokio::process::Command::new(&path);
+        command.args(arguments).stdin(Stdio::null());
+        // Messages are quoted to users and not parsed: one language for all.
+        command.env("LC_ALL", "C");
+        if mounts == Mounts::Hidden {
+            // SAFETY: between fork and exec the closure makes system calls, and does nothing else.
+            unsafe {
+                command.pre_exec(|| {
+                    let _ = hide_mounts();
+                    Ok(())
+                });
+            }
+        }
+        let output = command.output().await.map_err(Error::io("running", &path))?;
         let mut text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         if text.is_empty() {
             text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -107,6 +134,15 @@ impl Tools {
         }
         Ok(Outcome { code: output.status.code(), output: line })
     }
+}
+
+/// Gives this process a mount table that is empty, and leaves that of the host as it is. Where that
+/// is not permitted, the tool sees them all: it works, and may be held up.
+fn hide_mounts() -> rustix::io::Result<()> {
+    // SAFETY: the process has one thread, and shares nothing else.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
+    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    mount_bind("/dev/null", "/proc/self/mounts")
 }
 
 #[cfg(test)]
@@ -132,8 +168,10 @@ mod tests {
         let written = std::process::Command::new("sh").args(["-c", script]).arg(&path).status();
         assert!(written.unwrap().success());
         let tools = Tools::within(vec![directory.path().into()]);
-        let outcome = tools.run(E2FSCK, &[]).await.unwrap();
-        assert_eq!(outcome.code, Some(4));
-        assert_eq!(outcome.output, "two lines");
+        for mounts in [Mounts::Shown, Mounts::Hidden] {
+            let outcome = tools.run(E2FSCK, &[], mounts).await.unwrap();
+            assert_eq!(outcome.code, Some(4));
+            assert_eq!(outcome.output, "two lines");
+        }
     }
 }

@@ -5,6 +5,7 @@ use crate::common::dev as running;
 
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
+use std::time::Duration;
 
 use quoin_api::csi::controller_client::ControllerClient;
 use quoin_api::csi::node_client::NodeClient;
@@ -17,7 +18,7 @@ use quoin_api::csi::{
 use running::{
     Dev, Scratch, can_attach, eventually, have, is_online, isolated_command, run, signal,
 };
-use tonic::Code;
+use tonic::{Code, Status};
 
 /// A process of the test in a mount table of its own; killed with the test.
 struct Apart(Child);
@@ -132,53 +133,110 @@ fn a_volume_is_staged_only_while_dev_fuse_exists() {
         let pid = dev.child.id().to_string();
         run("nsenter", &[&["--mount", "--target", &pid], command].concat());
     };
-    let id = dev.json(&["volume", "create", "db", "--size", "64MiB"])["id"].clone();
-    let id = id.as_str().unwrap().to_owned();
-    let node_id = dev.json(&["node", "list"])[0]["name"].as_str().unwrap().to_owned();
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
     let staging = scratch.0.join("staging");
-    std::fs::create_dir(&staging).unwrap();
-    let staging_path = staging.to_str().unwrap().to_owned();
-
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let channel = {
-        let _context = runtime.enter();
-        quoin_identity::unix_channel(&dev.directory.join("run/csi/csi.sock"))
-    };
-    let publish = ControllerPublishVolumeRequest {
-        volume_id: id.clone(),
-        node_id,
-        volume_capability: Some(capability()),
-        ..ControllerPublishVolumeRequest::default()
-    };
-    let published =
-        runtime.block_on(ControllerClient::new(channel.clone()).controller_publish_volume(publish));
-    let mut node = NodeClient::new(channel);
-    let stage = NodeStageVolumeRequest {
-        volume_id: id.clone(),
-        publish_context: published.unwrap().into_inner().publish_context,
-        staging_target_path: staging_path.clone(),
-        volume_capability: Some(capability()),
-        ..NodeStageVolumeRequest::default()
-    };
-    let unstage =
-        NodeUnstageVolumeRequest { volume_id: id, staging_target_path: staging_path.clone() };
+    let mut staged = Staged::published(&dev, "db", &staging);
 
     run_inside(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
     let attached = dev.directory.join("run/attach");
     let before = entries(&attached);
-    let refused = runtime.block_on(node.node_stage_volume(stage.clone())).unwrap_err();
+    let refused = staged.stage().unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains("mknod /dev/fuse c 10 229"), "{refused}");
     assert_eq!(entries(&attached), before, "something is half-made");
     assert_eq!(entries(&staging).len(), 0);
     // Orchestrators undo their request, also where it was never carried out.
-    runtime.block_on(node.node_unstage_volume(unstage.clone())).unwrap();
+    staged.unstage();
 
     run_inside(&["umount", "/dev/fuse"]);
-    runtime.block_on(node.node_stage_volume(stage)).unwrap();
-    run_inside(&["mountpoint", "-q", &staging_path]);
-    runtime.block_on(node.node_unstage_volume(unstage)).unwrap();
+    staged.stage().unwrap();
+    run_inside(&["mountpoint", "-q", staging.to_str().unwrap()]);
+    staged.unstage();
     dev.stop();
+}
+
+/// A tool that asks whether its device is mounted would ask the hanging process about its own.
+#[test]
+fn a_volume_is_formatted_beside_a_mounted_one_whose_attach_process_hangs() {
+    if !can_attach() || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("beside");
+    let (hanging, dev) = (scratch.0.join("hanging"), scratch.cluster());
+    let (hanging, dev) = (Dev::start(&hanging, &[]), Dev::start(&dev, &[]));
+    for cluster in [&hanging, &dev] {
+        cluster.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    }
+    let mut mounted = Staged::published(&hanging, "db", &scratch.0.join("mounted"));
+    mounted.stage().unwrap();
+    let mut staged = Staged::published(&dev, "db", &scratch.0.join("staging"));
+    let attach = hanging.pid("attach").unwrap();
+    signal(attach, "STOP");
+    let formatted = staged.stage();
+    signal(attach, "CONT");
+    formatted.unwrap();
+    staged.unstage();
+    signal(attach, "STOP");
+    let checked = staged.stage();
+    signal(attach, "CONT");
+    checked.unwrap();
+    staged.unstage();
+    mounted.unstage();
+    hanging.stop();
+    dev.stop();
+}
+
+/// A volume that is published to the one node of a cluster.
+struct Staged {
+    runtime: tokio::runtime::Runtime,
+    node: NodeClient<tonic::transport::Channel>,
+    request: NodeStageVolumeRequest,
+}
+
+impl Staged {
+    fn published(dev: &Dev, name: &str, staging: &Path) -> Self {
+        std::fs::create_dir(staging).unwrap();
+        let volume_id = dev.json(&["volume", "get", name])["id"].as_str().unwrap().to_owned();
+        let node_id = dev.json(&["node", "list"])[0]["name"].as_str().unwrap().to_owned();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let channel = {
+            let _context = runtime.enter();
+            quoin_identity::unix_channel(&dev.directory.join("run/csi/csi.sock"))
+        };
+        let publish = ControllerPublishVolumeRequest {
+            volume_id: volume_id.clone(),
+            node_id,
+            volume_capability: Some(capability()),
+            ..ControllerPublishVolumeRequest::default()
+        };
+        let mut controller = ControllerClient::new(channel.clone());
+        let published = runtime.block_on(controller.controller_publish_volume(publish)).unwrap();
+        let request = NodeStageVolumeRequest {
+            volume_id,
+            publish_context: published.into_inner().publish_context,
+            staging_target_path: staging.to_str().unwrap().to_owned(),
+            volume_capability: Some(capability()),
+            ..NodeStageVolumeRequest::default()
+        };
+        Self { runtime, node: NodeClient::new(channel), request }
+    }
+
+    fn stage(&mut self) -> Result<(), Status> {
+        let call = self.node.node_stage_volume(self.request.clone());
+        let limited = async { tokio::time::timeout(Duration::from_secs(60), call).await };
+        match self.runtime.block_on(limited) {
+            Ok(answer) => answer.map(drop),
+            Err(_) => Err(Status::deadline_exceeded("no answer within 60 s")),
+        }
+    }
+
+    fn unstage(&mut self) {
+        let request = NodeUnstageVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            staging_target_path: self.request.staging_target_path.clone(),
+        };
+        self.runtime.block_on(self.node.node_unstage_volume(request)).unwrap();
+    }
 }
 
 /// Returns the names in a directory.

@@ -8,6 +8,7 @@
 
 mod health;
 mod publish;
+mod steps;
 #[cfg(test)]
 mod tests;
 mod volume_stats;
@@ -130,7 +131,8 @@ impl NodeHost {
     }
 
     async fn stage_for(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {
-        let outcome = self.stage_steps(request, purpose).await;
+        let staging = self.stage_steps(request, purpose);
+        let outcome = steps::reported(&request.volume, "staging", staging).await;
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
         outcome
@@ -198,13 +200,14 @@ impl NodeHost {
         self.step("writing the record")?;
         self.records.save(&record)?;
 
-        self.step("attaching")?;
+        self.step("waiting for the target")?;
         let sockets = self.options.run_directory.join("nbd");
         if let Some(key) = &request.key {
             hand_key(volume, &sockets, key, self.options.target_deadline_ms).await?;
         }
         let nbd_socket = sockets.join(format!("{volume}.sock"));
         wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
+        self.step("attaching")?;
         let device = self
             .attacher
             .attach(&AttachRequest {
@@ -258,6 +261,7 @@ impl NodeHost {
             }
             return Ok(());
         }
+        self.step("reading the device")?;
         let content = {
             let device = device.to_owned();
             crate::blocking(move || probe::content(&device, size_bytes)).await?
@@ -326,6 +330,11 @@ impl NodeHost {
     /// # Errors
     /// [`Error::StillPublished`] (and nothing is touched), or what prevented it.
     pub async fn unstage(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
+        let unstaging = self.unstage_steps(volume, staging_path);
+        steps::reported(volume, "unstaging", unstaging).await
+    }
+
+    async fn unstage_steps(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
         let path = resolve(staging_path);
         let record = self.records.load(volume)?;
         let device = self.attacher.device(volume).await?;
@@ -403,13 +412,15 @@ impl NodeHost {
 
     #[cfg(not(test))]
     #[allow(clippy::unused_self, clippy::unnecessary_wraps)]
-    fn step(&self, _name: &'static str) -> Result<(), Error> {
+    fn step(&self, name: &'static str) -> Result<(), Error> {
+        steps::begin(name);
         Ok(())
     }
 
     #[cfg(test)]
     fn step(&self, name: &'static str) -> Result<(), Error> {
         use std::sync::atomic::Ordering;
+        steps::begin(name);
         if self.steps_left.load(Ordering::Relaxed) == 0 {
             return Err(Error::Stopped(name));
         }
