@@ -4,14 +4,16 @@
 //! from the next one. Half a file system must never be taken for a user's data (it would block the
 //! volume permanently) nor for a whole file system. So the tool works on a sparse image on the
 //! host, and the result is copied: first the first block becomes [`FORMATTING_MARK`], then all
-//! other data is written and synced, last the first block, without which no file system is found. A
-//! crash before the end leaves the mark, and the next stage formats anew.
+//! other data is written, last the first block, without which no file system is found. A crash
+//! before the end leaves the mark, and the next stage formats anew. Each of the three is answered
+//! before the next begins, and whatever is lost of a volume is lost from its end (PrefixAlways), so
+//! that one sync at the end is enough.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::str::FromStr;
 
 use crate::error::Error;
@@ -21,6 +23,9 @@ use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, Mounts, RESIZE2FS, Tools, XFS_GR
 /// The block that makes a file system visible; written last.
 const FIRST_BLOCK_BYTES: u64 = 4096;
 const COPY_BYTES: usize = 1 << 20;
+/// Limit of an ext4 whose image is in memory: what the tool writes of it has 15 MiB at most. XFS
+/// writes its whole log, of up to 2 GiB.
+const IN_MEMORY_BYTES_MAX: u64 = 1 << 40;
 /// `BLKZEROOUT` of linux/fs.h: takes {start, length} in bytes.
 const BLKZEROOUT: libc::Ioctl = 0x127f;
 
@@ -84,11 +89,7 @@ pub async fn format(
     };
     // The check precedes the mark, so that a missing tool leaves a blank device blank.
     tools.find(tool)?;
-    let image = job.scratch.join(format!("{}.image", job.volume));
-    let removal = Removal(image.clone());
-    let file = File::create(&image).map_err(Error::io("creating", &image))?;
-    file.set_len(job.size_bytes).map_err(|error| unsized_image(error, &job, &image))?;
-    drop(file);
+    let image = Image::new(&job, file_system)?;
 
     let sector = format!("size={}", job.block_size);
     let mut arguments: Vec<&OsStr> = match file_system {
@@ -100,8 +101,8 @@ pub async fn format(
         }
         FileSystem::Xfs => ["-f", "-q", "-K", "-s", &sector].map(OsStr::new).to_vec(),
     };
-    arguments.push(image.as_os_str());
-    let outcome = tools.run(tool, &arguments, Mounts::Hidden).await?;
+    arguments.push(OsStr::new("/proc/self/fd/0"));
+    let outcome = tools.run_on(tool, &arguments, image.file(&job)?).await?;
     if outcome.code != Some(0) {
         return Err(Error::Tool {
             tool: tool.name,
@@ -110,9 +111,13 @@ pub async fn format(
         });
     }
     let (device, size_bytes) = (job.device.to_owned(), job.size_bytes);
-    crate::blocking(move || copy(&image, &device, size_bytes, was_interrupted)).await?;
-    drop(removal);
-    Ok(())
+    crate::blocking(move || {
+        let outcome = copy(&image.0, &device, size_bytes, was_interrupted);
+        // The kernel takes its time to free a file on a disk, for which nobody waits.
+        tokio::task::spawn_blocking(move || drop(image));
+        outcome
+    })
+    .await
 }
 
 /// File systems limit the size of a file; a volume may be larger than that.
@@ -127,17 +132,38 @@ fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
     }
 }
 
-/// Removes the image in every case; an image left by a crash is truncated by the next format.
-struct Removal(PathBuf);
+/// The sparse file that a tool makes its file system in. It has no name, so that nothing is left of
+/// it after a crash.
+struct Image(File);
 
-impl Drop for Removal {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+impl Image {
+    fn new(job: &Job<'_>, file_system: FileSystem) -> Result<Self, Error> {
+        let in_memory = file_system == FileSystem::Ext4 && job.size_bytes <= IN_MEMORY_BYTES_MAX;
+        let path = job.scratch.join(format!("{}.image", job.volume));
+        let made = match in_memory {
+            true => rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC)
+                .map(File::from)
+                .map_err(std::io::Error::from),
+            false => File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)
+                .and_then(|file| std::fs::remove_file(&path).map(|()| file)),
+        };
+        let file = made.map_err(Error::io("creating", &path))?;
+        file.set_len(job.size_bytes).map_err(|error| unsized_image(error, job, &path))?;
+        Ok(Self(file))
+    }
+
+    /// The same file, for the tool.
+    fn file(&self, job: &Job<'_>) -> Result<File, Error> {
+        self.0.try_clone().map_err(Error::io("sharing the image of", job.device))
     }
 }
 
-fn copy(image: &Path, device: &Path, size_bytes: u64, was_interrupted: bool) -> Result<(), Error> {
-    let from = File::open(image).map_err(Error::io("opening", image))?;
+fn copy(from: &File, device: &Path, size_bytes: u64, was_interrupted: bool) -> Result<(), Error> {
     let to = File::options()
         .write(true)
         .open(device)
@@ -145,44 +171,57 @@ fn copy(image: &Path, device: &Path, size_bytes: u64, was_interrupted: bool) -> 
     let write = |bytes: &[u8], offset: u64| {
         to.write_all_at(bytes, offset).map_err(Error::io("writing", device))
     };
-    let sync = || to.sync_all().map_err(Error::io("syncing", device));
+    let answered = || write_out(&to).map_err(Error::io("writing", device));
 
     let mut first = vec![0; usize::try_from(FIRST_BLOCK_BYTES).expect("4096 fits")];
     first[..FORMATTING_MARK.len()].copy_from_slice(FORMATTING_MARK);
     write(&first, 0)?;
-    sync()?;
+    answered()?;
     if was_interrupted {
         // Data of the earlier attempt may lie where this one relies on zeroes.
         zero(&to, device, FIRST_BLOCK_BYTES, size_bytes)?;
     }
+    let reading = || Error::io("reading the image of", device);
     let mut buffer = vec![0; COPY_BYTES];
     let mut offset = 0;
-    while let Some((start, end)) = next_data(&from, image, offset)? {
+    while let Some((start, end)) = next_data(from, offset).map_err(reading())? {
         let mut at = start.max(FIRST_BLOCK_BYTES);
         while at < end {
             let bytes = usize::try_from((end - at).min(COPY_BYTES as u64)).expect("a mebibyte");
             let chunk = &mut buffer[..bytes];
-            from.read_exact_at(chunk, at).map_err(Error::io("reading", image))?;
+            from.read_exact_at(chunk, at).map_err(reading())?;
             write(chunk, at)?;
             at += bytes as u64;
         }
         offset = end;
     }
-    sync()?;
-    from.read_exact_at(&mut first, 0).map_err(Error::io("reading", image))?;
+    answered()?;
+    from.read_exact_at(&mut first, 0).map_err(reading())?;
     write(&first, 0)?;
-    sync()
+    to.sync_all().map_err(Error::io("syncing", device))
+}
+
+/// Has everything written that is cached of a device, and waits until the device has answered.
+/// Nothing is flushed below it.
+fn write_out(device: &File) -> std::io::Result<()> {
+    let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // SAFETY: the call takes numbers only.
+    match unsafe { libc::sync_file_range(device.as_raw_fd(), 0, 0, all) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
 }
 
 /// Returns the next stretch of data at or after `offset` in a sparse file.
-fn next_data(file: &File, path: &Path, offset: u64) -> Result<Option<(u64, u64)>, Error> {
+fn next_data(file: &File, offset: u64) -> std::io::Result<Option<(u64, u64)>> {
     let start = match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(offset)) {
         Ok(start) => start,
         Err(rustix::io::Errno::NXIO) => return Ok(None),
-        Err(error) => return Err(Error::io("looking for data in", path)(error.into())),
+        Err(error) => return Err(error.into()),
     };
-    let end = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(start))
-        .map_err(|error| Error::io("looking for holes in", path)(error.into()))?;
+    let end = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(start))?;
     Ok(Some((start, end)))
 }
 

@@ -5,13 +5,16 @@
 //! serves that device or mount, and one that hangs would hold up the tool, which serves another
 //! volume. So tools see [`Mounts`] only where they need them.
 
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use rustix::mount::{MountPropagationFlags, mount_bind, mount_change};
+use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_bind, mount_change, unmount};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::error::Error;
+use crate::mountinfo::{self, Mount};
 
 /// A program that a node needs for a file system, and the package that has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,16 +104,40 @@ impl Tools {
         arguments: &[&std::ffi::OsStr],
         mounts: Mounts,
     ) -> Result<Outcome, Error> {
+        self.start(tool, arguments, mounts, Stdio::null()).await
+    }
+
+    /// Runs a tool on a file that has no name: `/proc/self/fd/0`. It sees no mounts.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub async fn run_on(
+        &self,
+        tool: Tool,
+        arguments: &[&std::ffi::OsStr],
+        file: std::fs::File,
+    ) -> Result<Outcome, Error> {
+        self.start(tool, arguments, Mounts::Hidden, file.into()).await
+    }
+
+    async fn start(
+        &self,
+        tool: Tool,
+        arguments: &[&std::ffi::OsStr],
+        mounts: Mounts,
+        input: Stdio,
+    ) -> Result<Outcome, Error> {
         let path = self.find(tool)?;
         let mut command = tokio::process::Command::new(&path);
-        command.args(arguments).stdin(Stdio::null());
+        command.args(arguments).stdin(input);
         // Messages are quoted to users and not parsed: one language for all.
         command.env("LC_ALL", "C");
         if mounts == Mounts::Hidden {
+            let served = served_mounts()?;
             // SAFETY: between fork and exec the closure makes system calls, and does nothing else.
             unsafe {
-                command.pre_exec(|| {
-                    let _ = hide_mounts();
+                command.pre_exec(move || {
+                    let _ = hide_mounts(&served);
                     Ok(())
                 });
             }
@@ -136,12 +163,32 @@ impl Tools {
     }
 }
 
+/// Returns the mounts that a process serves, or the device below them.
+fn served_mounts() -> Result<Vec<CString>, Error> {
+    const LOOP_MAJOR: u32 = 7;
+    let is_served = |mount: &Mount| {
+        mount.major == LOOP_MAJOR
+            || mount.source.starts_with("/dev/loop")
+            || mount.fs_type.starts_with("fuse")
+    };
+    let served = mountinfo::read()?.into_iter().filter(is_served).map(|mount| mount.mount_point);
+    let others = served.filter(|path| path != Path::new("/"));
+    Ok(others.filter_map(|path| CString::new(path.as_os_str().as_bytes()).ok()).collect())
+}
+
 /// Gives this process a mount table that is empty, and leaves that of the host as it is. Where that
 /// is not permitted, the tool sees them all: it works, and may be held up.
-fn hide_mounts() -> rustix::io::Result<()> {
+///
+/// The process has copies of the host's mounts. It gives those up that are `served`, since a copy
+/// keeps a volume's file system mounted.
+fn hide_mounts(served: &[CString]) -> rustix::io::Result<()> {
     // SAFETY: the process has one thread, and shares nothing else.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
-    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
+    for path in served {
+        // One that was on another of them is gone with it.
+        let _ = unmount(path, UnmountFlags::DETACH);
+    }
     mount_bind("/dev/null", "/proc/self/mounts")
 }
 

@@ -172,16 +172,16 @@ impl World {
             .collect()
     }
 
-    /// Unstages the volume after a file of it was open: a process that another test has just forked
-    /// has that file open too, until it becomes its program.
-    async fn unstage(&self, node: &NodeHost) {
+    /// Unstages the volume. A process that another test has just forked may have a file of it open
+    /// too, until it becomes its program, and a tool that is just started a copy of its mount.
+    async fn unstage(&self, node: &NodeHost) -> bool {
         let mut outcome = node.unstage(VOLUME, &self.path("stage")).await;
         for _ in 0..1000 {
             let Err(Error::Busy { .. }) = outcome else { break };
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
             outcome = node.unstage(VOLUME, &self.path("stage")).await;
         }
-        assert!(outcome.unwrap());
+        outcome.unwrap()
     }
 
     /// Asserts that nothing of the volume is left on the host but its data.
@@ -229,10 +229,10 @@ async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_no_staged_volume() {
     assert_eq!(refused.kind(), crate::Kind::FailedPrecondition);
     assert!(refused.to_string().contains("unstage"), "{refused}");
     // Unstaging works as before, and then the volume is staged anew.
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     *world.attacher.dead.lock().unwrap() = None;
     node.stage(&world.stage_request(ext4())).await.unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     world.assert_clean();
 }
 
@@ -267,7 +267,7 @@ async fn a_volume_keeps_its_files_through_stage_publish_unpublish_and_unstage() 
         assert!(node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
         assert!(!world.path("pods/a").exists());
         assert!(!node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
-        assert!(node.unstage(VOLUME, &world.path("stage")).await.unwrap());
+        assert!(world.unstage(&node).await);
         assert!(!node.unstage(VOLUME, &world.path("stage")).await.unwrap());
         world.assert_clean();
     }
@@ -291,7 +291,7 @@ async fn a_volume_in_use_is_unstaged_only_after_its_last_file_is_closed() {
         held.sync_all().unwrap();
     }
     drop(held);
-    world.unstage(&world.node()).await;
+    assert!(world.unstage(&world.node()).await);
     world.assert_clean();
 }
 
@@ -309,7 +309,7 @@ async fn xfs_is_made_mounted_and_grown_while_in_use() {
     let after = node.stats(VOLUME, &world.path("stage")).await.unwrap();
     assert!(after.total_bytes > before.total_bytes + 300 * MIB, "{before:?} {after:?}");
     drop(open);
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     world.assert_clean();
 }
 
@@ -334,14 +334,14 @@ async fn ext4_grows_while_in_use_and_after_the_volume_grew_unstaged() {
     let (inodes, used, free) = grown.inodes.unwrap();
     assert_eq!(inodes, used + free);
     node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
 
     world.attacher.resize(VOLUME, 256 * MIB).await.unwrap();
     let request = StageRequest { size_bytes: 256 * MIB, ..world.stage_request(ext4()) };
     node.stage(&request).await.unwrap();
     let again = node.stats(VOLUME, &world.path("stage")).await.unwrap();
     assert!(again.total_bytes > 200 * MIB, "{again:?}");
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     world.assert_clean();
 }
 
@@ -369,7 +369,7 @@ async fn a_block_volume_is_a_device_at_the_target_and_read_only_on_request() {
     node.publish(&PublishRequest { read_only: true, ..request }).await.unwrap();
     assert!(write_through(&target).is_err(), "a read-only device");
     node.unpublish(VOLUME, &target).await.unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     world.assert_clean();
 }
 
@@ -388,7 +388,7 @@ async fn a_read_only_publication_refuses_writes_and_the_staging_stays_writable()
     let target = mountinfo::at(&mounts, &world.path("pods/read only")).unwrap();
     assert!(target.options.contains(&"noatime".to_owned()), "flags survive the remount");
     node.unpublish(VOLUME, &world.path("pods/read only")).await.unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     world.assert_clean();
 }
 
@@ -463,7 +463,7 @@ async fn a_device_with_anything_on_it_is_never_formatted() {
         fs::write(world.attacher.file(VOLUME), &image).unwrap();
         let error = node.stage(&world.stage_request(ext4())).await.unwrap_err();
         assert_eq!(error.kind(), Kind::FailedPrecondition, "{name}: {error}");
-        node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+        world.unstage(&node).await;
         assert_eq!(fs::read(world.attacher.file(VOLUME)).unwrap(), image, "{name}");
     }
 }
@@ -474,11 +474,11 @@ async fn a_volume_that_holds_ext4_is_not_mounted_as_xfs() {
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     fs::write(world.path("stage/x"), "kept").unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     let xfs = Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() };
     let error = node.stage(&world.stage_request(xfs)).await.unwrap_err();
     assert!(error.to_string().contains("ext4"), "{error}");
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     node.stage(&world.stage_request(ext4())).await.unwrap();
     assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "kept");
 }
@@ -497,7 +497,7 @@ async fn an_interrupted_format_is_repeated_with_either_file_system() {
         let request = StageRequest { size_bytes: 400 * MIB, ..world.stage_request(access) };
         node.stage(&request).await.unwrap();
         fs::write(world.path("stage/x"), "x").unwrap();
-        node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+        world.unstage(&node).await;
         world.assert_clean();
     }
 }
@@ -508,10 +508,10 @@ async fn an_empty_volume_cannot_be_staged_read_only_and_a_formatted_one_can() {
     let node = world.node();
     let read_only = StageRequest { read_only: true, ..world.stage_request(ext4()) };
     assert!(matches!(node.stage(&read_only).await, Err(Error::EmptyReadOnly { .. })));
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     node.stage(&world.stage_request(ext4())).await.unwrap();
     fs::write(world.path("stage/x"), "x").unwrap();
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     node.stage(&read_only).await.unwrap();
     assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "x");
     assert!(fs::write(world.path("stage/y"), "y").is_err());
@@ -529,7 +529,7 @@ async fn leave_dirty(world: &World, request: &StageRequest) {
     let dirty = world.path("dirty");
     fs::copy(world.attacher.file(VOLUME), &dirty).unwrap();
     drop(file);
-    world.unstage(&node).await;
+    assert!(world.unstage(&node).await);
     fs::rename(dirty, world.attacher.file(VOLUME)).unwrap();
 }
 
@@ -548,7 +548,7 @@ async fn a_journal_is_replayed_before_a_read_only_staging_through_a_kill_at_any_
             leave_dirty(&world, &writes).await;
             if step == 0 {
                 world.node().stage(&reads).await.unwrap_err();
-                world.node().unstage(VOLUME, &world.path("stage")).await.unwrap();
+                world.unstage(&world.node()).await;
             }
             world.attacher.resize(VOLUME, reads.size_bytes).await.unwrap();
             let node = world.node();
@@ -562,7 +562,7 @@ async fn a_journal_is_replayed_before_a_read_only_staging_through_a_kill_at_any_
             assert!(fs::write(world.path("stage/y"), "y").is_err());
             let stats = node.stats(VOLUME, &world.path("stage")).await.unwrap();
             assert!(stats.total_bytes > size_bytes + 20 * MIB, "{stats:?}");
-            node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+            world.unstage(&node).await;
             if outcome.is_ok() {
                 break;
             }
@@ -577,10 +577,10 @@ async fn a_replay_makes_no_file_system_and_changes_no_clean_ext4() {
     let node = world.node();
     let reads = StageRequest { read_only: true, ..world.stage_request(ext4()) };
     assert!(matches!(node.replay(&reads).await, Err(Error::EmptyReadOnly { .. })));
-    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.unstage(&node).await;
     node.stage(&world.stage_request(ext4())).await.unwrap();
     fs::write(world.path("stage/x"), "x").unwrap();
-    world.unstage(&node).await;
+    assert!(world.unstage(&node).await);
     let before = fs::read(world.attacher.file(VOLUME)).unwrap();
     node.replay(&reads).await.unwrap();
     assert!(fs::read(world.attacher.file(VOLUME)).unwrap() == before, "bytes were written");
