@@ -12,6 +12,10 @@ use quoin_encryption::handing::{self, Refusal};
 
 use crate::error::Error;
 
+/// Shortest and longest time between two looks for a target that does not listen yet.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(50);
+
 /// Volume to be attached as a block device of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachRequest {
@@ -105,7 +109,9 @@ pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> R
                           be repeated",
             });
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        // Most targets listen within some milliseconds, and the others may take long.
+        let pause = started.elapsed() / 8;
+        tokio::time::sleep(pause.clamp(PAUSE_MIN, PAUSE_MAX)).await;
     }
 }
 

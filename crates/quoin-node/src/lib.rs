@@ -10,6 +10,7 @@
 //!
 //! [`quoin-csi`]: https://docs.rs/quoin-csi
 
+mod allocation;
 mod attach;
 mod attach_process;
 mod device;

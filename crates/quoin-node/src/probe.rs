@@ -1,14 +1,16 @@
 //! Reads the contents of a device before anything is written to it.
 //!
 //! The rule is that a device is formatted only if it is *proven blank*: no known signature at its
-//! place, and not one byte other than zero in the first and last mebibyte and in samples spread
-//! over the whole of it. A Quoin volume reads as zeroes until it is written, so a fresh one always
-//! passes. Bytes of unknown kind count as a user's data.
+//! place, not one byte other than zero in the first and last mebibyte, and none in what was written
+//! of the rest. A Quoin volume reads as zeroes where it was not written, so a fresh one always
+//! passes. Of much data samples are read, as they are of a volume whose target does not say what was
+//! written. Bytes of unknown kind count as a user's data.
 //!
 //! A format that was interrupted is recognised by [`FORMATTING_MARK`]: `format` writes it into the
 //! first block before anything else and replaces it last.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -22,25 +24,33 @@ const SAMPLE_BYTES: usize = 4096;
 /// Threads that read the samples.
 const READERS: usize = 8;
 
-/// Reads the kind of content of `device` (a block device or a file) of `size_bytes`.
+/// Reads the kind of content of `device` (a block device or a file) of `size_bytes`. `written` is
+/// called if its ends are blank, for the ranges that may have content.
 ///
 /// # Errors
 /// If the device cannot be opened or read.
-pub fn content(device: &Path, size_bytes: u64) -> Result<Content, Error> {
+pub fn content(
+    device: &Path,
+    size_bytes: u64,
+    written: impl FnOnce() -> Option<Vec<Range<u64>>>,
+) -> Result<Content, Error> {
     let file = File::open(device).map_err(Error::io("opening", device))?;
     let read = |offset: u64, buffer: &mut [u8]| file.read_exact_at(buffer, offset);
     let ends = content_of_ends(size_bytes, read).map_err(Error::io("reading", device))?;
     if ends != Content::Blank {
         return Ok(ends);
     }
+    let whole = || std::iter::once(0..size_bytes).collect();
+    let samples = samples(&written().unwrap_or_else(whole), size_bytes);
+    if samples.is_empty() {
+        return Ok(Content::Blank);
+    }
     // The kernel would read on behind each sample. Where it does not take the hint it does so.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
-    let step = (size_bytes / SAMPLES) & !(SAMPLE_BYTES as u64 - 1);
-    let fits = |offset: &u64| *offset > 0 && *offset + SAMPLE_BYTES as u64 <= size_bytes;
-    let is_blank = |first: u64| {
+    let is_blank = |first: usize| {
         let mut sample = [0; SAMPLE_BYTES];
-        for offset in (first..SAMPLES).step_by(READERS).map(|index| index * step).filter(fits) {
-            read(offset, &mut sample)?;
+        for offset in samples.iter().skip(first).step_by(READERS) {
+            read(*offset, &mut sample)?;
             if !is_zero(&sample) {
                 return Ok(false);
             }
@@ -50,7 +60,7 @@ pub fn content(device: &Path, size_bytes: u64) -> Result<Content, Error> {
     // Each read of a volume is a round trip to its target: many are under way at once.
     let outcomes: Vec<std::io::Result<bool>> = std::thread::scope(|scope| {
         let started: Vec<_> =
-            (0..READERS as u64).map(|first| scope.spawn(move || is_blank(first))).collect();
+            (0..READERS).map(|first| scope.spawn(move || is_blank(first))).collect();
         started.into_iter().map(|reader| reader.join().expect("no reader panics")).collect()
     });
     for outcome in outcomes {
@@ -59,6 +69,17 @@ pub fn content(device: &Path, size_bytes: u64) -> Result<Content, Error> {
         }
     }
     Ok(Content::Blank)
+}
+
+/// Returns the offsets of samples that are spread over these ranges: all that they have, where that
+/// are no more than [`SAMPLES`].
+fn samples(ranges: &[Range<u64>], size_bytes: u64) -> Vec<u64> {
+    let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+    let sample_bytes = SAMPLE_BYTES as u64;
+    let step = (bytes / SAMPLES).next_multiple_of(sample_bytes).max(sample_bytes);
+    let fits = |offset: &u64| *offset + sample_bytes <= size_bytes;
+    let of = |range: &Range<u64>| range.clone().step_by(step as usize);
+    ranges.iter().flat_map(of).filter(fits).collect()
 }
 
 #[cfg(test)]
@@ -84,7 +105,7 @@ mod tests {
     fn a_fresh_volume_is_blank() {
         for size_bytes in [4096, MIB, 3 * MIB + 4096, 64 * MIB] {
             let file = file_of(size_bytes, &[]);
-            assert_eq!(content(file.path(), size_bytes).unwrap(), Content::Blank);
+            assert_eq!(content(file.path(), size_bytes, || None).unwrap(), Content::Blank);
         }
     }
 
@@ -92,15 +113,33 @@ mod tests {
     fn bytes_at_the_end_or_in_the_middle_make_a_device_not_blank() {
         let size_bytes = 64 * MIB;
         let last = file_of(size_bytes, &[(size_bytes - 1, b"x")]);
-        assert_eq!(content(last.path(), size_bytes).unwrap(), Content::Unknown);
+        assert_eq!(content(last.path(), size_bytes, || None).unwrap(), Content::Unknown);
         let middle = file_of(size_bytes, &[(32 * MIB, b"x")]);
-        assert_eq!(content(middle.path(), size_bytes).unwrap(), Content::Unknown);
+        assert_eq!(content(middle.path(), size_bytes, || None).unwrap(), Content::Unknown);
+    }
+
+    #[test]
+    fn every_written_block_is_read_and_no_other() {
+        let size_bytes = 64 * MIB;
+        // No sample of the whole device is there.
+        let at = 32 * MIB + 8192;
+        let file = file_of(size_bytes, &[(at + 4095, b"x")]);
+        let content = |written: &[Range<u64>]| {
+            let written = written.to_vec();
+            content(file.path(), size_bytes, || Some(written)).unwrap()
+        };
+        assert_eq!(content(&[2 * MIB..2 * MIB + 4096, at - 4096..at + 4096]), Content::Unknown);
+        assert_eq!(content(&[2 * MIB..3 * MIB, at - 4096..at]), Content::Blank);
+        assert_eq!(content(&[]), Content::Blank);
+        let last = file_of(size_bytes, &[(size_bytes - 1, b"x")]);
+        let ends = super::content(last.path(), size_bytes, || Some(Vec::new())).unwrap();
+        assert_eq!(ends, Content::Unknown, "the ends are read in any case");
     }
 
     #[test]
     fn an_interrupted_format_is_distinguished_from_data() {
         let file = file_of(8 * MIB, &[(0, FORMATTING_MARK), (MIB, b"half a file system")]);
-        assert_eq!(content(file.path(), 8 * MIB).unwrap(), Content::Interrupted);
+        assert_eq!(content(file.path(), 8 * MIB, || None).unwrap(), Content::Interrupted);
     }
 
     proptest! {

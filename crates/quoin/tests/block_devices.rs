@@ -3,6 +3,7 @@
 
 use crate::common::dev as running;
 
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
 use std::time::Duration;
@@ -183,6 +184,28 @@ fn a_volume_is_formatted_beside_a_mounted_one_whose_attach_process_hangs() {
     staged.unstage();
     mounted.unstage();
     hanging.stop();
+    dev.stop();
+}
+
+/// The block is one that no sample of the whole device has.
+#[test]
+fn a_volume_of_which_one_block_was_written_is_not_formatted() {
+    if !can_attach() || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("written");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let device = std::fs::File::options().write(true).open(dev.device("db")).unwrap();
+    device.write_all_at(b"x", (32 << 20) + 8192).unwrap();
+    device.sync_all().unwrap();
+    drop(device);
+    dev.ok(&["volume", "detach", "db"]);
+    let mut staged = Staged::published(&dev, "db", &scratch.0.join("staging"));
+    let refused = staged.stage().unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(refused.message().contains("unknown"), "{refused}");
+    staged.unstage();
     dev.stop();
 }
 

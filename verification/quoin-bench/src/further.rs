@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
-    Class, Error, Options, absence, clones, heal, members, orchestrated, snapshots, takeover, usage,
+    Class, Error, Options, absence, clones, groups, heal, history, members, orchestrated,
+    snapshots, takeover, usage,
 };
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
@@ -108,6 +109,10 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         facts.extend(clones::run(options, quoin, &directory.join("clones"))?);
     }
     facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
+    facts.extend(history::run(options, quoin, &directory.join("history"))?);
+    if options.wants(groups::NAME) {
+        facts.extend(groups::run(quoin, &directory.join("groups"))?);
+    }
     facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
     if options.wants(takeover::NAME) {
         facts.extend(takeover::run(quoin, &directory.join("takeover"))?);

@@ -23,6 +23,9 @@
 //! | `takeover` | a volume of a lost node on another one |
 //! | `clones` | a clone of a full volume beside an empty volume |
 //! | `snapshots` | what snapshots cost clients, their deletion, a return to one |
+//! | `groups` | the pause of clients while snapshots of ten volumes are made together |
+//! | `history` | changed blocks of two snapshots, and rebuilds of volumes with snapshots |
+//! | `nodes` | targets of further nodes |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
 //! | `absence` | data moved at the return of a replica that was away |
 
@@ -33,11 +36,14 @@ pub mod compare;
 pub mod encryption;
 pub mod floor;
 pub mod further;
+pub mod groups;
 pub mod heal;
+pub mod history;
 mod interrupt;
 pub mod load;
 pub mod members;
 pub mod nbd;
+pub mod nodes;
 pub mod orchestrated;
 pub mod product;
 pub mod rebuild;

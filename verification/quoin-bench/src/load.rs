@@ -161,13 +161,22 @@ impl Generator {
         self.flush()
     }
 
+    /// Writes a block of each MiB of the device's first bytes, and flushes them.
+    pub fn touch_first_mib(&mut self, bytes: u64) -> Result<(), Error> {
+        self.touch(true, bytes / SPARSE_BYTES)
+    }
+
     /// Reads or writes a block of each MiB, all of them so many times, and flushes the writes.
     pub fn touch_each_mib(&mut self, write: bool, times: u64) -> Result<(), Error> {
+        self.touch(write, self.size_bytes / SPARSE_BYTES * times)
+    }
+
+    fn touch(&mut self, write: bool, blocks: u64) -> Result<(), Error> {
         self.sequential = 0;
         let (pattern, time) = (Pattern::Sparse, NO_LIMIT);
         let writes_percent = if write { 100 } else { 0 };
         let load = Load { writes_percent, pattern, block_bytes: 4096, depth: 32, time };
-        self.drive(load, Some(self.size_bytes / SPARSE_BYTES * times))?;
+        self.drive(load, Some(blocks))?;
         self.flush()
     }
 

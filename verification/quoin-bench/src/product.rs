@@ -137,14 +137,29 @@ impl Product {
         made: &[&str],
         attached: &[&str],
     ) -> Result<PathBuf, Error> {
+        self.create_by(name, class, size_bytes, made)?;
+        self.attach_with(name, attached)
+    }
+
+    /// Makes a volume with three replicas that is attached nowhere.
+    pub fn create(&self, name: &str, class: Class, size_bytes: u64) -> Result<(), Error> {
+        self.create_by(name, class, size_bytes, &["--replicas", "3"])
+    }
+
+    fn create_by(
+        &self,
+        name: &str,
+        class: Class,
+        size_bytes: u64,
+        made: &[&str],
+    ) -> Result<(), Error> {
         let size = size_bytes.to_string();
         let durability = match class {
             Class::Cache => "cache",
             Class::Media => "media",
         };
         let create = ["volume", "create", name, "--size", &size, "--durability", durability];
-        self.command(&[&create, made].concat())?;
-        self.attach_with(name, attached)
+        self.command(&[&create, made].concat()).map(drop)
     }
 
     /// Attaches a volume and returns its NBD socket.

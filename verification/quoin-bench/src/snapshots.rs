@@ -21,9 +21,9 @@ const VOLUME_BYTES: u64 = 1 << 30;
 const REPLICAS: f64 = 3.0;
 /// Snapshots that are made under load, one each [`EVERY`].
 const UNDER_LOAD: usize = 100;
-const EVERY: Duration = Duration::from_millis(400);
+pub const EVERY: Duration = Duration::from_millis(400);
 /// A pause of clients counts for a snapshot until so long after its answer.
-const ECHO: Duration = Duration::from_millis(50);
+pub const ECHO: Duration = Duration::from_millis(50);
 const HUNDRED_SNAPSHOTS: usize = 100;
 /// Share of the volume that is written between two of those.
 const CHANGED: f64 = 0.01;
@@ -86,7 +86,6 @@ fn made(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
     let mut gaps: Vec<f64> =
         spans.iter().map(|span| outcome.longest_gap(span).as_secs_f64() * 1e3).collect();
     gaps.sort_unstable_by(f64::total_cmp);
-    let p99 = gaps[(gaps.len() * 99).div_ceil(100) - 1];
     let mut slower = Vec::new();
     for pair in 0..PAIRS {
         let before = generator.run(load(100, seconds))?;
@@ -96,10 +95,16 @@ fn made(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
     }
     let fact = |what: &str, value, unit, goal| Fact::of(MADE, what, value, unit, goal);
     Ok(vec![
-        fact("gap-p99", p99, "ms", 50.0),
-        fact("gap-median", gaps[gaps.len() / 2], "ms", 10.0),
+        fact("gap-p99", nearest_rank(&gaps, 0.99), "ms", 50.0),
+        fact("gap-median", nearest_rank(&gaps, 0.5), "ms", 10.0),
         fact("writes-after", median(slower), "× slower than before", 1.05),
     ])
+}
+
+/// Returns the smallest of sorted figures which at least this share of them do not exceed.
+pub fn nearest_rank(sorted: &[f64], share: f64) -> f64 {
+    let rank = (sorted.len() as f64 * share).ceil() as usize;
+    sorted[rank.saturating_sub(1)]
 }
 
 /// Reads and writes of a volume with a hundred snapshots, beside one that has none.

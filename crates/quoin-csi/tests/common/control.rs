@@ -16,7 +16,7 @@ use quoin_api::control::*;
 use quoin_identity::unix_channel;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tonic::Status;
 use tonic::transport::Channel;
 
@@ -282,7 +282,7 @@ async fn node(admin: Channel, report: NodeReport, sockets: PathBuf) {
     let mut serving = BTreeMap::new();
     // Its target takes every key.
     let (_stop, stopped) = watch::channel(false);
-    let mut keys = tokio::task::JoinSet::new();
+    let mut keys = JoinSet::new();
     let listener = quoin_encryption::handing::bind(&sockets).unwrap();
     keys.spawn(quoin_encryption::handing::serve(listener, |_, _| Ok(()), stopped));
     loop {
@@ -295,7 +295,7 @@ async fn listen(
     agent: &mut AgentClient<Channel>,
     report: &NodeReport,
     sockets: &Path,
-    serving: &mut BTreeMap<String, UnixListener>,
+    serving: &mut BTreeMap<String, JoinSet<()>>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
     let watched = agent
@@ -318,7 +318,15 @@ async fn listen(
                     let path = sockets.join(format!("{id}.sock"));
                     serving.entry(id).or_insert_with(|| {
                         let _ = std::fs::remove_file(&path);
-                        UnixListener::bind(&path).unwrap()
+                        let listener = UnixListener::bind(&path).unwrap();
+                        let mut connections = JoinSet::new();
+                        connections.spawn(async move {
+                            // Every client is disconnected: there is no volume behind it.
+                            while let Ok(client) = listener.accept().await {
+                                drop(client);
+                            }
+                        });
+                        connections
                     });
                 }
             }

@@ -29,7 +29,10 @@ use crate::mountinfo::{self, Mount};
 use crate::probe::{self, Content};
 use crate::records::{Access, Record, Records, Staging};
 use crate::tools::Tools;
-use crate::{device, mount, superblock};
+use crate::{allocation, device, mount, superblock};
+
+/// Directory of the sockets of targets, below that of what runs.
+const SOCKETS: &str = "nbd";
 
 /// Paths of a node.
 #[derive(Debug, Clone)]
@@ -201,11 +204,11 @@ impl NodeHost {
         self.records.save(&record)?;
 
         self.step("waiting for the target")?;
-        let sockets = self.options.run_directory.join("nbd");
         if let Some(key) = &request.key {
+            let sockets = self.options.run_directory.join(SOCKETS);
             hand_key(volume, &sockets, key, self.options.target_deadline_ms).await?;
         }
-        let nbd_socket = sockets.join(format!("{volume}.sock"));
+        let nbd_socket = self.nbd_socket(volume);
         wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
         self.step("attaching")?;
         let device = self
@@ -232,6 +235,11 @@ impl NodeHost {
             staging.complete = true;
         }
         self.records.save(&record)
+    }
+
+    /// Returns the socket on which the target of this node serves a volume.
+    fn nbd_socket(&self, volume: &str) -> PathBuf {
+        self.options.run_directory.join(SOCKETS).join(format!("{volume}.sock"))
     }
 
     async fn mount_staging(
@@ -263,8 +271,9 @@ impl NodeHost {
         }
         self.step("reading the device")?;
         let content = {
-            let device = device.to_owned();
-            crate::blocking(move || probe::content(&device, size_bytes)).await?
+            let (device, socket) = (device.to_owned(), self.nbd_socket(volume));
+            let written = move || allocation::written(&socket, size_bytes);
+            crate::blocking(move || probe::content(&device, size_bytes, written)).await?
         };
         match &content {
             Content::Blank | Content::Interrupted => {

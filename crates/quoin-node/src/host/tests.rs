@@ -99,7 +99,6 @@ impl Attacher for LoopAttacher {
 struct World {
     root: tempfile::TempDir,
     attacher: Arc<LoopAttacher>,
-    _target: tokio::net::UnixListener,
 }
 
 const VOLUME: &str = "00000000000000000000000000000abc";
@@ -116,11 +115,13 @@ impl World {
             fs::create_dir_all(root.path().join(directory)).unwrap();
         }
         let socket = root.path().join(format!("run/nbd/{VOLUME}.sock"));
-        let target = tokio::net::UnixListener::bind(socket).unwrap();
+        let target = std::os::unix::net::UnixListener::bind(socket).unwrap();
+        // Every client is disconnected: there is no volume behind it.
+        std::thread::spawn(move || target.incoming().for_each(drop));
         let directory = root.path().join("devices");
         let attacher =
             Arc::new(LoopAttacher { directory, made: Mutex::default(), dead: Mutex::default() });
-        Some(Self { root, attacher, _target: target })
+        Some(Self { root, attacher })
     }
 
     fn path(&self, name: &str) -> PathBuf {

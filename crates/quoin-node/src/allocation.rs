@@ -1,0 +1,44 @@
+//! Ranges of a volume that have content, as its target knows them.
+
+use std::ops::Range;
+use std::path::Path;
+
+use quoin_nbd::client::{Address, Client, ClientOptions};
+use quoin_types::block::{Operation, Payload};
+
+/// Bytes of one request; the protocol's lengths have 32 bits.
+const REQUEST_BYTES: u64 = 1 << 31;
+/// Limit of the volumes that are asked about: for the answer a pool goes through its whole map.
+const VOLUME_BYTES_MAX: u64 = 1 << 40;
+/// Limit of the ranges that are kept.
+const RANGES_MAX: usize = 1 << 16;
+
+/// Asks the target that listens on `socket` which ranges of its volume were written and not trimmed;
+/// all others read as zeroes. `None`: it does not say, or the volume is too large or has too many.
+pub fn written(socket: &Path, size_bytes: u64) -> Option<Vec<Range<u64>>> {
+    if size_bytes > VOLUME_BYTES_MAX {
+        return None;
+    }
+    let address = Address::Unix(socket.to_owned());
+    let options = ClientOptions { reconnect: false, ..ClientOptions::new(address) };
+    let client = Client::connect(options).ok()?;
+    let mut written = Vec::new();
+    for offset in (0..size_bytes).step_by(REQUEST_BYTES as usize) {
+        let end = size_bytes.min(offset + REQUEST_BYTES);
+        let asked = Operation::Status { offset, length: end - offset };
+        let Ok(Payload::Status(extents)) = client.call(asked) else { return None };
+        let mut at = offset;
+        for extent in extents {
+            let extent_end = at.checked_add(extent.length).filter(|told| *told <= end)?;
+            if !extent.hole {
+                written.push(at..extent_end);
+            }
+            at = extent_end;
+        }
+        if at != end || written.len() > RANGES_MAX {
+            return None;
+        }
+    }
+    client.stop();
+    Some(written)
+}
