@@ -6,8 +6,8 @@
 //! host, and the result is copied: first the first block becomes [`FORMATTING_MARK`], then all
 //! other data is written, last the first block, without which no file system is found. A crash
 //! before the end leaves the mark, and the next stage formats anew. Each of the three is answered
-//! before the next begins, and whatever is lost of a volume is lost from its end (PrefixAlways), so
-//! that one sync at the end is enough.
+//! before the next begins. Nothing is synced: whatever a volume loses, it loses from the end of its
+//! history (PrefixAlways), and a sync of a file in it is a sync of all before.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -198,7 +198,7 @@ fn copy(from: &File, device: &Path, size_bytes: u64, was_interrupted: bool) -> R
     answered()?;
     from.read_exact_at(&mut first, 0).map_err(reading())?;
     write(&first, 0)?;
-    to.sync_all().map_err(Error::io("syncing", device))
+    answered()
 }
 
 /// Has everything written that is cached of a device, and waits until the device has answered.

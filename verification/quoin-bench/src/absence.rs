@@ -49,7 +49,8 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     ])
 }
 
-fn copied_bytes(product: &Product) -> Result<f64, Error> {
+/// Returns the bytes that targets copied for replicas which lacked them.
+pub fn copied_bytes(product: &Product) -> Result<f64, Error> {
     sum(product.pids_of("target"), "quoin_target_rebuild_moved_bytes_total")
 }
 

@@ -4,12 +4,13 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::absence::copied_bytes;
 use crate::clones::time;
 use crate::compare::median;
 use crate::further::Fact;
 use crate::load::{Generator, Load, Pattern};
 use crate::product::Product;
-use crate::{Class, Error, Options};
+use crate::{Class, Error, Options, usage};
 
 pub const DIFF: &str = "snapshot-diff";
 pub const REBUILD: &str = "snapshot-rebuild";
@@ -20,6 +21,10 @@ const SPARSE_BYTES: u64 = 32 << 30;
 const CHANGED: f64 = 0.01;
 const PAIRS: usize = 5;
 const REBUILT_BYTES: u64 = 512 << 20;
+/// Size of the volume whose rebuild is cut off, and how often it is.
+const CUT_BYTES: u64 = 2 << 30;
+const CUTS: usize = 10;
+const BETWEEN_CUTS: Duration = Duration::from_millis(600);
 const SNAPSHOTS: usize = 100;
 /// Share of the volume that is written between two of those.
 const BETWEEN: f64 = 0.01;
@@ -39,7 +44,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         Ok::<(), Error>(())
     };
     measure(DIFF, &diff)?;
-    measure(REBUILD, &rebuild)?;
+    measure(REBUILD, &of_many_snapshots)?;
+    measure(REBUILD, &beside_snapshots)?;
+    measure(REBUILD, &through_kills)?;
     Ok(facts)
 }
 
@@ -66,46 +73,63 @@ fn diff(product: &Product) -> Result<Vec<Fact>, Error> {
     Ok(vec![Fact::of(DIFF, "time", median(ratios), "of a full walk", 0.05)])
 }
 
+fn full(product: &Product, name: &str, bytes: u64) -> Result<Generator, Error> {
+    let mut generator = Generator::connect(&product.volume(name, Class::Cache, bytes)?)?;
+    generator.fill(1 << 20)?;
+    Ok(generator)
+}
+
 /// Bytes that the rebuild of one of three replicas copies, as a multiple of what that replica held.
-fn rebuild(product: &Product) -> Result<Vec<Fact>, Error> {
-    let volume = |name: &str| {
-        let socket = product.volume(name, Class::Cache, REBUILT_BYTES)?;
-        let mut generator = Generator::connect(&socket)?;
-        generator.fill(1 << 20)?;
-        Ok::<_, Error>(generator)
-    };
-    let mut kept = volume("kept")?;
-    let random = |time| Load {
-        writes_percent: 100,
-        pattern: Pattern::Random,
-        block_bytes: 4096,
-        depth: 32,
-        time,
-    };
+fn moved(what: &str, value: f64, goal: f64) -> Vec<Fact> {
+    vec![Fact::of(REBUILD, what, value, "× what it held", goal)]
+}
+
+fn of_many_snapshots(product: &Product) -> Result<Vec<Fact>, Error> {
+    const VOLUME: &str = "kept";
+    let mut generator = full(product, VOLUME, REBUILT_BYTES)?;
+    let (pattern, time) = (Pattern::Random, TIMEOUT);
+    let random = Load { writes_percent: 100, pattern, block_bytes: 4096, depth: 32, time };
     let between = (REBUILT_BYTES as f64 * BETWEEN) as u64;
     for number in 0..SNAPSHOTS {
-        kept.sustain(random(TIMEOUT), between)?;
-        cut(product, "kept", &format!("kept-{number}"))?;
+        generator.sustain(random, between)?;
+        cut(product, VOLUME, &format!("{VOLUME}-{number}"))?;
     }
     let held = REBUILT_BYTES as f64 * (1.0 + BETWEEN * SNAPSHOTS as f64);
-    let with_snapshots = rebuilt(product, "kept", |_| Ok(()))? / held;
-    product.command(&["volume", "detach", "kept"])?;
-    drop(kept);
+    Ok(moved("hundred", rebuilt(product, VOLUME, || Ok(()))? / held, 1.3))
+}
 
-    let _changing = volume("changing")?;
-    let mut last = Instant::now();
-    let meanwhile = rebuilt(product, "changing", |number| {
+fn beside_snapshots(product: &Product) -> Result<Vec<Fact>, Error> {
+    const VOLUME: &str = "changing";
+    let _generator = full(product, VOLUME, REBUILT_BYTES)?;
+    let (mut number, mut last) = (0, Instant::now());
+    let copied = rebuilt(product, VOLUME, || {
         if last.elapsed() >= EVERY {
-            let name = format!("changing-{number}");
-            cut(product, "changing", &name)?;
+            number += 1;
+            let name = format!("{VOLUME}-{number}");
+            cut(product, VOLUME, &name)?;
             product.command(&["snapshot", "delete", &name, "--yes"])?;
             last = Instant::now();
         }
         Ok(())
     })?;
-    let meanwhile = meanwhile / REBUILT_BYTES as f64;
-    let fact = |what: &str, value, goal| Fact::of(REBUILD, what, value, "× what it held", goal);
-    Ok(vec![fact("hundred", with_snapshots, 1.3), fact("meanwhile", meanwhile, 1.3)])
+    Ok(moved("meanwhile", copied / REBUILT_BYTES as f64, 1.3))
+}
+
+fn through_kills(product: &Product) -> Result<Vec<Fact>, Error> {
+    const VOLUME: &str = "cut-off";
+    let _generator = full(product, VOLUME, CUT_BYTES)?;
+    let (mut cuts, mut last) = (0, Instant::now());
+    let copied = rebuilt(product, VOLUME, || {
+        if cuts < CUTS && last.elapsed() >= BETWEEN_CUTS {
+            usage::end(&product.pids_of_pool(POOL));
+            (cuts, last) = (cuts + 1, Instant::now());
+        }
+        Ok(())
+    })?;
+    if cuts < CUTS {
+        return Err(Error::Failed(format!("the rebuild was over after {cuts} of {CUTS} cuts")));
+    }
+    Ok(moved("cut-off", copied / CUT_BYTES as f64, 1.1))
 }
 
 /// Loses a replica with its pool; returns the bytes that were copied for the new one. `meanwhile` is
@@ -113,21 +137,22 @@ fn rebuild(product: &Product) -> Result<Vec<Fact>, Error> {
 fn rebuilt(
     product: &Product,
     volume: &str,
-    mut meanwhile: impl FnMut(u64) -> Result<(), Error>,
+    mut meanwhile: impl FnMut() -> Result<(), Error>,
 ) -> Result<f64, Error> {
     let old = product.replica(volume, POOL)?;
+    let before = copied_bytes(product)?;
     product.wipe_pool(POOL)?;
     let began = Instant::now();
-    for number in 0.. {
+    loop {
         let now = product.replica(volume, POOL)?;
         if now.guid != old.guid && now.phase == "InSync" {
-            return Ok(now.rebuilt_bytes as f64);
+            return Ok(copied_bytes(product)? - before);
         }
         if began.elapsed() > TIMEOUT {
-            break;
+            let phase = now.phase;
+            return Err(Error::Failed(format!("the replica of {volume} in {POOL} stays {phase}")));
         }
-        meanwhile(number)?;
+        meanwhile()?;
         std::thread::sleep(POLL);
     }
-    Err(Error::Failed(format!("the replica of {volume} in {POOL} is not rebuilt")))
 }
