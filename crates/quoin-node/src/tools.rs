@@ -186,7 +186,7 @@ fn hide_mounts(served: &[CString]) -> rustix::io::Result<()> {
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
     mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
     for path in served {
-        // One that was on another of them is gone with it.
+        // A mount on another of them is gone with that.
         let _ = unmount(path, UnmountFlags::DETACH);
     }
     mount_bind("/dev/null", "/proc/self/mounts")

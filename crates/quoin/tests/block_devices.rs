@@ -17,7 +17,7 @@ use quoin_api::csi::{
     VolumeCapability,
 };
 use running::{
-    Dev, Scratch, can_attach, eventually, have, is_online, isolated_command, run, signal,
+    Dev, Scratch, can_attach, eventually, have, is_online, isolated_command, run, signal, unmount,
 };
 use tonic::{Code, Status};
 
@@ -313,6 +313,6 @@ fn trimmed_blocks_of_a_file_system_are_freed_in_every_pool() {
         full.iter().zip(&now).all(freed).then_some(())
     });
     assert!(std::fs::read(mount.join("kept")).unwrap() == kept, "what was kept is another");
-    run("umount", &[mount.to_str().unwrap()]);
+    unmount(&mount);
     dev.stop();
 }

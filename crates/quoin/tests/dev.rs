@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use quoin_types::block::{Operation, Payload};
 use running::{BUDGET, Dev, Scratch, assert_nothing_is_left, can_attach, eventually, is_online};
-use running::{run, signal};
+use running::{run, signal, unmount};
 
 #[test]
 fn a_cluster_without_root_serves_volumes_recovers_from_kills_and_restarts() {
@@ -148,7 +148,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     let device = dev.device("db");
     run("mount", &[&device, mount.to_str().unwrap()]);
     assert_eq!(std::fs::read_to_string(mount.join("letter")).unwrap(), "kept");
-    run("umount", &[mount.to_str().unwrap()]);
+    unmount(&mount);
     dev.ok(&["volume", "detach", "db"]);
     dev.ok(&["volume", "delete", "db", "--yes"]);
     dev.stop();
@@ -358,7 +358,7 @@ fn a_mounted_volume_survives_a_killed_dev_and_a_dead_mount_is_reported() {
     let below = mount.join("below");
     // The write reaches the memory of the dead file system, if that accepts it at all.
     drop(std::fs::write(&below, "lost"));
-    run("umount", &[mount.to_str().unwrap()]);
+    unmount(&mount);
     assert!(!below.exists(), "it was written to the directory below");
     let device = eventually("attach is back", || {
         let output = dev.quoin(&["volume", "attach", "db"]);

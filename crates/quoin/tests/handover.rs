@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Place, Process};
-use running::{Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal, skipped};
+use running::{
+    Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal, skipped, unmount,
+};
 
 fn is_supported() -> bool {
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
@@ -44,15 +46,6 @@ fn mounted(scratch: &Scratch, device: &str) -> PathBuf {
     run("mkfs.ext4", &["-q", device]);
     run("mount", &[device, mount.to_str().unwrap()]);
     mount
-}
-
-/// Unmounts, with retries: a process that another test has just forked has this one's files open
-/// until it becomes its program.
-fn unmount(mount: &Path) {
-    eventually("it can be unmounted", || {
-        let status = std::process::Command::new("umount").arg(mount).status().unwrap();
-        status.success().then_some(())
-    });
 }
 
 /// The attach process and its holder as processes of the test, beside a cluster without them.

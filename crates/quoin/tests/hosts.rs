@@ -303,13 +303,13 @@ fn the_page_on_hosts_is_followed_to_a_volume_that_survives_its_host() {
     second.thread.join().unwrap().unwrap();
     let h3 = &site.machines["h3"];
     let device = site.devices["/dev/quoin/db"].clone();
-    h3.ok("umount /srv/db");
+    h3.eventually_ok("no process has a file of it open", "umount /srv/db");
     h3.ok(&format!("e2fsck -fn {device}"));
     h3.ok(&format!("mount {device} /srv/db"));
     verify(&db(&site, "h3"), &acknowledged);
     verify(&db(&site, "h3"), &written);
     site.machines["h4"].ok("quoin volume verify db");
-    h3.ok("umount /srv/db");
+    h3.eventually_ok("no process has a file of it open", "umount /srv/db");
     site.machines["h4"].ok("quoin volume detach db --node h3");
 }
 

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use bytes::Bytes;
 use common::{
-    Cluster, Place, can_attach, eventually, free_port, have, isolated_command, run, signal,
+    Cluster, Place, can_attach, eventually, free_port, have, isolated_command, run, signal, unmount,
 };
 use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
@@ -228,7 +228,7 @@ fn a_host_that_returns_after_its_volume_moved_gets_errors_and_can_detach() {
     // The host releases its own devices, and nothing else.
     let printed = h1.refused(&cluster, &h2, &["detach", "db"]);
     assert!(printed.contains("unmount"), "{printed}");
-    run("umount", &[mount.to_str().unwrap()]);
+    unmount(&mount);
     let printed = h1.ok(&cluster, &h2, &["detach", "db"]);
     assert!(printed.contains("stays attached to h2"), "{printed}");
     assert_eq!(cluster.json(&["volume", "get", "db"])["nodes"], serde_json::json!(["h2"]));

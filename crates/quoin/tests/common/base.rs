@@ -195,6 +195,15 @@ pub fn run(program: &str, arguments: &[&str]) {
     assert!(output.status.success(), "{program} {arguments:?}: {printed}");
 }
 
+/// Unmounts, with retries: a process that another test has just forked has this one's files open
+/// until it becomes its program.
+pub fn unmount(mount: &Path) {
+    eventually("it can be unmounted", || {
+        let status = Command::new("umount").arg(mount).status().unwrap();
+        status.success().then_some(())
+    });
+}
+
 /// Returns a port of the loopback that is free, and that no outgoing connection gets before it is
 /// used.
 pub fn free_port() -> u16 {
