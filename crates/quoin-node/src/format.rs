@@ -23,7 +23,7 @@ use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, Mounts, RESIZE2FS, Tools, XFS_GR
 /// The block that makes a file system visible; written last.
 const FIRST_BLOCK_BYTES: u64 = 4096;
 const COPY_BYTES: usize = 1 << 20;
-/// Limit of an ext4 whose image is in memory: what the tool writes of it has 15 MiB at most. XFS
+/// Limit of an ext4 whose image is in memory: what the tool writes of it has 16 MiB at most. XFS
 /// writes its whole log, of up to 2 GiB.
 const IN_MEMORY_BYTES_MAX: u64 = 1 << 40;
 /// `BLKZEROOUT` of linux/fs.h: takes {start, length} in bytes.
@@ -61,63 +61,91 @@ impl FromStr for FileSystem {
     }
 }
 
-/// A device to be formatted.
+/// A file system to be made.
 #[derive(Debug, Clone, Copy)]
 pub struct Job<'a> {
     pub volume: &'a str,
-    pub device: &'a Path,
     pub size_bytes: u64,
     pub block_size: u32,
     /// Directory of this host for the sparse image.
     pub scratch: &'a Path,
 }
 
-/// Formats a device that was found blank, or interrupted in an earlier format.
-///
-/// # Errors
-/// If the tool is missing or fails, or the device takes no writes. The device is then as
-/// before, or marked as interrupted.
-pub async fn format(
-    tools: &Tools,
-    job: Job<'_>,
-    file_system: FileSystem,
-    was_interrupted: bool,
-) -> Result<(), Error> {
-    let tool = match file_system {
-        FileSystem::Ext4 => MKFS_EXT4,
-        FileSystem::Xfs => MKFS_XFS,
-    };
-    // The check precedes the mark, so that a missing tool leaves a blank device blank.
-    tools.find(tool)?;
-    let image = Image::new(&job, file_system)?;
+/// The sparse file that a tool has made its file system in. It has no name, so that nothing is left
+/// of it after a crash.
+pub struct Image {
+    file: File,
+    size_bytes: u64,
+}
 
-    let sector = format!("size={}", job.block_size);
-    let mut arguments: Vec<&OsStr> = match file_system {
-        // The kernel zeroes inode tables in the background; nothing is discarded, as the
-        // image is not the device.
-        FileSystem::Ext4 => {
-            let options = "nodiscard,lazy_itable_init=1,lazy_journal_init=1";
-            ["-F", "-q", "-b", "4096", "-m", "0", "-E", options].map(OsStr::new).to_vec()
+impl Image {
+    /// Makes a file system in memory or on this host's disk; no device is touched.
+    ///
+    /// # Errors
+    /// If the tool is missing or fails.
+    pub async fn make(tools: &Tools, job: Job<'_>, file_system: FileSystem) -> Result<Self, Error> {
+        let tool = match file_system {
+            FileSystem::Ext4 => MKFS_EXT4,
+            FileSystem::Xfs => MKFS_XFS,
+        };
+        let file = sparse_file(&job, file_system)?;
+        let sector = format!("size={}", job.block_size);
+        let mut arguments: Vec<&OsStr> = match file_system {
+            // The kernel zeroes inode tables in the background; nothing is discarded, as the
+            // image is not the device.
+            FileSystem::Ext4 => {
+                let options = "nodiscard,lazy_itable_init=1,lazy_journal_init=1";
+                ["-F", "-q", "-b", "4096", "-m", "0", "-E", options].map(OsStr::new).to_vec()
+            }
+            FileSystem::Xfs => ["-f", "-q", "-K", "-s", &sector].map(OsStr::new).to_vec(),
+        };
+        arguments.push(OsStr::new("/proc/self/fd/0"));
+        let shared = file.try_clone().map_err(Error::io("sharing an image in", job.scratch))?;
+        let outcome = tools.run_on(tool, &arguments, shared).await?;
+        if outcome.code != Some(0) {
+            return Err(Error::Tool {
+                tool: tool.name,
+                volume: job.volume.to_owned(),
+                output: outcome.output,
+            });
         }
-        FileSystem::Xfs => ["-f", "-q", "-K", "-s", &sector].map(OsStr::new).to_vec(),
-    };
-    arguments.push(OsStr::new("/proc/self/fd/0"));
-    let outcome = tools.run_on(tool, &arguments, image.file(&job)?).await?;
-    if outcome.code != Some(0) {
-        return Err(Error::Tool {
-            tool: tool.name,
-            volume: job.volume.to_owned(),
-            output: outcome.output,
-        });
+        Ok(Self { file, size_bytes: job.size_bytes })
     }
-    let (device, size_bytes) = (job.device.to_owned(), job.size_bytes);
-    crate::blocking(move || {
-        let outcome = copy(&image.0, &device, size_bytes, was_interrupted);
-        // The kernel takes its time to free a file on a disk, for which nobody waits.
-        tokio::task::spawn_blocking(move || drop(image));
-        outcome
-    })
-    .await
+
+    /// Writes it to a device that was found blank, or interrupted in an earlier format.
+    ///
+    /// # Errors
+    /// If the device takes no writes. The device is then as before, or marked as interrupted.
+    pub async fn write_to(self, device: &Path, was_interrupted: bool) -> Result<(), Error> {
+        let device = device.to_owned();
+        crate::blocking(move || {
+            let outcome = copy(&self.file, &device, self.size_bytes, was_interrupted);
+            // The kernel takes its time to free a file on a disk, for which nobody waits.
+            tokio::task::spawn_blocking(move || drop(self));
+            outcome
+        })
+        .await
+    }
+}
+
+fn sparse_file(job: &Job<'_>, file_system: FileSystem) -> Result<File, Error> {
+    let in_memory = file_system == FileSystem::Ext4 && job.size_bytes <= IN_MEMORY_BYTES_MAX;
+    let path = job.scratch.join(format!("{}.image", job.volume));
+    let made = match in_memory {
+        true => rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC)
+            .map(File::from)
+            .map_err(std::io::Error::from),
+        false => File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(&path)
+            .and_then(|file| std::fs::remove_file(&path).map(|()| file)),
+    };
+    let file = made.map_err(Error::io("creating", &path))?;
+    file.set_len(job.size_bytes).map_err(|error| unsized_image(error, job, &path))?;
+    Ok(file)
 }
 
 /// File systems limit the size of a file; a volume may be larger than that.
@@ -129,37 +157,6 @@ fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
         volume: job.volume.to_owned(),
         size_bytes: job.size_bytes,
         scratch: job.scratch.to_owned(),
-    }
-}
-
-/// The sparse file that a tool makes its file system in. It has no name, so that nothing is left of
-/// it after a crash.
-struct Image(File);
-
-impl Image {
-    fn new(job: &Job<'_>, file_system: FileSystem) -> Result<Self, Error> {
-        let in_memory = file_system == FileSystem::Ext4 && job.size_bytes <= IN_MEMORY_BYTES_MAX;
-        let path = job.scratch.join(format!("{}.image", job.volume));
-        let made = match in_memory {
-            true => rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC)
-                .map(File::from)
-                .map_err(std::io::Error::from),
-            false => File::options()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .open(&path)
-                .and_then(|file| std::fs::remove_file(&path).map(|()| file)),
-        };
-        let file = made.map_err(Error::io("creating", &path))?;
-        file.set_len(job.size_bytes).map_err(|error| unsized_image(error, job, &path))?;
-        Ok(Self(file))
-    }
-
-    /// The same file, for the tool.
-    fn file(&self, job: &Job<'_>) -> Result<File, Error> {
-        self.0.try_clone().map_err(Error::io("sharing the image of", job.device))
     }
 }
 
@@ -328,7 +325,6 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let job = Job {
             volume: "db",
-            device: Path::new("/dev/null"),
             size_bytes: i64::MAX as u64 - 4095,
             block_size: 4096,
             scratch: scratch.path(),

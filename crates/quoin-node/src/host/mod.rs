@@ -24,7 +24,7 @@ use quoin_encryption::DataKey;
 
 use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket};
 use crate::error::Error;
-use crate::format::{self, FileSystem, Job};
+use crate::format::{self, FileSystem, Image, Job};
 use crate::mountinfo::{self, Mount};
 use crate::probe::{self, Content};
 use crate::records::{Access, Record, Records, Staging};
@@ -211,25 +211,15 @@ impl NodeHost {
         let nbd_socket = self.nbd_socket(volume);
         wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
         self.step("attaching")?;
-        let device = self
-            .attacher
-            .attach(&AttachRequest {
-                volume: volume.clone(),
-                nbd_socket,
-                size_bytes: request.size_bytes,
-                block_size: request.block_size,
-                read_only: request.read_only,
-                key: request.key.clone(),
-            })
-            .await?;
+        let (device, image) =
+            tokio::join!(self.attach(request, nbd_socket), self.early_image(request, purpose));
+        let device = device?;
         if !request.read_only {
             // A loop device keeps this switch across its users, so it may have the wrong setting.
             device::set_read_only(&device, false)?;
         }
         self.step("mounting")?;
-        if let Access::Mount { file_system, flags } = &request.access {
-            self.mount_staging(request, purpose, &device, &path, *file_system, flags).await?;
-        }
+        self.mount_staging(request, purpose, &device, &path, image).await?;
         self.step("completing the record")?;
         if let Some(staging) = &mut record.staging {
             staging.complete = true;
@@ -242,15 +232,63 @@ impl NodeHost {
         self.options.run_directory.join(SOCKETS).join(format!("{volume}.sock"))
     }
 
+    async fn attach(&self, request: &StageRequest, nbd_socket: PathBuf) -> Result<PathBuf, Error> {
+        let request = AttachRequest {
+            volume: request.volume.clone(),
+            nbd_socket,
+            size_bytes: request.size_bytes,
+            block_size: request.block_size,
+            read_only: request.read_only,
+            key: request.key.clone(),
+        };
+        self.attacher.attach(&request).await
+    }
+
+    /// Makes the file system of a volume that was never written, while its device is made.
+    async fn early_image(
+        &self,
+        request: &StageRequest,
+        purpose: Purpose,
+    ) -> Option<Result<Image, Error>> {
+        let Access::Mount { file_system, .. } = &request.access else { return None };
+        if request.read_only || purpose == Purpose::Replay {
+            return None;
+        }
+        let (socket, size_bytes) = (self.nbd_socket(&request.volume), request.size_bytes);
+        let asked = crate::blocking(move || Ok(allocation::written(&socket, size_bytes)));
+        let is_new = asked.await.ok()?.is_some_and(|written| written.is_empty());
+        if is_new { Some(self.image(request, *file_system, size_bytes).await) } else { None }
+    }
+
+    async fn image(
+        &self,
+        request: &StageRequest,
+        file_system: FileSystem,
+        size_bytes: u64,
+    ) -> Result<Image, Error> {
+        let scratch = self.options.state_directory.join("scratch");
+        std::fs::create_dir_all(&scratch).map_err(Error::io("creating", &scratch))?;
+        let job = Job {
+            volume: &request.volume,
+            size_bytes,
+            block_size: request.block_size,
+            scratch: &scratch,
+        };
+        Image::make(&self.tools, job, file_system).await
+    }
+
+    /// Mounts the file system of a volume, if that is what is asked for, and makes one on a blank
+    /// device: the one of `image`, if that was made before.
     async fn mount_staging(
         &self,
         request: &StageRequest,
         purpose: Purpose,
         device: &Path,
         path: &Path,
-        file_system: FileSystem,
-        flags: &[String],
+        image: Option<Result<Image, Error>>,
     ) -> Result<(), Error> {
+        let Access::Mount { file_system, flags } = &request.access else { return Ok(()) };
+        let file_system = *file_system;
         let volume = &request.volume;
         let parsed =
             mount::parse_flags(flags).map_err(|_| Error::MountFlag { volume: volume.clone() })?;
@@ -281,17 +319,12 @@ impl NodeHost {
                     return Err(Error::EmptyReadOnly { volume: volume.clone() });
                 }
                 self.step("formatting")?;
-                let scratch = self.options.state_directory.join("scratch");
-                std::fs::create_dir_all(&scratch).map_err(Error::io("creating", &scratch))?;
-                let job = Job {
-                    volume,
-                    device,
-                    size_bytes,
-                    block_size: request.block_size,
-                    scratch: &scratch,
+                // The tool is there before the mark is: without it a blank device stays blank.
+                let image = match image {
+                    Some(made) if request.size_bytes == size_bytes => made?,
+                    _ => self.image(request, file_system, size_bytes).await?,
                 };
-                let interrupted = content == Content::Interrupted;
-                format::format(&self.tools, job, file_system, interrupted).await?;
+                image.write_to(device, content == Content::Interrupted).await?;
             }
             Content::FileSystem(name) if *name == file_system.name() => {}
             other => {
