@@ -13,7 +13,7 @@ use crate::product::Product;
 use crate::{Class, Error, Options, usage};
 
 pub const DIFF: &str = "snapshot-diff";
-pub const REBUILD: &str = "snapshot-rebuild";
+pub const REBUILD: &str = "snapshot-replica-lost";
 
 /// Size of the volume whose blocks are listed; one block of each MiB is written.
 const SPARSE_BYTES: u64 = 32 << 30;
