@@ -16,6 +16,17 @@ const RANGES_MAX: usize = 1 << 16;
 /// Asks the target that listens on `socket` which ranges of its volume were written and not trimmed;
 /// all others read as zeroes. `None`: it does not say, or the volume is too large or has too many.
 pub fn written(socket: &Path, size_bytes: u64) -> Option<Vec<Range<u64>>> {
+    ask(socket, size_bytes, RANGES_MAX)
+}
+
+/// Returns whether the target says that no block has content. One with content is found by the first
+/// request whose range has any, which is the first of all where there is a file system.
+pub fn is_unwritten(socket: &Path, size_bytes: u64) -> bool {
+    ask(socket, size_bytes, 0).is_some()
+}
+
+/// Returns the ranges with content, if they are no more than `ranges_max`.
+fn ask(socket: &Path, size_bytes: u64, ranges_max: usize) -> Option<Vec<Range<u64>>> {
     if size_bytes > VOLUME_BYTES_MAX {
         return None;
     }
@@ -35,7 +46,7 @@ pub fn written(socket: &Path, size_bytes: u64) -> Option<Vec<Range<u64>>> {
             }
             at = extent_end;
         }
-        if at != end || written.len() > RANGES_MAX {
+        if at != end || written.len() > ranges_max {
             return None;
         }
     }

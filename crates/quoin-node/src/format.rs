@@ -120,7 +120,7 @@ impl Image {
         let device = device.to_owned();
         crate::blocking(move || {
             let outcome = copy(&self.file, &device, self.size_bytes, was_interrupted);
-            // The kernel takes its time to free a file on a disk, for which nobody waits.
+            // Freeing a file on a disk takes its time, and no part of the format depends on it.
             tokio::task::spawn_blocking(move || drop(self));
             outcome
         })

@@ -5,8 +5,8 @@
 //! a [`NodeHost`] asks an [`Attacher`] for block devices.
 //!
 //! Promises: every call is idempotent; a kill at any step is followed by success of the same call
-//! or of its opposite; a device with any data on it is never formatted; a mount of another owner is
-//! never unmounted; mount flags appear in no message.
+//! or of its opposite; a device is formatted only where `probe` finds it blank; a mount of another
+//! owner is never unmounted; mount flags appear in no message.
 //!
 //! [`quoin-csi`]: https://docs.rs/quoin-csi
 
@@ -35,7 +35,6 @@ pub use host::{
 };
 pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
-pub use probe::{Content, content as device_content};
 pub use records::Access;
 pub use tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tool, Tools, XFS_GROWFS};
 

@@ -3,8 +3,9 @@
 //! The rule is that a device is formatted only if it is *proven blank*: no known signature at its
 //! place, not one byte other than zero in the first and last mebibyte, and none in what was written
 //! of the rest. A Quoin volume reads as zeroes where it was not written, so a fresh one always
-//! passes. Of much data samples are read, as they are of a volume whose target does not say what was
-//! written. Bytes of unknown kind count as a user's data.
+//! passes. Where more than 4 MiB were written, or the target does not say what was (it is not asked
+//! about a volume above 1 TiB), samples spread over them or over the whole device stand for the
+//! rest. Bytes of unknown kind count as a user's data.
 //!
 //! A format that was interrupted is recognised by [`FORMATTING_MARK`]: `format` writes it into the
 //! first block before anything else and replaces it last.

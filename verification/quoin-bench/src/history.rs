@@ -10,6 +10,7 @@ use crate::compare::median;
 use crate::further::Fact;
 use crate::load::{Generator, Load, Pattern};
 use crate::product::Product;
+use crate::snapshots::{Cases, cut, full};
 use crate::{Class, Error, Options, usage};
 
 pub const DIFF: &str = "snapshot-diff";
@@ -34,24 +35,12 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(20);
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let mut facts = Vec::new();
-    let mut measure = |name, case: &dyn Fn(&Product) -> Result<Vec<Fact>, Error>| {
-        if options.wants(name) {
-            eprintln!("measuring {name}");
-            let product = Product::start_with(quoin, directory, &["--pool-size", "48GiB"])?;
-            facts.extend(case(&product)?);
-        }
-        Ok::<(), Error>(())
-    };
-    measure(DIFF, &diff)?;
-    measure(REBUILD, &of_many_snapshots)?;
-    measure(REBUILD, &beside_snapshots)?;
-    measure(REBUILD, &through_kills)?;
-    Ok(facts)
-}
-
-fn cut(product: &Product, volume: &str, name: &str) -> Result<(), Error> {
-    product.command(&["snapshot", "create", volume, "--name", name]).map(drop)
+    let mut cases = Cases { options, quoin, directory, pool_size: "48GiB", facts: Vec::new() };
+    cases.measure(DIFF, diff)?;
+    cases.measure(REBUILD, of_many_snapshots)?;
+    cases.measure(REBUILD, beside_snapshots)?;
+    cases.measure(REBUILD, through_kills)?;
+    Ok(cases.facts)
 }
 
 /// Lists what two snapshots differ in, beside all that the newer one has.
@@ -71,12 +60,6 @@ fn diff(product: &Product) -> Result<Vec<Fact>, Error> {
         ratios.push(list("old")?.as_secs_f64() / whole.as_secs_f64());
     }
     Ok(vec![Fact::of(DIFF, "time", median(ratios), "of a full walk", 0.05)])
-}
-
-fn full(product: &Product, name: &str, bytes: u64) -> Result<Generator, Error> {
-    let mut generator = Generator::connect(&product.volume(name, Class::Cache, bytes)?)?;
-    generator.fill(1 << 20)?;
-    Ok(generator)
 }
 
 /// Bytes that the rebuild of one of three replicas copies, as a multiple of what that replica held.

@@ -32,21 +32,39 @@ const OPENINGS: usize = 5;
 const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(120);
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let mut facts = Vec::new();
-    let mut measure = |name, case: &dyn Fn(&Product) -> Result<Vec<Fact>, Error>| {
-        if options.wants(name) {
+    let mut cases = Cases { options, quoin, directory, pool_size: "16GiB", facts: Vec::new() };
+    cases.measure(MADE, |product| made(product, options.time()))?;
+    cases.measure(HUNDRED, |product| hundred(product, options.time()))?;
+    cases.measure(MANY, |product| many(product, options.further.snapshots))?;
+    cases.measure(DELETED, deleted)?;
+    cases.measure(REVERTED, reverted)?;
+    Ok(cases.facts)
+}
+
+/// Cases that each have a Quoin of their own.
+pub struct Cases<'a> {
+    pub options: &'a Options,
+    pub quoin: &'a Path,
+    pub directory: &'a Path,
+    pub pool_size: &'a str,
+    pub facts: Vec<Fact>,
+}
+
+impl Cases<'_> {
+    /// Measures a case, if it is one of those that were chosen.
+    pub fn measure(
+        &mut self,
+        name: &str,
+        case: impl FnOnce(&Product) -> Result<Vec<Fact>, Error>,
+    ) -> Result<(), Error> {
+        if self.options.wants(name) {
             eprintln!("measuring {name}");
-            let product = Product::start_with(quoin, directory, &["--pool-size", "16GiB"])?;
-            facts.extend(case(&product)?);
+            let flags = ["--pool-size", self.pool_size];
+            let product = Product::start_with(self.quoin, self.directory, &flags)?;
+            self.facts.extend(case(&product)?);
         }
-        Ok::<(), Error>(())
-    };
-    measure(MADE, &|product| made(product, options.time()))?;
-    measure(HUNDRED, &|product| hundred(product, options.time()))?;
-    measure(MANY, &|product| many(product, options.further.snapshots))?;
-    measure(DELETED, &deleted)?;
-    measure(REVERTED, &reverted)?;
-    Ok(facts)
+        Ok(())
+    }
 }
 
 fn load(writes_percent: u64, time: Duration) -> Load {
@@ -54,20 +72,20 @@ fn load(writes_percent: u64, time: Duration) -> Load {
 }
 
 /// A volume that was written whole.
-fn full(product: &Product, name: &str) -> Result<Generator, Error> {
-    let socket = product.volume(name, Class::Cache, VOLUME_BYTES)?;
+pub fn full(product: &Product, name: &str, bytes: u64) -> Result<Generator, Error> {
+    let socket = product.volume(name, Class::Cache, bytes)?;
     let mut generator = Generator::connect(&socket)?;
     generator.fill(1 << 20)?;
     Ok(generator)
 }
 
-fn cut(product: &Product, volume: &str, name: &str) -> Result<(), Error> {
+pub fn cut(product: &Product, volume: &str, name: &str) -> Result<(), Error> {
     product.command(&["snapshot", "create", volume, "--name", name]).map(drop)
 }
 
 /// Longest time without an answer while snapshots are made, and the rate behind one.
 fn made(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
-    let mut generator = full(product, "made")?;
+    let mut generator = full(product, "made", VOLUME_BYTES)?;
     generator.wear_in()?;
     let began = Instant::now();
     let whole = EVERY * (UNDER_LOAD as u32 + 5);
@@ -109,7 +127,8 @@ pub fn nearest_rank(sorted: &[f64], share: f64) -> f64 {
 
 /// Reads and writes of a volume with a hundred snapshots, beside one that has none.
 fn hundred(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
-    let (mut plain, mut kept) = (full(product, "plain")?, full(product, "kept")?);
+    let (mut plain, mut kept) =
+        (full(product, "plain", VOLUME_BYTES)?, full(product, "kept", VOLUME_BYTES)?);
     let changed_bytes = (VOLUME_BYTES as f64 * CHANGED) as u64;
     for number in 0..HUNDRED_SNAPSHOTS {
         plain.sustain(load(100, seconds), changed_bytes)?;
@@ -144,7 +163,8 @@ fn hundred(product: &Product, seconds: Duration) -> Result<Vec<Fact>, Error> {
 
 /// A volume with many snapshots: listing them, and opening it beside one that has none.
 fn many(product: &Product, count: usize) -> Result<Vec<Fact>, Error> {
-    let (plain, mut kept) = (full(product, "plain")?, full(product, "kept")?);
+    let (plain, mut kept) =
+        (full(product, "plain", VOLUME_BYTES)?, full(product, "kept", VOLUME_BYTES)?);
     let making = time(|| {
         for number in 0..count {
             kept.sustain(load(100, EVERY), 64 << 10)?;
@@ -181,7 +201,7 @@ fn many(product: &Product, count: usize) -> Result<Vec<Fact>, Error> {
 /// of the space that only it had are free.
 fn deleted(product: &Product) -> Result<Vec<Fact>, Error> {
     const EXCLUSIVE_BYTES: u64 = 256 << 20;
-    let mut generator = full(product, "deleted")?;
+    let mut generator = full(product, "deleted", VOLUME_BYTES)?;
     cut(product, "deleted", "old")?;
     generator.write_first(EXCLUSIVE_BYTES, 1 << 20)?;
     // The pools report what they have in use every two seconds.
@@ -202,7 +222,7 @@ fn deleted(product: &Product) -> Result<Vec<Fact>, Error> {
 
 /// Return of a volume whose content was written anew since the snapshot.
 fn reverted(product: &Product) -> Result<Vec<Fact>, Error> {
-    let mut generator = full(product, "reverted")?;
+    let mut generator = full(product, "reverted", VOLUME_BYTES)?;
     cut(product, "reverted", "old")?;
     generator.fill(1 << 20)?;
     drop(generator);

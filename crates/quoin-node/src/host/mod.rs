@@ -210,7 +210,7 @@ impl NodeHost {
         }
         let nbd_socket = self.nbd_socket(volume);
         wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
-        self.step("attaching")?;
+        self.step("attaching, and making the file system of a new volume")?;
         let (device, image) =
             tokio::join!(self.attach(request, nbd_socket), self.early_image(request, purpose));
         let device = device?;
@@ -255,8 +255,8 @@ impl NodeHost {
             return None;
         }
         let (socket, size_bytes) = (self.nbd_socket(&request.volume), request.size_bytes);
-        let asked = crate::blocking(move || Ok(allocation::written(&socket, size_bytes)));
-        let is_new = asked.await.ok()?.is_some_and(|written| written.is_empty());
+        let asked = crate::blocking(move || Ok(allocation::is_unwritten(&socket, size_bytes)));
+        let is_new = asked.await.ok()?;
         if is_new { Some(self.image(request, *file_system, size_bytes).await) } else { None }
     }
 
@@ -310,7 +310,12 @@ impl NodeHost {
         self.step("reading the device")?;
         let content = {
             let (device, socket) = (device.to_owned(), self.nbd_socket(volume));
-            let written = move || allocation::written(&socket, size_bytes);
+            // An image was made only of a volume that had nothing, of which nothing was written since.
+            let is_new = image.is_some();
+            let written = move || match is_new {
+                true => Some(Vec::new()),
+                false => allocation::written(&socket, size_bytes),
+            };
             crate::blocking(move || probe::content(&device, size_bytes, written)).await?
         };
         match &content {
