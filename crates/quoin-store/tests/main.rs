@@ -6,6 +6,7 @@ mod clones;
 mod crash_enumeration;
 mod damage;
 mod device;
+mod family_crashes;
 mod fetching;
 mod formats;
 mod increments;

@@ -1,6 +1,8 @@
 //! A pool on a disk in memory beside the model, driven by a seed.
 #![allow(dead_code)]
 
+pub mod family;
+
 use std::io::IoSlice;
 use std::sync::Arc;
 
