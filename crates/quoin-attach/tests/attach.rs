@@ -264,6 +264,50 @@ async fn a_volume_whose_target_does_not_return_can_be_detached() {
     daemon.stop().await.unwrap();
 }
 
+/// Descriptors of this process that are connections to the kernel's file systems in programs.
+fn connections() -> Vec<std::os::fd::OwnedFd> {
+    let all = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(Result::ok);
+    let is_fuse = |entry: &std::fs::DirEntry| {
+        std::fs::read_link(entry.path()).is_ok_and(|target| target == Path::new("/dev/fuse"))
+    };
+    let numbers = all.filter(is_fuse).filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let copies = numbers.filter_map(|number: i32| {
+        // SAFETY: the number is of a descriptor that was open; where it is not any more, this fails.
+        let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
+        // SAFETY: the copy is new, and nobody else's.
+        (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
+    });
+    copies.collect()
+}
+
+/// A child has copies of all descriptors until its program begins, and closes those of files one by one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_of_a_detached_volume_fails_though_a_copy_of_its_connection_is_open() {
+    if !have_requirements() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("nbd.sock");
+    let _server = Server::start(&socket, volume(SIZE as usize), ServerOptions::default());
+    let daemon = Daemon::start(&directory.path().join("attach")).await;
+    let request = AttachVolume { file_only: true, ..asked("db", &socket) };
+    let path = daemon.client.attach(request).await.unwrap().device;
+    let copies = connections();
+    assert!(!copies.is_empty());
+    let mut file = blocking(move || std::fs::File::open(path).unwrap()).await;
+    daemon.client.detach("db").await.unwrap();
+    let reading = blocking(move || {
+        let read = file.read_exact(&mut [0; 4096]);
+        drop(file);
+        read
+    });
+    let read = tokio::time::timeout(Duration::from_secs(30), reading).await;
+    drop(copies);
+    let error = read.expect("nobody answers the read").unwrap_err();
+    assert!(matches!(error.raw_os_error(), Some(libc::EIO | libc::ENOTCONN | libc::ECONNABORTED)));
+    daemon.stop().await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_request_is_refused_with_its_reason_and_leaves_nothing() {
     if !have_requirements() {

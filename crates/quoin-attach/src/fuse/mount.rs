@@ -89,8 +89,8 @@ impl Mount {
         &self.path
     }
 
-    /// Removes the mount from the tree (programs that have the file open keep it) and removes the
-    /// file under it.
+    /// Removes the mount from the tree (programs that have the file open keep it, and get errors) and
+    /// removes the file under it.
     pub fn unmount(mut self) -> io::Result<()> {
         self.mounted = false;
         unmount(&self.path)
@@ -112,11 +112,13 @@ fn is_fuse(found: &Metadata) -> bool {
     found.file_type().is_char_device() && found.rdev() == libc::makedev(10, 229)
 }
 
-/// Unmounts and removes the file under the mount.
+/// Unmounts and removes the file under the mount. All requests of its file fail from then on: the
+/// connection to the kernel would otherwise last until its last descriptor is closed, and a child that
+/// this process is just making has one, without an answer for anybody.
 pub fn unmount(path: &Path) -> io::Result<()> {
     let target = c_string(path.as_os_str().as_bytes())?;
     // SAFETY: the pointer is to a valid string that outlives the call.
-    let result = unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
+    let result = unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH | libc::MNT_FORCE) };
     if result != 0 {
         let error = io::Error::last_os_error();
         // The path is not a mount (any more).

@@ -242,17 +242,17 @@ impl Server {
         self.shared.active.load(Ordering::Relaxed)
     }
 
-    /// Unmounts and ends the thread. Requests that wait for the target fail.
+    /// Ends the thread and unmounts. Requests that wait for the target fail.
     pub fn stop(mut self) -> io::Result<()> {
         self.halt()
     }
 
     fn halt(&mut self) -> io::Result<()> {
         let Some(mount) = self.mount.take() else { return Ok(()) };
-        let result = mount.unmount();
         self.shared.command(|commands| commands.stop = true);
         self.join();
-        result
+        // What the kernel is asked in between waits for a moment, and fails with the unmounting.
+        mount.unmount()
     }
 
     fn join(&mut self) {
