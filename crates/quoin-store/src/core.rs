@@ -1,6 +1,7 @@
 //! Parts that all replicas of a pool share: disk, free space, metadata ring, node cache,
 //! tickets.
 
+use std::collections::BTreeMap;
 use std::io::IoSlice;
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use crate::disk::fetch::{Fetches, Looked, Stretch};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
+use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock, THIRD_EDITION};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -24,6 +25,7 @@ use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
 use crate::metadata::tickets::Tickets;
 use crate::space::freed::Freed;
+use crate::space::logical::Logical;
 use crate::space::segments::{Allocator, Family};
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
@@ -106,6 +108,8 @@ pub struct Core<D> {
     pub cache: Cache,
     /// Snapshots that clones show.
     pub bases: Bases,
+    /// Logical places of each replica's blocks. Clones look up those of others.
+    pub logical: BTreeMap<ReplicaGuid, Logical>,
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
     pub tickets: Tickets,
@@ -189,11 +193,20 @@ impl<D: Disk> Core<D> {
 
     /// Builds that do not know what is written from here on keep their hands off the pool.
     pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
+        self.begin_edition(SECOND_EDITION)
+    }
+
+    /// The same for what has logical places.
+    pub fn begin_third_edition(&mut self) -> Result<(), StoreError> {
+        self.begin_edition(THIRD_EDITION)
+    }
+
+    fn begin_edition(&mut self, edition: u64) -> Result<(), StoreError> {
         let incompat = &mut self.superblock.features.incompat;
-        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
+        if *incompat & edition != 0 || mutant::is("new-form-without-its-bit") {
             return Ok(());
         }
-        *incompat |= SECOND_EDITION;
+        *incompat |= edition;
         self.disk_did(|core| core.superblock.rewrite(&core.disk));
         self.check_usable()
     }
@@ -434,6 +447,17 @@ pub struct NodeBatch {
 const NODES_PER_BATCH: usize = 96;
 const NODE_BATCH_BYTES: usize = 256 << 10;
 
+/// A tree of nodes of a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tree {
+    /// A map: leaves name blocks of the volume.
+    Map,
+    /// The table of segments: leaves name no blocks.
+    Segments,
+    /// Where moved blocks lie: leaves name blocks that maps account for.
+    Logical,
+}
+
 /// A replica's view of [`Nodes`].
 pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
@@ -445,8 +469,7 @@ pub struct NodeIo<'a, D> {
     pub kept_through: u64,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
     pub gives_up: bool,
-    /// These are nodes of the table of segments: their leaves name no blocks.
-    pub is_table: bool,
+    pub tree: Tree,
 }
 
 impl<D: Disk> NodeIo<'_, D> {
@@ -564,7 +587,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let (length, newest) = (length as u32, node.newest());
         let crc = quoin_types::crc32c(&self.batch.bytes[at..]);
         self.batch.nodes.push((place, length, level, base, newest));
-        self.family.add_live(&self.core.superblock, place / BLOCK_SIZE as u64, length.into());
+        self.family.add_live(self.core, place / BLOCK_SIZE as u64, length.into());
         self.core.cache.insert(place, node);
         Ok(NodeRef { place, length, crc, newest })
     }
@@ -578,11 +601,13 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
-        if self.is_table {
+        if self.tree == Tree::Segments {
             return Err(StoreError::Damaged("the table of segments"));
         }
         // For a high node only the first stretches: the others are found when these are mended.
         let stretches = if level == 0 { 1 } else { FANOUT as u64 };
+        // Which blocks of the volume a lost leaf of logical places is about is found as they are read.
+        let stretches = if self.tree == Tree::Map { stretches } else { 0 };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
             self.core.note_bad(BadBlock::stretch(self.family.guid, lba, Lsn(node.newest)));
         }
@@ -599,30 +624,32 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn replaced(&mut self, lba: u64, place: u64, version: u64) {
-        if self.is_table || mutant::is("trim-frees-nothing") {
+        if self.tree != Tree::Map || mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {
             let bytes = BLOCK_SIZE as u64;
-            let unit = self.family.sub_live(&self.core.superblock, place, bytes);
-            if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
-                recount.counter_lowered(unit, place, bytes);
-                recount.gone(unit, place, lba, version, bytes);
+            let held = self.family.sub_live(self.core, place, bytes);
+            if let (Some((unit, block)), Some(recount)) = (held, &mut self.recount) {
+                // What was moved and is not looked up is taken for counted.
+                let block = block.unwrap_or(0);
+                recount.counter_lowered(unit, block, bytes);
+                recount.gone(unit, block, lba, version, bytes);
             }
         }
     }
 
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
-        if node.newest > self.kept_through || self.is_table {
+        if node.newest > self.kept_through || self.tree != Tree::Map {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
-            let unit = self.family.sub_live(&self.core.superblock, block, bytes);
-            if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
+            let held = self.family.sub_live(self.core, block, bytes);
+            if let (Some((unit, _)), Some(recount)) = (held, &mut self.recount) {
                 recount.counter_lowered(unit, block, bytes);
                 // Nodes above the leaves are not counted.
-                if level == 0 && self.is_table {
-                    recount.gone_of_table(unit, block, base, bytes);
-                } else if level == 0 {
-                    recount.gone(unit, block, base, node.newest, bytes);
+                match self.tree {
+                    _ if level > 0 => {}
+                    Tree::Map => recount.gone(unit, block, base, node.newest, bytes),
+                    tree => recount.gone_beside(tree, unit, block, base, bytes),
                 }
             }
         }

@@ -144,6 +144,7 @@ impl<D: Disk> Pool<D> {
             superblock,
             cache: Cache::new(options.cache_bytes),
             bases: Bases::default(),
+            logical: BTreeMap::new(),
             fetches: Fetches::default(),
             options,
             ring,
@@ -331,6 +332,7 @@ impl<D: Disk> Pool<D> {
             }
             self.core.freed.add_all(ticket, family.segments.leave());
         }
+        self.core.logical.remove(&guid);
         Ok(())
     }
 

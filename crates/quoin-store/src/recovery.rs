@@ -35,6 +35,7 @@ use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced};
+use crate::space::logical::Logical;
 use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
 use crate::space::table::FoundTable;
@@ -84,6 +85,13 @@ pub fn recover<D: Disk>(
         kept_through: core.bases.kept_through(durable.identity.guid),
         is_remnant: relatives.is_remnant,
     };
+    let guid = durable.identity.guid;
+    let logical = Logical::new(&core.superblock, checkpoint.logical.as_ref());
+    if !logical.is_learned() {
+        // Counters do not go down for blocks of which it is not known where they were moved.
+        replica.count.request();
+    }
+    core.logical.insert(guid, logical);
     let first_sequence = match checkpoint.log.sequence {
         0 => checkpoint.sequence + 1,
         sequence => sequence,
@@ -95,6 +103,7 @@ pub fn recover<D: Disk>(
             replica.count.request();
         }
         let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
+        core.logical_of(guid).insert(&state);
         match is_followed(&state) {
             true => drop(replica.family.segments.insert(Segment::opened(state))),
             false => replica.family.segments.insert_settled(&state),
@@ -107,7 +116,11 @@ pub fn recover<D: Disk>(
         }
         let read = replica.read_table(core, table, |core, replica, state| {
             let state = admitted(core, state);
-            state.map(|state| replica.family.segments.insert_recorded(&state)).is_some()
+            let admit = |state: SegmentState| {
+                core.logical_of(guid).insert(&state);
+                replica.family.segments.insert_recorded(&state);
+            };
+            state.map(admit).is_some()
         });
         found = read?.ok_or(PoolError::MetadataLost)?;
         found.newest = checkpoint.sequence;
@@ -562,6 +575,7 @@ fn close<D: Disk>(
         durable.log_segments.retain(listed);
         for segment in stale {
             replica.family.segments.remove(segment.unit);
+            core.logical_of(replica.family.guid).remove(segment);
             core.freed.add(0, segment.unit, segment.units);
         }
     }

@@ -280,6 +280,48 @@ fn a_pool_of_before_says_in_its_superblock_that_it_has_a_table_of_segments() {
     assert_eq!(facts(&mut Pool::open(disk, options).expect("a pool")), held);
 }
 
+/// Blocks of before are named by where they lie, later ones by logical places, and both are moved.
+#[test]
+fn a_pool_of_before_says_that_it_has_logical_places_and_is_brought_over_while_it_is_used() {
+    crate::common::break_a_rule();
+    let version = Recorded::all(CRATE, "pool", RAISE).remove(0);
+    let disk = disk_of(&version.read("disk"));
+    let mut pool = open(&disk);
+    let kept = |pool: &mut Pool<MemoryDisk>| {
+        replica(pool, LIVED, |store| {
+            let first = store.snapshots()[0];
+            flat(&read_all(store, ReadView::Snapshot(first.id), first.blocks))
+        })
+    };
+    let before = kept(&mut pool);
+    let mut segments = pool.stats().used_bytes;
+    for round in 0..400u64 {
+        append(&mut pool, 5, &[(EntryKind::Write, 100 + round * 7 % 300, 1)]);
+        if pool.stats().used_bytes > segments {
+            assert_eq!(incompatible_on_media(&disk) & 2, 2, "a segment was opened without it");
+        }
+        segments = pool.stats().used_bytes;
+        let last = replica(&mut pool, LIVED, |store| store.state().position.lsn);
+        replica(&mut pool, LIVED, |store| store.set_stable(last));
+        if round.is_multiple_of(50) {
+            pool.settle().expect("folded");
+            for _ in 0..20 {
+                pool.background(1 << 20).expect("background work");
+                sync(&mut pool);
+            }
+        }
+    }
+    assert!(kept(&mut pool) == before, "the snapshot of before");
+    let held = facts(&mut pool);
+    pool.settle().expect("recorded");
+    drop(pool);
+    let mut pool = open(&disk);
+    assert_eq!(facts(&mut pool), held);
+    drop(pool);
+    let report = offline::check(disk, |_| ()).expect("a check");
+    assert!(report.is_sound(), "{report:?}");
+}
+
 #[test]
 fn a_ring_with_a_record_of_a_later_version_is_refused_as_newer_and_left_alone() {
     let disk = lived();

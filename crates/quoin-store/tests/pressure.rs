@@ -330,6 +330,55 @@ fn a_pool_whose_live_data_are_three_quarters_of_it_refuses_no_overwrite() {
     assert!(written < 30.0, "{written:.1} blocks written for each block overwritten");
 }
 
+/// Overwrites single blocks of a volume in a pool of units of 256 KiB, with a snapshot after each
+/// `between` of them and the oldest of more than `kept` deleted. Returns blocks written to the disk for
+/// each block overwritten, once there are so many snapshots.
+fn overwrites_beside(kept: usize, live: u64, pool_blocks: u64, between: u64, writes: u64) -> f64 {
+    let disk = MemoryDisk::new(pool_blocks * 4096);
+    let shape = FormatOptions { unit_blocks: 64, ..common::format_options() };
+    Pool::format(&disk, &shape).expect("a fit disk");
+    let options = PoolOptions { cache_bytes: 16 << 20, ..options() };
+    let mut writer = Writer::on(Pool::open(disk, options).expect("a pool"), live);
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    for lba in 0..live {
+        writer.append(EntryKind::Write, lba, 1).expect("the first fill");
+        writer.housekeeping();
+    }
+    let (mut snapshots, mut next, mut before) = (std::collections::VecDeque::new(), 1, 0);
+    let warm_up = between * kept as u64 * 2;
+    for done in 0..warm_up + writes {
+        if done == warm_up {
+            before = writer.pool.disk().written_bytes();
+        }
+        if kept > 0 && done.is_multiple_of(between) {
+            let id = SnapshotId(next);
+            next += 1;
+            writer.append(EntryKind::Snapshot { id, hidden: false }, 0, 0).expect("room");
+            snapshots.push_back(id);
+            if snapshots.len() > kept {
+                let id = snapshots.pop_front().expect("one");
+                writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("room");
+            }
+        }
+        let lba = rng.random_range(0..live);
+        let appended = writer.append(EntryKind::Write, lba, 1);
+        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
+        writer.housekeeping();
+    }
+    let written = writer.pool.disk().written_bytes() - before;
+    written as f64 / 4096.0 / writes as f64
+}
+
+/// Moved blocks keep their names, so no leaf of a snapshot is written anew for them.
+#[test]
+fn rotating_snapshots_at_most_double_what_an_overwrite_costs_in_a_pool_as_full() {
+    let without = overwrites_beside(0, 9600, 14_000, 1, 20_000);
+    // Forty snapshots keep some 2,400 blocks and 1,200 of leaves beside 6,000 live ones.
+    let beside = overwrites_beside(40, 6000, 14_000, 60, 20_000);
+    println!("{without:.1} blocks written for one without snapshots, {beside:.1} beside 40");
+    assert!(beside <= 2.0 * without, "{beside:.1} beside forty snapshots, {without:.1} without");
+}
+
 #[test]
 fn a_pool_with_room_to_spare_does_not_sprawl() {
     // 4 MiB of data in a pool of 128 MiB, overwritten forty times.

@@ -20,6 +20,7 @@ use crate::format::relatives::{BaseId, RelativesState};
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::{Image, Replica};
+use crate::space::logical::Logical;
 
 /// Entries of the log that one step collects.
 const ENTRIES_A_STEP: u64 = 4096;
@@ -205,7 +206,7 @@ impl Replica {
             if record.place != 0 {
                 let unit = core.superblock.unit_of(record.place);
                 if unit != run.0 && run.2 > 0 {
-                    self.family.sub_live(&core.superblock, run.1, run.2);
+                    self.family.sub_live(core, run.1, run.2);
                     run.2 = 0;
                 }
                 if run.2 == 0 {
@@ -215,7 +216,7 @@ impl Replica {
             }
         }
         if run.2 > 0 {
-            self.family.sub_live(&core.superblock, run.1, run.2);
+            self.family.sub_live(core, run.1, run.2);
         }
         job.next = end;
     }
@@ -227,7 +228,7 @@ impl Replica {
         job: &mut CheckpointJob,
     ) -> Result<(), StoreError> {
         let nodes_max = nodes_a_step(core);
-        let mut part = self.part_of(job, nodes_max);
+        let mut part = self.part_of(core, job, nodes_max);
         part.made_for = None;
         let kept_through = job.kept_through();
         let mut io = self.io(core);
@@ -242,7 +243,7 @@ impl Replica {
         for edit in part.edits.iter().filter(|edit| edit.lba < until) {
             if let Change::Data { place, .. } = edit.change {
                 let blocks = u64::from(edit.blocks).min(until - edit.lba);
-                self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
+                self.family.add_live(core, place, blocks * BLOCK_SIZE as u64);
             }
         }
         (job.cursor, job.part) = (until, part);
@@ -255,7 +256,7 @@ impl Replica {
         let mut looked = Ok(());
         if job.next == job.stage_end && job.cursor < u64::MAX {
             let nodes_max = nodes_a_step(core);
-            job.part = self.part_of(&mut job, nodes_max);
+            job.part = self.part_of(core, &mut job, nodes_max);
             let stretches = job.part.edits.iter().map(Edit::stretch);
             looked = tree::look_ahead(&mut self.io(core), job.work.root, stretches, nodes_max);
         }
@@ -264,17 +265,23 @@ impl Replica {
     }
 
     /// The edits of the next step of a fold, which may have been made before.
-    fn part_of(&self, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
+    fn part_of<D: Disk>(&self, core: &Core<D>, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
         let mut part = std::mem::take(&mut job.part);
         if part.made_for != Some(job.cursor) {
-            self.edits_from(job, nodes_max, &mut part);
+            self.edits_from(core, job, nodes_max, &mut part);
             part.made_for = Some(job.cursor);
         }
         part
     }
 
     /// Next edits of a stage, about as many as one step can do.
-    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize, part: &mut Edits) {
+    fn edits_from<D: Disk>(
+        &self,
+        core: &Core<D>,
+        job: &CheckpointJob,
+        nodes_max: usize,
+        part: &mut Edits,
+    ) {
         part.clear();
         part.end = u64::MAX;
         let (mut leaves, mut last_leaf) = (0, u64::MAX);
@@ -297,7 +304,8 @@ impl Replica {
                     let offset = start - record.lba;
                     let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
                     part.crcs.extend(crcs);
-                    Change::Data { version: lsn, place: place + offset, crc_at }
+                    let place = self.family.named(core, place + offset);
+                    Change::Data { version: lsn, place, crc_at }
                 }
             };
             part.edits.push(Edit { lba: start, blocks, change });
@@ -389,6 +397,7 @@ impl Replica {
             sequence: core.sequence,
             shadow: self.shadow.as_ref().map(|s| s.state()),
             table: self.table_state(),
+            logical: core.logical.get(&self.identity.guid).and_then(Logical::state),
         }
     }
 
@@ -399,6 +408,7 @@ impl Replica {
             return Ok(());
         }
         self.merge_shadow(core)?;
+        self.merge_moved(core)?;
         if !self.write_table(core)? {
             return Ok(());
         }

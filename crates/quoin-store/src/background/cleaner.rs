@@ -1,12 +1,15 @@
 //! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
 //!
 //! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
-//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
-//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
-//! by writing them anew. Everything is done in steps of about a megabyte.
+//! a shadow), never of a counter: counters only choose the victim. Blocks with a logical place
+//! are moved in the order of these, and only the map of moved blocks changes
+//! ([`crate::space::logical`]). Others are moved in LBA order, so that runs form again, and change
+//! the leaves of every view; views that share nodes go on sharing them. Nodes are moved by writing
+//! them anew. Everything is done in steps of about a megabyte.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
@@ -20,6 +23,7 @@ use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
 use crate::replica::{Replica, Source};
+use crate::space::logical::{Moves, Named, is_logical};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
@@ -30,8 +34,21 @@ const PIECE_BLOCKS: u64 = 64;
 struct Candidate {
     lba: u64,
     version: u64,
+    /// Where it lies.
     place: u64,
+    /// How leaves name it: a logical place, or where it lies.
+    name: u64,
     crc: u32,
+}
+
+impl Candidate {
+    /// Those with a logical place in the order of these, behind all others.
+    fn order(&self) -> (u64, u64, u64) {
+        match is_logical(self.name) {
+            true => (self.name, self.place, 0),
+            false => (0, self.lba, self.version),
+        }
+    }
 }
 
 /// A segment that is being emptied.
@@ -40,8 +57,13 @@ pub struct CleanJob {
     blocks: Vec<Candidate>,
     nodes: Vec<Edit>,
     done: usize,
-    /// Some of it was moved.
+    /// Some of it was moved, and is here no more.
     moved: bool,
+    /// Some of it was copied, and is read here until all of it was.
+    copied: bool,
+    moves: Moves,
+    /// Logical places of its own blocks.
+    own: Range<u64>,
     data: SegmentData,
 }
 
@@ -49,7 +71,7 @@ pub struct CleanJob {
 /// places of the segment. Where no cache has them, they are read by the piece and not one by one.
 struct SegmentData {
     /// The segment's blocks, where it is read by the piece.
-    range: Option<std::ops::Range<u64>>,
+    range: Option<Range<u64>>,
     pieces: BTreeMap<u64, Bytes>,
     /// Blocks that were read ahead of the next step.
     ahead: BTreeMap<u64, Bytes>,
@@ -140,6 +162,7 @@ impl Replica {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let start = core.superblock.unit_start(segment.unit);
+        let first = start;
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
         let data = SegmentData {
@@ -148,7 +171,13 @@ impl Replica {
             ahead: BTreeMap::new(),
         };
         let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
-        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
+        let logical = core.logical.get(&self.family.guid);
+        let end = u64::from(segment.used_blocks);
+        let own = logical.and_then(|logical| logical.place(&segment, 0));
+        let own = own.map_or(0..0, |first| first..first + end);
+        let moves = Moves::default();
+        let (done, moved, copied) = (0, false, false);
+        let mut job = CleanJob { unit, blocks, nodes, done, moved, copied, moves, own, data };
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
@@ -159,13 +188,21 @@ impl Replica {
                 }
                 for (i, crc) in entry.crcs().enumerate() {
                     let (lba, version) = (entry.lba + i as u64, entry.lsn);
-                    job.blocks.push(Candidate { lba, version, place, crc });
+                    let name = match segment.stream {
+                        Stream::Log => {
+                            let offset = place - first;
+                            logical.and_then(|logical| logical.place(&segment, offset))
+                        }
+                        _ => Some(entry.epoch).filter(|name| is_logical(*name)),
+                    };
+                    let name = name.unwrap_or(place);
+                    job.blocks.push(Candidate { lba, version, place, name, crc });
                     place += 1;
                 }
             }
         })?;
         if complete {
-            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
+            job.blocks.sort_unstable_by_key(Candidate::order);
             job.nodes.sort_unstable_by_key(|e| e.lba);
             self.maintenance.clean = Some(job);
         }
@@ -178,20 +215,25 @@ impl Replica {
         self.merge_shadow(core)?;
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
-            let live = self.live_of(core, &job.blocks[job.done..end])?;
-            let any = !live.is_empty();
-            if !self.move_blocks(core, live, &mut job.data)? {
+            let step = &job.blocks[job.done..end];
+            let stand = self.stand(core, job.unit, step)?;
+            let live = self.live_of(core, step, &stand)?;
+            let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
+            let gone = names_gone(step, &stand, &live, &job.own);
+            if !self.move_blocks(core, &live, gone, &mut job.data, &mut job.moves)? {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.family.segments.set_aside(job.unit);
-                if job.moved {
+                if job.moved || job.copied {
                     // Moved blocks were counted in their new segment, and in this one as well.
                     self.count.begin_anew();
-                    self.maintenance.dirty = true;
                 }
+                self.maintenance.dirty |= job.moved;
+                core.logical_of(self.family.guid).forget_copies(job.own);
                 return Ok(true);
             }
             job.data.ahead.clear();
-            job.moved |= any;
+            job.moved |= copies < live.len();
+            job.copied |= copies > 0;
         } else if !job.nodes.is_empty() {
             self.renew(core, &job.nodes[job.done..end])?;
         }
@@ -201,6 +243,7 @@ impl Replica {
             return Ok(false);
         }
         if let Some(segment) = self.family.segments.remove(job.unit) {
+            self.emptied(core, &segment, job.blocks.iter().map(|block| block.name), &job.moves);
             self.maintenance.pending_free.push((job.unit, segment.units));
         }
         self.maintenance.dirty = true;
@@ -224,13 +267,17 @@ impl Replica {
         let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
         let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
         let (views, mut lacking) = (self.views(core), Ok(()));
+        let mut lbas: Vec<_> = candidates.iter().map(|c| (c.lba, c.version)).collect();
+        lbas.sort_unstable();
         for (root, newest) in &views {
-            let of_view = candidates.iter().filter(|candidate| candidate.version <= *newest);
-            let stretches = of_view.map(|candidate| (candidate.lba, candidate.lba + 1));
+            let of_view = lbas.iter().filter(|(_, version)| *version <= *newest);
+            let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
             let stretches = stretches.chain(nodes.iter().map(Edit::stretch));
             let io = &mut self.io(core);
             lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
         }
+        let names = candidates.iter().map(|candidate| candidate.name);
+        lacking = lacking.and(self.look_ahead_of_names(core, names));
         lacking?;
         for candidate in candidates {
             for (root, newest) in &views {
@@ -238,7 +285,7 @@ impl Replica {
                 if candidate.version <= *newest {
                     tree::blocks(&mut self.io(core), *root, candidate.lba, &mut found)?;
                 }
-                if found[0].place == candidate.place {
+                if found[0].place == candidate.name {
                     lacking = lacking.and(job.data.look_ahead(core, candidate.place));
                     break;
                 }
@@ -278,15 +325,32 @@ impl Replica {
         views
     }
 
+    /// Which of these blocks their names stand for.
+    fn stand<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        unit: u32,
+        candidates: &[Candidate],
+    ) -> Result<Vec<bool>, StoreError> {
+        let named = |c: &Candidate| Named { place: c.name, at: c.place };
+        let named: Vec<Named> = candidates.iter().map(named).collect();
+        self.stand_for_their_names(core, unit, &named)
+    }
+
+    /// Those of these blocks that some view shows, in their order.
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         candidates: &[Candidate],
+        stand: &[bool],
     ) -> Result<Vec<Candidate>, StoreError> {
         let views = self.views(core);
         let mut io = self.io(core);
         let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
-        for candidate in candidates {
+        let standing = candidates.iter().zip(stand).filter(|(_, stands)| **stands);
+        let mut by_lba: Vec<&Candidate> = standing.map(|(candidate, _)| candidate).collect();
+        by_lba.sort_unstable_by_key(|candidate| (candidate.lba, candidate.version));
+        for candidate in by_lba {
             for (root, newest) in &views {
                 if mutant::is("moved-block-overwrites-a-newer-one") {
                     live.push(*candidate);
@@ -304,18 +368,21 @@ impl Replica {
                         lost.push(Edit { lba: leaf, blocks: 1, change });
                     }
                 }
-                if found[0].place == candidate.place {
+                if found[0].place == candidate.name {
                     live.push(*candidate);
                     break;
                 }
             }
         }
         if lost.is_empty() {
+            live.sort_unstable_by_key(Candidate::order);
+            // Of two copies where the map of names is lost, one is enough.
+            live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
             return Ok(live);
         }
         // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
         self.update_views(core, &lost, &[])?;
-        self.live_of(core, candidates)
+        self.live_of(core, candidates, stand)
     }
 
     /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
@@ -323,34 +390,44 @@ impl Replica {
     fn move_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        live: Vec<Candidate>,
+        live: &[Candidate],
+        gone: Vec<(u64, u64, u32)>,
         data: &mut SegmentData,
+        job_moves: &mut Moves,
     ) -> Result<bool, StoreError> {
         let mut blocks = Vec::with_capacity(live.len());
-        for candidate in &live {
+        for candidate in live {
             let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
             if quoin_types::crc32c(&bytes) != candidate.crc {
                 // The block moves with its checksum, so it stays bad until a peer repairs it.
                 self.note_bad_place(core, candidate.lba, candidate.place)?;
             }
             let Candidate { lba, version, crc, .. } = *candidate;
-            blocks.push(MovedBlock { lba, version, crc, bytes });
+            let name = if is_logical(candidate.name) { candidate.name } else { 0 };
+            blocks.push(MovedBlock { lba, version, crc, name, bytes });
         }
-        let places = self.write_moved(core, &blocks, true)?;
+        let places = self.write_moved(core, &blocks, self.naming(), true)?;
         let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
-        let mut moves: Vec<Edit> = live
-            .iter()
-            .zip(places)
-            .enumerate()
-            .map(|(i, (from, to))| Edit {
-                lba: from.lba,
-                blocks: 1,
-                change: match mutant::is("moved-block-overwrites-a-newer-one") {
-                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
-                    false => Change::Move { from: from.place, to },
-                },
-            })
-            .collect();
+        let (mut moves, mut named) = (Vec::new(), gone);
+        for (i, (from, to)) in live.iter().zip(places).enumerate() {
+            if is_logical(from.name) {
+                let unit = core.superblock.unit_of(to);
+                let unit = unit.and_then(|unit| self.family.segments.containing(unit));
+                if let Some(unit) = unit {
+                    self.note_move(core, job_moves, from.name, unit);
+                }
+                named.push((from.name, to, from.crc));
+                continue;
+            }
+            let change = match mutant::is("moved-block-overwrites-a-newer-one") {
+                true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                false => Change::Move { from: from.name, to },
+            };
+            moves.push(Edit { lba: from.lba, blocks: 1, change });
+        }
+        if !mutant::is("moved-blocks-without-their-names") {
+            self.name_moved(core, named.into_iter())?;
+        }
         // Two versions of one block need two passes: edits of a pass do not overlap.
         while !moves.is_empty() {
             let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
@@ -389,6 +466,7 @@ impl Replica {
     /// Writes nodes anew, wherever they are shared.
     pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])?;
+        self.update_logical(core, nodes, &[])?;
         self.renew_table(core, nodes)
     }
 
@@ -423,6 +501,29 @@ impl Replica {
         }
         Ok(())
     }
+}
+
+/// Dead blocks that were moved here, whose names are to stand for nothing: as
+/// [`Replica::name_moved`] takes them.
+fn names_gone(
+    step: &[Candidate],
+    stand: &[bool],
+    live: &[Candidate],
+    own: &Range<u64>,
+) -> Vec<(u64, u64, u32)> {
+    let mut live = live.iter().filter(|c| is_logical(c.name)).peekable();
+    let mut gone = Vec::new();
+    for (candidate, stands) in step.iter().zip(stand) {
+        if !is_logical(candidate.name) || own.contains(&candidate.name) {
+            continue;
+        }
+        while live.next_if(|live| live.name < candidate.name).is_some() {}
+        let is_live = live.peek().is_some_and(|live| live.name == candidate.name);
+        if *stands && !is_live {
+            gone.push((candidate.name, 0, 0));
+        }
+    }
+    gone
 }
 
 /// Reads a segment's batches in order. False: one of its headers is bad.

@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
-use crate::core::Core;
+use crate::core::{Core, Tree};
 use crate::disk::Disk;
 use crate::format::batch::Stream;
 use crate::format::node::{LEAF_BLOCKS, Node, Root};
@@ -52,8 +52,12 @@ pub struct Recount {
     first_needed: u64,
     /// Whether the count was requested, and does not follow another one.
     is_first: bool,
-    /// Unit up to which the table of segments was walked, which comes last.
+    /// Moved blocks up to this one are known; `None`: all are.
+    learned_to: Option<u64>,
+    /// Unit up to which the table of segments was walked, which comes last but one.
     table_cursor: u64,
+    /// Logical block up to which the map of moved blocks was walked, which comes last.
+    logical_cursor: u64,
 }
 
 /// Part of a segment that was written before a count began, where later writes follow it.
@@ -120,10 +124,14 @@ impl Recount {
         }
     }
 
-    /// This leaf of the table of segments, over the units from `base` on, was replaced.
-    pub fn gone_of_table(&mut self, unit: u32, block: u64, base: u64, bytes: u64) {
+    /// This leaf of a tree beside the maps, from `base` on, was replaced.
+    pub fn gone_beside(&mut self, tree: Tree, unit: u32, block: u64, base: u64, bytes: u64) {
+        let cursor = match tree {
+            Tree::Logical => self.logical_cursor,
+            _ => self.table_cursor,
+        };
         if self.counts(unit, block)
-            && base < self.table_cursor
+            && base < cursor
             && let Some(live) = self.live.get_mut(&unit)
         {
             *live = live.saturating_sub(bytes);
@@ -207,7 +215,9 @@ impl Replica {
             open: self.open_parts(core),
             folded: self.folded.head.position.lsn.0,
             first_needed: self.log_start().index,
+            learned_to: (!core.logical_of(self.family.guid).is_learned()).then_some(0),
             table_cursor: 0,
+            logical_cursor: 0,
         })
     }
 
@@ -267,7 +277,13 @@ impl Replica {
         job: &mut Recount,
         views: &[(ViewKey, Root)],
     ) -> Result<bool, StoreError> {
-        let Some((key, root, from)) = job.next(views) else { return self.count_table(core, job) };
+        if let Some(from) = job.learned_to {
+            job.learned_to = self.learn_moved(core, from)?;
+            return Ok(true);
+        }
+        let Some((key, root, from)) = job.next(views) else {
+            return Ok(self.count_table(core, job)? || self.count_logical(core, job)?);
+        };
         let mut io = self.io(core);
         let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
             (job.done, job.at, job.cursor) = (Some(key), None, 0);
@@ -277,10 +293,10 @@ impl Replica {
         let Part::Leaf { node, .. } = part else { return Ok(true) };
         let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
         let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
-        let superblock = core.superblock;
-        let mut count = |block: u64, bytes: u64| {
-            let unit = self.family.segment_of(&superblock, block);
-            if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
+        let mut count = |place: u64, bytes: u64| {
+            let held = self.family.holder_of(core, place);
+            let counts = |(unit, block): &(u32, Option<u64>)| job.counts(*unit, block.unwrap_or(0));
+            if let Some((unit, _)) = held.filter(counts) {
                 *job.live.entry(unit).or_default() += bytes;
             }
         };
@@ -301,13 +317,29 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         let Some(part) = self.next_of_table(core, job.table_cursor)? else { return Ok(false) };
         job.table_cursor = part.range().1;
-        let Part::Leaf { node, .. } = part else { return Ok(true) };
+        self.count_node(core, job, part);
+        Ok(true)
+    }
+
+    /// Counts the next leaf of the map of moved blocks; false: there is none.
+    fn count_logical<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut Recount,
+    ) -> Result<bool, StoreError> {
+        let Some(part) = self.next_of_logical(core, job.logical_cursor)? else { return Ok(false) };
+        job.logical_cursor = part.range().1;
+        self.count_node(core, job, part);
+        Ok(true)
+    }
+
+    fn count_node<D: Disk>(&self, core: &Core<D>, job: &mut Recount, part: Part) {
+        let Part::Leaf { node, .. } = part else { return };
         let block = node.place / BLOCK_SIZE as u64;
-        let unit = self.family.segment_of(&core.superblock, block);
-        if let Some(unit) = unit.filter(|unit| job.counts(*unit, block)) {
+        let held = self.family.holder_of(core, block);
+        if let Some((unit, _)) = held.filter(|(unit, _)| job.counts(*unit, block)) {
             *job.live.entry(unit).or_default() += u64::from(node.length);
         }
-        Ok(true)
     }
 
     fn finish_recount(&mut self, job: &Recount) {

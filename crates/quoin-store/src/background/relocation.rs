@@ -19,15 +19,34 @@ pub struct MovedBlock {
     pub lba: u64,
     pub version: u64,
     pub crc: u32,
+    /// Logical place that it has already; 0: none.
+    pub name: u64,
     pub bytes: Bytes,
 }
 
+/// How leaves are to name blocks that had no logical place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Naming {
+    /// By where they lie.
+    Place,
+    /// By a logical place, if their segment has a number.
+    Logical,
+}
+
 impl Replica {
-    /// Writes blocks to the stream of moved ones and says where they are.
+    /// How leaves name what is written to the stream of moved blocks. A flip gives up the map of logical
+    /// places, so what a rebuild may show has none.
+    pub fn naming(&self) -> Naming {
+        if self.shadow.is_some() { Naming::Place } else { Naming::Logical }
+    }
+
+    /// Writes blocks to the stream of moved ones. Returns where they are: of those that have no logical
+    /// place, how leaves are to name them.
     pub fn write_moved<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         blocks: &[MovedBlock],
+        naming: Naming,
         from_reserve: bool,
     ) -> Result<Vec<u64>, StoreError> {
         let mut places = Vec::with_capacity(blocks.len());
@@ -42,7 +61,7 @@ impl Replica {
             let count = most(room).or_else(|| most(fresh));
             let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
             let (now, later) = rest.split_at(count);
-            self.write_moved_batch(core, now, from_reserve, &mut places)?;
+            self.write_moved_batch(core, now, naming, from_reserve, &mut places)?;
             rest = later;
         }
         Ok(places)
@@ -52,6 +71,7 @@ impl Replica {
         &mut self,
         core: &mut Core<D>,
         blocks: &[MovedBlock],
+        naming: Naming,
         from_reserve: bool,
         places: &mut Vec<u64>,
     ) -> Result<(), StoreError> {
@@ -60,9 +80,20 @@ impl Replica {
         let guid_hash = self.family.guid_hash;
         let segment = self.family.segment_for(core, Stream::Moved, total, from_reserve)?;
         let state = segment.state;
+        let header = header_blocks(blocks.len()) as u64;
+        let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        let logical = core.logical.get(&self.identity.guid).filter(|_| naming == Naming::Logical);
+        let first = u64::from(state.used_blocks) + header;
+        let first = logical.and_then(|logical| logical.place(&state, first));
         let mut writer = HeaderWriter::new(&mut core.buffers.header);
-        for block in blocks {
+        for (block, offset) in blocks.iter().zip(0..) {
+            let name = match block.name {
+                0 => first.map_or(0, |first| first + offset),
+                name => name,
+            };
+            places.push(if block.name == 0 && name != 0 { name } else { start + header + offset });
             let entry = BatchEntry {
+                epoch: name,
                 lsn: block.version,
                 lba: block.lba,
                 blocks: 1,
@@ -82,19 +113,16 @@ impl Replica {
             data_blocks: blocks.len() as u32,
             key: 0,
         });
-        let header = core.buffers.header.len() / BLOCK_SIZE;
-        let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        debug_assert_eq!(header, (core.buffers.header.len() / BLOCK_SIZE) as u64);
         let mut parts = Vec::with_capacity(blocks.len() + 1);
         parts.push(IoSlice::new(&core.buffers.header));
         parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
         core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
-        segment.state.used_blocks += (header + blocks.len()) as u32;
+        segment.state.used_blocks += header as u32 + blocks.len() as u32;
         segment.state.live_bytes += (blocks.len() * BLOCK_SIZE) as u64;
         segment.next_index += 1;
         segment.previous = check;
         segment.write_out(core);
-        let first = start + header as u64;
-        places.extend((first..).take(blocks.len()));
         Ok(())
     }
 }

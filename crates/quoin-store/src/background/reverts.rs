@@ -54,7 +54,7 @@ impl Replica {
         for edit in &part.edits {
             // The snapshot and the map both show the block from now on, as two views do.
             if let Change::Data { place, .. } = edit.change {
-                self.family.add_live(&core.superblock, place, BLOCK_SIZE as u64);
+                self.family.add_live(core, place, BLOCK_SIZE as u64);
             }
         }
         job.part = part;

@@ -24,6 +24,7 @@ use crate::api::Due;
 use crate::background::due_work::Fact;
 use crate::background::maintenance::Cause;
 use crate::disk::Disk;
+use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::replica::Replica;
@@ -31,6 +32,10 @@ use crate::space::segment_table::{Held, MOST_LIVE_PERCENT};
 
 /// Live percent up to which a segment is emptied though space is plenty.
 const EAGER_LIVE_PERCENT: u64 = 10;
+/// Live percent up to which a segment of nodes is emptied, however short space is. With the nodes
+/// that are written anew those above them are, and leave as much dead where they were: a fuller
+/// segment would give next to nothing, again and again.
+const NODES_LIVE_PERCENT: u64 = 60;
 /// Dead percent of all that could be emptied at which the pool begins to sprawl, and at which it
 /// does: then segments of this many live percent are emptied, so one block is moved for one gained
 /// at most.
@@ -215,6 +220,10 @@ impl<D: Disk> Pool<D> {
     fn benefit(&self, live_percent: u64, limit: u64, segment: &SegmentState) -> Option<u64> {
         let newest = self.core.sequence;
         let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
+        let limit = match segment.stream {
+            Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
+            Stream::Log | Stream::Moved => limit,
+        };
         let may = live_percent <= limit && (segment.live_bytes == 0 || self.has_room(segment));
         may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
             // Next to nothing to move, or no time to lose: the emptiest.

@@ -38,7 +38,7 @@ use crate::testing::model::{push_slot, without_bytes};
 const PART_BYTES: u64 = 4096;
 
 /// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
-/// order, bases that only clones show, the segments) and the cursor in it. The default is the beginning.
+/// order, bases that only clones show, the map of moved blocks, the segments) and the cursor in it. The default is the beginning.
 ///
 /// Blocks only ever move down this order, from the log into the map and from the map into a
 /// snapshot, so a fold in the middle of a pass hides nothing from it.
@@ -121,7 +121,10 @@ impl Replica {
             stage if stage == views + 1 => {
                 self.scrub_bases(core, at.cursor, done)?.map_or(next_stage, on)
             }
-            stage if stage == views + 2 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
+            stage if stage == views + 2 => {
+                self.scrub_logical(core, at.cursor, done)?.map_or(next_stage, on)
+            }
+            stage if stage == views + 3 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
             _ => None,
         })
     }
@@ -367,6 +370,36 @@ impl Replica {
         Ok(Some(u64::from(state.unit) + 1))
     }
 
+    /// The nodes that lead to the next leaf of the map of moved blocks. One that is bad on media and
+    /// good in the cache is written again. What a lost one named is bad where it is read.
+    fn scrub_logical<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        self.io(core).flush()?;
+        let Some(part) = self.next_of_logical(core, cursor)? else { return Ok(None) };
+        let root = core.logical_of(self.family.guid).root;
+        let start = part.range().0.max(cursor);
+        let path = tree::path(&mut self.io(core), root, start)?;
+        for (level, base, node) in path.into_iter().filter(|(_, _, node)| node.is_possible()) {
+            if base < cursor {
+                continue;
+            }
+            done.read_bytes += u64::from(node.length);
+            if !core.is_whole_on_media(level, &node)? {
+                done.headers += 1;
+                if self.job_is_free() && self.io(core).load(level, &node)?.is_some() {
+                    let change = Change::Renew { node: node.place };
+                    self.update_logical(core, &[Edit { lba: base, blocks: 1, change }], &[])?;
+                    self.maintenance.dirty = true;
+                }
+            }
+        }
+        Ok(Some(part.range().1))
+    }
+
     /// The nodes of the table of segments that lead to a page. Memory has what a bad one says.
     fn scrub_table<D: Disk>(
         &mut self,
@@ -483,11 +516,11 @@ impl Replica {
             if let Content::Data { crc, data } = &slot.content {
                 let crc_at = moved.len() as u32;
                 change = Change::Data { version, place: 0, crc_at };
-                moved.push(MovedBlock { lba, version, crc: *crc, bytes: data.clone() });
+                moved.push(MovedBlock { lba, version, crc: *crc, name: 0, bytes: data.clone() });
             }
             edits.push(Edit { lba, blocks: 1, change });
         }
-        let places = self.write_moved(core, &moved, true)?;
+        let places = self.write_moved(core, &moved, self.naming(), true)?;
         for edit in &mut edits {
             if let Change::Data { place, crc_at, .. } = &mut edit.change {
                 *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);

@@ -163,7 +163,7 @@ impl Replica {
                     let crc_at = moved.len() as u32;
                     match bytes {
                         Some(bytes) => {
-                            moved.push(MovedBlock { lba, version, crc, bytes });
+                            moved.push(MovedBlock { lba, version, crc, name: 0, bytes });
                             Change::Fill { version, place: 0, crc_at }
                         }
                         None => {
@@ -179,7 +179,7 @@ impl Replica {
         if edits.is_empty() {
             return Ok(());
         }
-        let places = self.write_moved(core, &moved, false)?;
+        let places = self.write_moved(core, &moved, self.naming(), false)?;
         let mut crcs: Vec<u32> = moved.iter().map(|block| block.crc).collect();
         let lost_at = crcs.len() as u32;
         crcs.push(0);

@@ -1,7 +1,7 @@
 //! Blocks of a clone: its own, and those of its base where it has none.
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::mutant;
+use quoin_types::{ReplicaGuid, mutant};
 
 use crate::clones::bases::{BASES_DEEP_MAX, Base};
 use crate::core::{Core, NodeIo};
@@ -31,12 +31,14 @@ fn over(own: BlockAt, below: BlockAt) -> BlockAt {
 impl<D: Disk> NodeIo<'_, D> {
     /// State of `out.len()` blocks from `lba` on in a view of the replica, its base included.
     pub fn blocks(&mut self, root: Root, lba: u64, out: &mut [BlockAt]) -> Result<(), StoreError> {
-        let base = self.family.relatives.base;
-        self.blocks_over(root, base, lba, out, BASES_DEEP_MAX)
+        let (own, base) = (self.family.guid, self.family.relatives.base);
+        self.blocks_over(own, root, base, lba, out, BASES_DEEP_MAX)
     }
 
+    /// Places that come back are the pool's: logical ones are told from each other by the replica alone.
     fn blocks_over(
         &mut self,
+        replica: ReplicaGuid,
         root: Root,
         base: Option<BaseId>,
         lba: u64,
@@ -44,6 +46,9 @@ impl<D: Disk> NodeIo<'_, D> {
         deep: usize,
     ) -> Result<(), StoreError> {
         let mut lacking = may_lack(tree::blocks(self, root, lba, out))?;
+        if lacking.is_ok() {
+            lacking = may_lack(self.resolve(replica, out))?;
+        }
         let Some(base) = base else {
             // What went back to a base that is not shown any more is a hole there.
             for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
@@ -88,7 +93,10 @@ impl<D: Disk> NodeIo<'_, D> {
         let within = blocks.saturating_sub(lba).min(out.len() as u64) as usize;
         match within {
             0 => Ok(()),
-            within => self.blocks_over(root, parent, lba, &mut out[..within], deep - 1),
+            within => {
+                let out = &mut out[..within];
+                self.blocks_over(id.replica, root, parent, lba, out, deep - 1)
+            }
         }
     }
 

@@ -13,13 +13,14 @@ use crate::format::node::{Child, LEVEL_MAX, RefOnDisk, Root};
 use crate::format::{flag, put, read};
 use crate::log::history::Head;
 
-/// A segment, in a checkpoint and as the body of a log segment (kind 5).
+/// A segment, in a checkpoint and as the body of a log segment (kind 5). Where it has a logical
+/// number, that follows (4).
 ///
 /// | offset | size | field |
 /// |---|---|---|
 /// | 0 | 4 | first unit |
 /// | 4 | 4 | units |
-/// | 8 | 1 | stream |
+/// | 8 | 1 | stream, and 128 where it has a logical number |
 /// | 9 | 8 | sequence number |
 /// | 17 | 4 | blocks written |
 /// | 21 | 8 | live bytes |
@@ -38,6 +39,11 @@ pub struct SegmentOnDisk {
     last_index: U64,
 }
 const _: () = assert!(size_of::<SegmentOnDisk>() == 45);
+
+/// Flag of a stream: a logical number follows.
+pub(super) const IS_LOGICAL: u8 = 128;
+/// Bytes of a segment at most.
+pub const SEGMENT_LENGTH_MAX: usize = size_of::<SegmentOnDisk>() + size_of::<U32>();
 
 /// A root of the map, in a checkpoint: followed by the version (8) of a hole, or by a
 /// [`RefOnDisk`].
@@ -178,9 +184,36 @@ pub struct SegmentState {
     /// Highest LSN and batch index of a log segment.
     pub last_lsn: u64,
     pub last_index: u64,
+    /// Number of its first unit among the logical places of its replica
+    /// ([`crate::space::logical`]); 0: leaves name its blocks by where they lie.
+    pub logical: u32,
 }
 
 impl SegmentState {
+    /// Bytes that it takes in a record.
+    pub fn encoded_len(&self) -> usize {
+        SEGMENT_LENGTH_MAX - if self.logical == 0 { size_of::<U32>() } else { 0 }
+    }
+
+    pub(super) fn encode(&self, out: &mut BytesMut) {
+        put(out, &SegmentOnDisk::from(*self));
+        if self.logical != 0 {
+            put(out, &U32::new(self.logical));
+        }
+    }
+
+    pub(super) fn decode(r: &mut Reader) -> Result<Self, Malformed> {
+        let raw = read!(r, SegmentOnDisk, "segment");
+        let logical = match raw.stream & IS_LOGICAL {
+            0 => 0,
+            _ => r.u32("segment")?,
+        };
+        if (raw.stream & IS_LOGICAL != 0) != (logical != 0) {
+            return Err(Malformed("segment"));
+        }
+        Ok(SegmentState { logical, ..raw.decoded()? })
+    }
+
     /// Recorded form. Live data is counted in whole blocks (nodes are not), so one byte more
     /// marks a count that is too high: a view went away and all is to be counted anew.
     pub fn recorded(self, too_high: bool) -> Self {
@@ -241,7 +274,24 @@ pub struct Checkpoint {
     pub sequence: u64,
     pub shadow: Option<ShadowState>,
     pub table: Option<TableState>,
+    pub logical: Option<LogicalState>,
 }
+
+/// Logical places of a replica ([`crate::space::logical`]) as of some commit.
+///
+/// In a checkpoint it follows the shadow, before the table: a byte that no root begins with, the
+/// root, the next number (4).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct LogicalState {
+    /// Map from logical blocks to where clean-up moved them.
+    pub root: Root,
+    /// The first number that was not given to a segment.
+    pub next: u32,
+}
+
+/// A byte that no root begins with: levels are few.
+const LOGICAL_MARK: u8 = 0xff;
+const _: () = assert!(LOGICAL_MARK > LEVEL_MAX);
 
 /// Segments that are listed in nodes: a map from units to segments, as of some commit.
 ///
@@ -261,7 +311,7 @@ impl From<SegmentState> for SegmentOnDisk {
         SegmentOnDisk {
             unit: segment.unit.into(),
             units: segment.units.into(),
-            stream: segment.stream as u8,
+            stream: segment.stream as u8 | if segment.logical == 0 { 0 } else { IS_LOGICAL },
             sequence: segment.sequence.into(),
             used_blocks: segment.used_blocks.into(),
             live_bytes: segment.live_bytes.into(),
@@ -272,16 +322,17 @@ impl From<SegmentState> for SegmentOnDisk {
 }
 
 impl SegmentOnDisk {
-    pub fn decoded(&self) -> Result<SegmentState, Malformed> {
+    fn decoded(&self) -> Result<SegmentState, Malformed> {
         Ok(SegmentState {
             unit: self.unit.get(),
             units: self.units.get(),
-            stream: Stream::from_code(self.stream).ok_or(Malformed("segment"))?,
+            stream: Stream::from_code(self.stream & !IS_LOGICAL).ok_or(Malformed("segment"))?,
             sequence: self.sequence.get(),
             used_blocks: self.used_blocks.get(),
             live_bytes: self.live_bytes.get(),
             last_lsn: self.last_lsn.get(),
             last_index: self.last_index.get(),
+            logical: 0,
         })
     }
 }
@@ -452,15 +503,18 @@ impl Checkpoint {
         encode_snapshots(&self.snapshots, out);
         put(out, &LogStartOnDisk::from(self.log));
         out.put_count(self.segments.len());
-        for segment in &self.segments {
-            put(out, &SegmentOnDisk::from(*segment));
-        }
+        self.segments.iter().for_each(|segment| segment.encode(out));
         put(out, &U64::new(self.sequence));
         out.put_flag(self.shadow.is_some());
         if let Some(shadow) = &self.shadow {
             encode_shadow(shadow, out);
         }
-        // Only where there is one: an older form of the record ends here.
+        // Only where there are any: older forms of the record end here.
+        if let Some(logical) = &self.logical {
+            put(out, &LOGICAL_MARK);
+            encode_root(&logical.root, out);
+            put(out, &U32::new(logical.next));
+        }
         if let Some(table) = &self.table {
             encode_table(table, out);
         }
@@ -476,13 +530,14 @@ impl Checkpoint {
             snapshots: decode_snapshots(r)?,
             log: read!(r, LogStartOnDisk, "log start").into(),
             segments: (0..r.count(size_of::<SegmentOnDisk>(), "segments")?)
-                .map(|_| read!(r, SegmentOnDisk, "segment").decoded())
+                .map(|_| SegmentState::decode(r))
                 .collect::<Result<_, _>>()?,
             sequence: r.u64("checkpoint")?,
             shadow: match r.bool("shadow")? {
                 false => None,
                 true => Some(decode_shadow(r)?),
             },
+            logical: decode_logical(r)?,
             table: match r.remaining() {
                 0 => None,
                 _ => Some(decode_table(r)?),
@@ -517,6 +572,14 @@ fn decode_shadow(r: &mut Reader) -> Result<ShadowState, Malformed> {
         snapshots: decode_snapshots(r)?,
         first_sequence: r.u64("shadow")?,
     })
+}
+
+fn decode_logical(r: &mut Reader) -> Result<Option<LogicalState>, Malformed> {
+    if r.peek() != Some(LOGICAL_MARK) {
+        return Ok(None);
+    }
+    r.u8("logical places")?;
+    Ok(Some(LogicalState { root: decode_root(r)?, next: r.u32("logical places")? }))
 }
 
 fn encode_table(table: &TableState, out: &mut BytesMut) {

@@ -7,7 +7,7 @@ use quoin_types::{Epoch, Incarnation, Lsn, Membership, ReplicaGuid, ReplicaId, V
 use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
-use crate::format::checkpoint::{SegmentOnDisk, SegmentState};
+use crate::format::checkpoint::{SEGMENT_LENGTH_MAX, SegmentState};
 use crate::format::{flag, put, read};
 
 /// The head of a record; its body follows.
@@ -106,7 +106,7 @@ pub const UNKNOWN_RECORD: Malformed = Malformed("ring record (from a newer versi
 /// | 2 create | [`IdentityOnDisk`], the volume's description |
 /// | 3 meta | [`PromiseOnDisk`], membership, [`StandingOnDisk`], watermark |
 /// | 4 checkpoint | root, [`PositionOnDisk`], last View, size, epoch table, stable, snapshots, [`LogStartOnDisk`], segments, highest sequence number, shadow |
-/// | 5 log segment | [`SegmentOnDisk`] |
+/// | 5 log segment | [`SegmentState`] |
 /// | 6 cut | [`CutOnDisk`] |
 /// | 7 delete | none |
 /// | 8 describe | the volume's description, in place of that of its creation |
@@ -144,8 +144,8 @@ pub fn identity_length(identity: &ReplicaIdentity) -> usize {
     size_of::<IdentityOnDisk>() + size_of::<U32>() + identity.volume_spec.len()
 }
 
-/// Bytes of a log segment's record.
-pub const LOG_SEGMENT_LENGTH: usize = RECORD_HEAD + size_of::<SegmentOnDisk>();
+/// Bytes of a log segment's record at most.
+pub const LOG_SEGMENT_LENGTH_MAX: usize = RECORD_HEAD + SEGMENT_LENGTH_MAX;
 /// Bytes of a cut's record.
 pub const CUT_LENGTH: usize = RECORD_HEAD + size_of::<CutOnDisk>();
 /// Bytes of a mark's record.
@@ -197,7 +197,7 @@ impl Record {
             Record::Checkpoint(_, bytes)
             | Record::Describe(_, bytes)
             | Record::Relatives(_, bytes) => body.put_slice(bytes),
-            Record::LogSegment(_, segment) => put(&mut body, &SegmentOnDisk::from(*segment)),
+            Record::LogSegment(_, segment) => segment.encode(&mut body),
             Record::Cut { index, keep, .. } => {
                 put(&mut body, &CutOnDisk { index: (*index).into(), keep: keep.0.into() });
             }
@@ -230,7 +230,7 @@ impl Record {
                 Record::Meta(guid, Box::new(meta), watermark)
             }
             4 => Record::Checkpoint(guid, r.take(r.remaining(), "checkpoint")?),
-            5 => Record::LogSegment(guid, read!(r, SegmentOnDisk, "segment").decoded()?),
+            5 => Record::LogSegment(guid, SegmentState::decode(r)?),
             6 => {
                 let raw = read!(r, CutOnDisk, "cut");
                 Record::Cut { guid, index: raw.index.get(), keep: Lsn(raw.keep.get()) }

@@ -16,16 +16,16 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::checkpoint::{
-    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
+    Checkpoint, LogStart, LogicalState, SegmentState, ShadowState, SnapshotState, TableState,
 };
 use crate::format::node::{
     BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::relatives::{BaseId, BaseState, RelativesState};
-use crate::format::segment::segment_header;
+use crate::format::segment::{decode_header, segment_header};
 use crate::format::superblock::{
-    FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock,
+    FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock, THIRD_EDITION,
 };
 use crate::log::history::Head;
 use crate::metadata::ring::Ring;
@@ -88,6 +88,7 @@ fn segment(unit: u32, stream: Stream) -> SegmentState {
         live_bytes: 40960,
         last_lsn: 100,
         last_index: 12,
+        logical: 0,
     }
 }
 
@@ -131,12 +132,23 @@ fn checkpoint() -> Checkpoint {
             first_sequence: 5 << 32,
         }),
         table: None,
+        logical: None,
     }
 }
 
 fn with_table() -> Checkpoint {
     let table = TableState { root: root(4), removed: vec![3, 16], too_high: true };
     Checkpoint { table: Some(table), ..checkpoint() }
+}
+
+/// Of a replica whose segments have logical numbers, with and without a table.
+fn with_logical(before: Checkpoint) -> Checkpoint {
+    let segments = vec![segment(0, Stream::Nodes), numbered()];
+    Checkpoint { logical: Some(LogicalState { root: root(5), next: 90 }), segments, ..before }
+}
+
+fn numbered() -> SegmentState {
+    SegmentState { logical: 77, ..segment(8, Stream::Moved) }
 }
 
 fn meta() -> ReplicaMeta {
@@ -180,6 +192,15 @@ fn records() -> Vec<(&'static str, Record)> {
         ("ring-4-checkpoint", Record::Checkpoint(guid, checkpoint().encode())),
         ("ring-4-checkpoint-bare", Record::Checkpoint(guid, Checkpoint::default().encode())),
         ("ring-4-checkpoint-table", Record::Checkpoint(guid, with_table().encode())),
+        (
+            "ring-4-checkpoint-logical",
+            Record::Checkpoint(guid, with_logical(checkpoint()).encode()),
+        ),
+        (
+            "ring-4-checkpoint-logical-table",
+            Record::Checkpoint(guid, with_logical(with_table()).encode()),
+        ),
+        ("ring-5-log-segment-logical", Record::LogSegment(guid, numbered())),
         ("ring-5-log-segment", Record::LogSegment(guid, segment(16, Stream::Log))),
         ("ring-6-cut", Record::Cut { guid, index: 12, keep: Lsn(99) }),
         ("ring-7-delete", Record::Delete(guid)),
@@ -230,7 +251,9 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
             if let Record::Checkpoint(_, bytes) = read {
                 let meant = match name.rsplit('-').next() {
                     Some("bare") => Checkpoint::default(),
+                    Some("table") if name.contains("logical") => with_logical(with_table()),
                     Some("table") => with_table(),
+                    Some("logical") => with_logical(checkpoint()),
                     _ => checkpoint(),
                 };
                 assert_eq!(Checkpoint::decode(bytes), Ok(meant), "{name}");
@@ -252,8 +275,21 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     let features = Features { incompat: SECOND_EDITION, ..superblock.features };
     let second = Superblock { features, ..superblock };
     recorded().holds("superblock-second-edition", &second.encode());
+    let features = Features { incompat: SECOND_EDITION | THIRD_EDITION, ..superblock.features };
+    let third = Superblock { features, ..superblock };
+    recorded().holds("superblock-third-edition", &third.encode());
     let header = segment_header(&superblock, ReplicaGuid(0xa), &segment(8, Stream::Moved));
     recorded().holds("segment-header", &header);
+    let header = segment_header(&superblock, ReplicaGuid(0xa), &numbered());
+    recorded().holds("segment-header-logical", &header);
+    let known = SegmentState { used_blocks: 1, live_bytes: 0, last_lsn: 0, ..numbered() };
+    let known = SegmentState { last_index: 0, ..known };
+    assert_eq!(decode_header(&superblock, ReplicaGuid(0xa), 8, &header), Some(known));
+    for bit in 0..97 * 8 {
+        let mut rotten = header.clone();
+        rotten[bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(decode_header(&superblock, ReplicaGuid(0xa), 8, &rotten), None, "bit {bit}");
+    }
     // A record that takes two blocks, behind one that takes one.
     let disk = MemoryDisk::new(12 << 20);
     let mut ring = Ring::format(&disk, &superblock).expect("a ring");
@@ -267,7 +303,11 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     disk.read_at((superblock.rings()[0] + half) * 4096, &mut blocks).expect("a read");
     recorded().holds("half-of-the-ring-with-its-note", &blocks);
     for version in versions() {
-        for (name, meant) in [("superblock", superblock), ("superblock-second-edition", second)] {
+        for (name, meant) in [
+            ("superblock", superblock),
+            ("superblock-second-edition", second),
+            ("superblock-third-edition", third),
+        ] {
             let read = Superblock::decode(&version.read(name)).expect("of a known version");
             assert_eq!(read, Some(meant));
         }
@@ -418,7 +458,7 @@ fn a_pool_with_unknown_compatible_features_is_opened_and_they_are_kept() {
     for bit in 0..64 {
         for word in [0, 1] {
             let features = match word {
-                0 if 1 << bit == SECOND_EDITION => continue,
+                0 if 1 << bit & (SECOND_EDITION | THIRD_EDITION) != 0 => continue,
                 0 => Features { incompat: 1 << bit, ..Features::default() },
                 _ => Features { ro_compat: 1 << bit, ..Features::default() },
             };

@@ -7,7 +7,7 @@ use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::format::batch::Stream;
-use crate::format::checkpoint::SegmentState;
+use crate::format::checkpoint::{IS_LOGICAL, SegmentState};
 use crate::format::superblock::{FORMAT_VERSION, FeatureWords, Superblock};
 
 const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
@@ -24,8 +24,10 @@ const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
 /// | 56 | 16 | family (the GUID of its first replica) |
 /// | 72 | 8 | sequence number: start counter · 2³² + n, so new at each reuse |
 /// | 80 | 4 | units |
-/// | 84 | 1 | stream: 0 log, 1 moved blocks, 2 map nodes |
+/// | 84 | 1 | stream: 0 log, 1 moved blocks, 2 map nodes; and 128 where it has a logical number |
 /// | 85 | 4 | CRC32C of what is before |
+///
+/// A [`NumberOnDisk`] follows where it has a logical number.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct OnDisk {
@@ -42,6 +44,18 @@ struct OnDisk {
 }
 const _: () = assert!(size_of::<OnDisk>() == 89);
 
+/// | offset | size | field |
+/// |---|---|---|
+/// | 89 | 4 | logical number |
+/// | 93 | 4 | CRC32C of all before |
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct NumberOnDisk {
+    logical: U32,
+    crc: U32,
+}
+const _: () = assert!(size_of::<NumberOnDisk>() == 8);
+
 /// The header's block as it is written when the segment is opened.
 pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
     let mut raw = OnDisk {
@@ -53,12 +67,19 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
         family: guid.0.into(),
         sequence: state.sequence.into(),
         units: state.units.into(),
-        stream: state.stream as u8,
+        stream: state.stream as u8 | if state.logical == 0 { 0 } else { IS_LOGICAL },
         crc: U32::ZERO,
     };
     raw.crc = quoin_types::crc32c(&raw.as_bytes()[..offset_of!(OnDisk, crc)]).into();
     let mut out = vec![0; BLOCK_SIZE];
-    out[..size_of::<OnDisk>()].copy_from_slice(raw.as_bytes());
+    let end = size_of::<OnDisk>();
+    out[..end].copy_from_slice(raw.as_bytes());
+    if state.logical != 0 {
+        let logical = U32::new(state.logical);
+        let numbered = [raw.as_bytes(), logical.as_bytes()].concat();
+        let number = NumberOnDisk { logical, crc: quoin_types::crc32c(&numbered).into() };
+        out[end..end + size_of::<NumberOnDisk>()].copy_from_slice(number.as_bytes());
+    }
     out
 }
 
@@ -70,16 +91,21 @@ pub fn decode_header(
     unit: u32,
     bytes: &[u8],
 ) -> Option<SegmentState> {
-    let (raw, _) = OnDisk::ref_from_prefix(bytes).ok()?;
+    let (raw, rest) = OnDisk::ref_from_prefix(bytes).ok()?;
+    let logical = match raw.stream & IS_LOGICAL {
+        0 => 0,
+        _ => NumberOnDisk::ref_from_prefix(rest).ok()?.0.logical.get(),
+    };
     let state = SegmentState {
         unit,
         units: raw.units.get(),
-        stream: Stream::from_code(raw.stream)?,
+        stream: Stream::from_code(raw.stream & !IS_LOGICAL)?,
         sequence: raw.sequence.get(),
         used_blocks: 1,
         live_bytes: 0,
         last_lsn: 0,
         last_index: 0,
+        logical,
     };
     // Features are those of the time when it was written.
     let written_by = Superblock { features: raw.features.into(), ..*superblock };

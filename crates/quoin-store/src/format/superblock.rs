@@ -136,8 +136,10 @@ pub struct FormatOptions {
 pub const KEEPS_SPACE: u64 = 1;
 /// An incompatible feature: records may name a table of segments.
 pub const SECOND_EDITION: u64 = 1;
+/// An incompatible feature: leaves may name blocks by logical places.
+pub const THIRD_EDITION: u64 = 2;
 /// Incompatible features that this build knows.
-const KNOWN_INCOMPAT: u64 = SECOND_EDITION;
+const KNOWN_INCOMPAT: u64 = SECOND_EDITION | THIRD_EDITION;
 const UNIT_BLOCKS_MAX: u32 = 1 << 16;
 /// Blocks of a unit unless the pool is made otherwise.
 const UNIT_BLOCKS: u32 = 1024;
@@ -182,7 +184,7 @@ impl Superblock {
             pool: options.pool,
             features: Features {
                 compat: if options.keeps_space { KEEPS_SPACE } else { 0 },
-                incompat: SECOND_EDITION,
+                incompat: SECOND_EDITION | THIRD_EDITION,
                 ..Features::default()
             },
             blocks,

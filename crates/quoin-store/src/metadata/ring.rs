@@ -31,7 +31,7 @@ use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
-use crate::format::record::LOG_SEGMENT_LENGTH;
+use crate::format::record::LOG_SEGMENT_LENGTH_MAX;
 use crate::format::ring_block::{
     AHEAD, FIRST, LAST, NOTED, PAYLOAD, RingBlock, SUCCEEDED, blocks_of, encode,
 };
@@ -131,7 +131,7 @@ impl Ring {
     /// Segments of which a record may state each, where there is no room for their table: a quarter
     /// of what the ring holds is left to other replicas.
     pub fn segments_in_a_record(&self) -> usize {
-        self.capacity() / 4 * 3 / LOG_SEGMENT_LENGTH
+        self.capacity() / 4 * 3 / LOG_SEGMENT_LENGTH_MAX
     }
 
     /// Reads the records of the newest complete half, oldest first.

@@ -9,7 +9,7 @@ use quoin_types::{Lsn, ReplicaGuid};
 
 use crate::format::checkpoint::{Checkpoint, SegmentState};
 use crate::format::record::{
-    CUT_LENGTH, LOG_SEGMENT_LENGTH, MARK_LENGTH, RECORD_HEAD, Record, encode_meta, identity_length,
+    CUT_LENGTH, MARK_LENGTH, RECORD_HEAD, Record, encode_meta, identity_length,
 };
 
 /// GUIDs of deleted replicas that a pool remembers, and the part of its metadata ring that they may
@@ -136,7 +136,8 @@ impl DurableState {
             meta.clear();
             encode_meta(&replica.meta, replica.watermark, &mut meta);
             let bodies = identity_length(&replica.identity) + meta.len() + replica.checkpoint.len();
-            let segments = replica.log_segments.len() * LOG_SEGMENT_LENGTH;
+            let segments: usize =
+                replica.log_segments.iter().map(|s| RECORD_HEAD + s.encoded_len()).sum();
             let relatives = match replica.relatives.len() {
                 0 => 0,
                 length => RECORD_HEAD + length,

@@ -6,13 +6,13 @@ use quoin_replication::replica::store::{PullChunk, StoreError};
 use quoin_types::message::{Content, CutHead, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
-use crate::background::relocation::MovedBlock;
+use crate::background::relocation::{MovedBlock, Naming};
 use crate::clones::lookup::first_of;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
 use crate::format::checkpoint::{
-    Checkpoint, LogStart, SegmentState, ShadowState, SnapshotState, TableState,
+    Checkpoint, LogStart, LogicalState, SegmentState, ShadowState, SnapshotState, TableState,
 };
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LEAF_SHIFT, LOST_PLACE, Root};
 use crate::log::history::Head;
@@ -256,13 +256,13 @@ impl Replica {
                 Content::Bad => return Err(StoreError::Rule("an increment carries a bad block")),
                 Content::Data { crc, data: bytes } if bytes.len() == BLOCK_SIZE => {
                     let (lba, version, crc) = (slot.lba, slot.version.0, *crc);
-                    data.push(MovedBlock { lba, version, crc, bytes: bytes.clone() });
+                    data.push(MovedBlock { lba, version, crc, name: 0, bytes: bytes.clone() });
                 }
                 Content::Data { .. } => return Err(StoreError::Rule("a slot without its block")),
                 Content::Hole => {}
             }
         }
-        let places = self.write_moved(core, &data, false)?;
+        let places = self.write_moved(core, &data, Naming::Place, false)?;
         let mut written = data.iter().zip(places);
         for slot in slots {
             if slot.blocks == 0 {
@@ -366,6 +366,7 @@ impl Replica {
         // From here to the flip no block and no node of the shadow may move: what the record
         // will refer to is what the next sync makes durable.
         self.maintenance.clean = None;
+        self.merge_moved(core)?;
         self.merge_shadow(core)?;
         let state = &self.shadow_of(rebuild)?.state;
         let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);
@@ -442,6 +443,11 @@ impl Replica {
             sequence: core.sequence,
             shadow: None,
             table: table.map(|table| TableState { too_high: !forgets, ..table }),
+            logical: core.logical_of(self.family.guid).state().map(|state| match frees_old {
+                // What it says is about segments that go.
+                true => LogicalState { root: Root::default(), ..state },
+                false => state,
+            }),
         };
         let mut relatives = self.relatives_state(core);
         if empty_start {
@@ -464,6 +470,7 @@ impl Replica {
         let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
         if frees_old {
             core.freed.add_all(ticket, self.family.segments.leave_older(first_sequence));
+            core.logical_of(self.family.guid).begin_anew(self.family.segments.iter());
             self.family.segments.change_tables(Successor::AtFlip);
             // The one that was lost is given up with all else.
             self.family.segments.next = [None, None];

@@ -14,7 +14,7 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant}
 
 use crate::background::maintenance::{Maintenance, Quarantine};
 use crate::background::recount::LiveCount;
-use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
+use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
@@ -155,7 +155,7 @@ impl Replica {
             recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
-            is_table: false,
+            tree: Tree::Map,
         }
     }
 
@@ -353,7 +353,7 @@ impl Replica {
         for lsn in keep.0 + 1..self.log.next_lsn() {
             if let Some(record) = self.log.get(lsn).filter(|r| r.place != 0) {
                 let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
-                self.family.sub_live(&core.superblock, record.place, bytes);
+                self.family.sub_live(core, record.place, bytes);
             }
         }
         self.log.cut_after(keep.0);
@@ -439,8 +439,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes: batch, upper, frozen, log, folded, .. } = self;
-        let (kept_through, recount, gives_up, is_table) = (u64::MAX, None, false, false);
-        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, is_table };
+        let (kept_through, recount, gives_up, tree) = (u64::MAX, None, false, Tree::Map);
+        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, tree };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {

@@ -187,6 +187,7 @@ mod tests {
             live_bytes: u64::from(unit % 13) * BLOCK_SIZE as u64,
             last_lsn: 0,
             last_index: 0,
+            logical: 0,
         }
     }
 

@@ -1,7 +1,8 @@
-//! Free units, segments, and space that is given back.
+//! Free units, segments, and space that is given back; the names of blocks that clean-up moves.
 
 pub mod bit_set;
 pub mod freed;
+pub mod logical;
 pub mod ready;
 pub mod segment_table;
 pub mod segments;

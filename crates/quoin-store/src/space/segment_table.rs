@@ -1,7 +1,7 @@
 //! The segments of a replica in memory, and which of them clean-up may empty.
 //!
 //! Segments that still change are few: the open ones, and the log that is not folded. They are
-//! kept whole. Each of the others takes 16 bytes, in pages of 256 units.
+//! kept whole. Each of the others takes 24 bytes, in pages of 256 units.
 //!
 //! **Candidates.** A segment that no batch is added to any more is in the class of its live
 //! percent and its size. Of each page the oldest segment of each class is known, so the oldest of a
@@ -39,6 +39,7 @@ struct Packed {
     /// The lowest 8 bits: its first unit within the page. Then flags, the stream in two bits, and
     /// the blocks that were written.
     bits: u32,
+    logical: u32,
 }
 
 const IS_LARGE: u32 = 1 << 8;
@@ -58,6 +59,7 @@ impl Packed {
                 | flag(is_aside, IS_ASIDE)
                 | (state.stream as u32) << STREAM_SHIFT
                 | state.used_blocks.min(BLOCKS_MAX) << USED_SHIFT,
+            logical: state.logical,
         }
     }
 
@@ -69,6 +71,14 @@ impl Packed {
         if self.bits & IS_LARGE == 0 { 1 } else { LARGE_UNITS }
     }
 
+    fn stream(self) -> Stream {
+        match self.bits >> STREAM_SHIFT & 3 {
+            0 => Stream::Log,
+            1 => Stream::Moved,
+            _ => Stream::Nodes,
+        }
+    }
+
     fn is_aside(self) -> bool {
         self.bits & IS_ASIDE != 0
     }
@@ -77,17 +87,14 @@ impl Packed {
         SegmentState {
             unit: page * PAGE_UNITS + self.unit_in_page(),
             units: self.units(),
-            stream: match self.bits >> STREAM_SHIFT & 3 {
-                0 => Stream::Log,
-                1 => Stream::Moved,
-                _ => Stream::Nodes,
-            },
+            stream: self.stream(),
             sequence: self.sequence,
             used_blocks: self.bits >> USED_SHIFT,
             live_bytes: self.live_bytes.into(),
             // Asked only of log that is not folded.
             last_lsn: 0,
             last_index: 0,
+            logical: self.logical,
         }
     }
 }
@@ -99,6 +106,7 @@ pub struct Class {
     /// Nothing in it is live: it is free for the asking.
     pub has_live: bool,
     pub is_large: bool,
+    pub has_nodes: bool,
 }
 
 /// Bytes of data that segments can hold, and that are live in them.
@@ -204,15 +212,6 @@ impl Segments {
     /// Bytes of data that a segment of so many units can hold.
     pub fn capacity(&self, units: u32) -> u64 {
         self.capacity[usize::from(units == LARGE_UNITS)]
-    }
-
-    #[cfg(test)]
-    pub fn get(&self, unit: u32) -> Option<SegmentState> {
-        let busy = self.busy.get(&unit).map(|segment| segment.state);
-        busy.or_else(|| {
-            let (page, at) = self.find(unit)?;
-            Some(self.pages.get(&page)?.get(at)?.state(page))
-        })
     }
 
     /// Bytes that all of them take, entries of trees counted twice: their nodes are half full.
@@ -355,6 +354,15 @@ impl Segments {
         let entry = entries.get(until.checked_sub(1)?)?;
         (unit % PAGE_UNITS < entry.unit_in_page() + entry.units())
             .then_some(page * PAGE_UNITS + entry.unit_in_page())
+    }
+
+    /// A segment by its first unit.
+    pub fn state_of(&self, unit: u32) -> Option<SegmentState> {
+        let busy = self.busy.get(&unit).map(|segment| segment.state);
+        busy.or_else(|| {
+            let (page, at) = self.find(unit)?;
+            Some(self.pages.get(&page)?.get(at)?.state(page))
+        })
     }
 
     /// The first segment from this unit on.
@@ -555,6 +563,7 @@ impl Segments {
             live_percent: live_percent as u8,
             has_live: live > 0,
             is_large: packed.units() == LARGE_UNITS,
+            has_nodes: packed.stream() == Stream::Nodes,
         })
     }
 
@@ -576,6 +585,7 @@ impl Segments {
         let of_class = entries.filter(|(at, e)| {
             live.contains(&u64::from(e.live_bytes))
                 && e.bits & (IS_LARGE | IS_ASIDE) == if class.is_large { IS_LARGE } else { 0 }
+                && (e.stream() == Stream::Nodes) == class.has_nodes
                 && without != Some(*at)
         });
         of_class.map(|(_, e)| e.sequence).min()
@@ -686,12 +696,13 @@ mod tests {
         SegmentState {
             unit,
             units,
-            stream: Stream::Moved,
+            stream: if sequence.is_multiple_of(3) { Stream::Nodes } else { Stream::Moved },
             sequence,
             used_blocks: units * UNIT_BLOCKS,
             live_bytes,
             last_lsn: 0,
             last_index: 0,
+            logical: sequence as u32,
         }
     }
 
@@ -702,7 +713,8 @@ mod tests {
             let percent = (s.live_bytes * 100 / segments.capacity(s.units)).min(100);
             if percent <= MOST_LIVE_PERCENT {
                 let (live_percent, has_live) = (percent as u8, s.live_bytes > 0);
-                let class = Class { live_percent, has_live, is_large: s.units > 1 };
+                let (is_large, has_nodes) = (s.units > 1, s.stream == Stream::Nodes);
+                let class = Class { live_percent, has_live, is_large, has_nodes };
                 let known = oldest.entry(class).or_insert(s.sequence);
                 *known = s.sequence.min(*known);
             }
@@ -743,7 +755,7 @@ mod tests {
                         let (live_bytes, age) = (bytes, sequence ^ 7);
                         let state = state(unit, units, age, live_bytes);
                         segments.insert(Segment::opened(state));
-                        prop_assert_eq!(segments.get(unit), Some(state));
+                        prop_assert_eq!(segments.state_of(unit), Some(state));
                         segments.settle(unit);
                         model.insert(unit, state);
                     }
@@ -773,8 +785,8 @@ mod tests {
     }
 
     #[test]
-    fn a_settled_segment_takes_sixteen_bytes_and_keeps_all_but_its_place_in_the_log() {
-        assert_eq!(size_of::<Packed>(), 16);
+    fn a_settled_segment_takes_24_bytes_and_keeps_all_but_its_place_in_the_log() {
+        assert_eq!(size_of::<Packed>(), 24);
         let largest = SegmentState {
             used_blocks: BLOCKS_MAX,
             live_bytes: u64::from(BLOCKS_MAX) * BLOCK_SIZE as u64,
@@ -785,7 +797,7 @@ mod tests {
             let mut segments = Segments::new(1 << 16);
             segments.insert_settled(&state);
             let kept = SegmentState { last_lsn: 0, last_index: 0, ..state };
-            assert_eq!(segments.get(248), Some(kept));
+            assert_eq!(segments.state_of(248), Some(kept));
         }
     }
 }

@@ -311,11 +311,6 @@ impl Family {
         }
     }
 
-    /// The segment that a block is in, by its first unit.
-    pub fn segment_of(&self, superblock: &Superblock, block: u64) -> Option<u32> {
-        self.segments.containing(superblock.unit_of(block)?)
-    }
-
     pub fn open_segment(&self, stream: Stream) -> Option<&Segment> {
         self.segments.busy(self.open[stream as usize]?)
     }
@@ -370,6 +365,10 @@ impl Family {
         let allocated = core.allocate(large, from_reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
+        let logical = match stream {
+            Stream::Nodes => 0,
+            Stream::Log | Stream::Moved => core.logical_of(self.guid).number(units),
+        };
         let state = SegmentState {
             unit,
             units,
@@ -379,14 +378,19 @@ impl Family {
             live_bytes: 0,
             last_lsn: 0,
             last_index: 0,
+            logical,
         };
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
-        let mut written = match waits {
-            true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
-            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
-        };
+        let mut written = if logical == 0 { Ok(()) } else { core.begin_third_edition() };
+        if written.is_ok() {
+            let done = match waits {
+                true => core.disk.write_with_sync(offset, &parts, 0),
+                false => core.disk.write_at(offset, &parts),
+            };
+            written = done.map_err(StoreError::Io);
+        }
         if written.is_ok() && stream == Stream::Log {
             written = core.record(Record::LogSegment(self.guid, state));
         }
@@ -394,6 +398,7 @@ impl Family {
             core.allocator.give(unit, units);
             return Err(error);
         }
+        core.logical_of(self.guid).insert(&state);
         let from_reserve = reserve_only;
         let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
         let written_out_blocks = if waits { state.used_blocks } else { 0 };
@@ -414,8 +419,9 @@ impl Family {
         Ok(self.segments.insert(segment))
     }
 
-    pub fn add_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
-        if let Some(unit) = self.segment_of(superblock, block) {
+    /// Bytes that begin at this place, which may be a logical one, are live.
+    pub fn add_live<D>(&mut self, core: &Core<D>, place: u64, bytes: u64) {
+        if let Some((unit, _)) = self.holder_of(core, place) {
             self.segments.add_live(unit, bytes);
         }
     }
@@ -455,12 +461,18 @@ impl Family {
         self.changes += 1;
     }
 
-    /// The segment that this was in, by its first unit.
-    pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) -> Option<u32> {
+    /// The segment that this was in, by its first unit; and the block of the pool, where that is
+    /// known.
+    pub fn sub_live<D>(
+        &mut self,
+        core: &Core<D>,
+        place: u64,
+        bytes: u64,
+    ) -> Option<(u32, Option<u64>)> {
         self.changes += 1;
-        let unit = self.segment_of(superblock, block)?;
-        self.segments.sub_live(unit, bytes);
-        Some(unit)
+        let held = self.holder_of(core, place)?;
+        self.segments.sub_live(held.0, bytes);
+        Some(held)
     }
 }
 

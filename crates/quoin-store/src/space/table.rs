@@ -28,7 +28,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::background::cleaner::read_header;
-use crate::core::{Core, NodeIo};
+use crate::core::{Core, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::{SegmentState, TableState};
@@ -249,7 +249,7 @@ pub struct FoundTable {
 
 impl Replica {
     fn table_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        NodeIo { is_table: true, ..self.io(core) }
+        NodeIo { tree: Tree::Segments, ..self.io(core) }
     }
 
     /// What a record says of the table.
@@ -549,6 +549,7 @@ impl Replica {
                 }
                 state.used_blocks = self.end_of(core, &state)?;
                 state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
+                core.logical_of(self.identity.guid).insert(&state);
                 self.family.segments.insert_settled(&state);
             }
         }
@@ -597,7 +598,7 @@ mod tests {
 
     use super::*;
     use crate::format::batch::Stream;
-    use crate::format::superblock::{SECOND_EDITION, Superblock};
+    use crate::format::superblock::{SECOND_EDITION, Superblock, THIRD_EDITION};
     use crate::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     const BLOCKS: u64 = 4000;
@@ -739,6 +740,7 @@ mod tests {
                 live_bytes: u64::from(n % 97) * 40_000,
                 last_lsn: 0,
                 last_index: 0,
+                logical: n / 2,
             };
             unit += units + 2;
             state
@@ -797,7 +799,7 @@ mod tests {
         assert!(reads < pages + 100, "{reads} reads for {pages} leaves");
         let replica = pool.replicas.get_mut(&guid).expect("it");
         for state in &all {
-            assert_eq!(replica.family.segments.get(state.unit), Some(*state));
+            assert_eq!(replica.family.segments.state_of(state.unit), Some(*state));
         }
 
         assert_eq!(pool.delete(guid), Ok(true));
@@ -855,14 +857,15 @@ mod tests {
         disk.sync().expect("a sync");
         let mut writer = Writer::new(&disk);
         writer.pool.settle().expect("recorded");
-        assert_eq!(writer.pool.core.superblock.features.incompat, 0);
+        assert_eq!(writer.pool.core.superblock.features.incompat & SECOND_EDITION, 0);
         for lba in (0..BLOCKS).step_by(8) {
             writer.write(lba, 8);
         }
         while !writer.replica().family.segments.recorded.exists() {
             let image = disk.fork();
             image.power_cut(|| false);
-            assert_eq!(Superblock::read(&image).expect("a pool").features.incompat, 0);
+            let features = Superblock::read(&image).expect("a pool").features;
+            assert_eq!(features.incompat & SECOND_EDITION, 0);
             writer.pool.background(1).expect("background work");
             if let Some(ticket) = writer.pool.sync_wanted() {
                 // Nothing of the table is on media before the bit is.
@@ -870,7 +873,7 @@ mod tests {
                 image.power_cut(|| false);
                 let features = Superblock::read(&image).expect("a pool").features;
                 let exists = writer.replica().family.segments.recorded.exists();
-                assert_eq!(features.incompat == SECOND_EDITION, exists);
+                assert_eq!(features.incompat & SECOND_EDITION != 0, exists);
                 let result = disk.sync();
                 writer.pool.sync_finished(ticket, result).expect("a sync");
             }
@@ -878,7 +881,7 @@ mod tests {
         let image = disk.fork();
         image.power_cut(|| false);
         let features = Superblock::read(&image).expect("a pool").features;
-        assert_eq!(features.incompat, SECOND_EDITION);
+        assert_eq!(features.incompat, SECOND_EDITION | THIRD_EDITION);
         writer.check();
         writer.open_again();
         writer.check();

@@ -1,0 +1,593 @@
+//! Logical places: names of blocks that stay while clean-up moves them.
+//!
+//! A segment of data gets a **logical number** when it is opened, never twice in the life of a
+//! replica, and each of its blocks a logical place: the number of its unit and the block in it.
+//! Leaves name blocks so. A block lies where it was written until its segment is emptied. From then
+//! on a map of the replica, from logical blocks to places of the pool, says where it is. So clean-up
+//! changes a few nodes of that map for a whole segment, and no leaf, view, snapshot or base,
+//! however many of them show the block.
+//!
+//! **Order.** What was moved is noted in memory, and merged into the map with the next commit, that of
+//! several segments together. The map's root stands in the checkpoint. A segment is free only after
+//! the record that has the root of the map without it, as ever. So after a crash its blocks are
+//! where they were, and the copies of an emptying that ended half-way are nobody's.
+//!
+//! **Who names what.** Blocks of the log get their logical places when they are folded, and blocks that
+//! clean-up finds under a place of the pool when it moves them: pools of before, and what a rebuild
+//! fed, are so brought over while they are used. A rebuild's own blocks have places of the pool,
+//! since a flip gives up the map of the state before it.
+//!
+//! **Counters.** Which segment holds a moved block is known by stretches of logical blocks, kept in
+//! memory: what clean-up moves keeps its order, so a segment's blocks are in few of them. They only
+//! say whose counter goes down. After a start they are learned by a walk of the map beside all else,
+//! and a count follows.
+
+use std::collections::BTreeMap;
+
+use quoin_replication::replica::store::StoreError;
+use quoin_types::mutant;
+
+use crate::core::{Core, NodeIo, Tree};
+use crate::disk::Disk;
+use crate::format::checkpoint::{LogicalState, SegmentState};
+use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Node, Root};
+use crate::format::superblock::Superblock;
+use crate::map::tree::{self, Change, Edit, Nodes, Part};
+use crate::replica::{Replica, may_lack};
+use crate::space::segments::Family;
+
+/// Bit of a place that is a logical one.
+const LOGICAL: u64 = 1 << 62;
+/// The map takes no greater blocks.
+const BLOCKS_MAX: u64 = 1 << 50;
+/// Moved blocks that wait in memory to be merged into the map.
+const PENDING_MAX: usize = 4096;
+/// Version of entries in the map of moved blocks, which has none.
+const NAMED: u64 = 1;
+
+/// Whether a place of a leaf is a logical one.
+pub fn is_logical(place: u64) -> bool {
+    place >> 62 == 1
+}
+
+/// The logical block of a logical place.
+pub fn block_of(place: u64) -> u64 {
+    place & !LOGICAL
+}
+
+/// Blocks that clean-up moved to one segment: where they end, and its first unit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stretch {
+    pub start: u64,
+    pub end: u64,
+    pub unit: u32,
+}
+
+/// The logical places of one replica.
+#[derive(Default)]
+pub struct Logical {
+    unit_blocks: u64,
+    /// The first number that was not given yet.
+    next: u32,
+    /// First unit and units, by logical number, of segments that hold their blocks where they were
+    /// written.
+    segments: BTreeMap<u32, (u32, u32)>,
+    /// End and first unit of what is known of the others, by the first block.
+    moved: BTreeMap<u64, (u64, u32)>,
+    /// The map of what was moved.
+    pub root: Root,
+    /// What it lacks: place and checksum by logical block; place 0: it stands for nothing any more.
+    pending: BTreeMap<u64, (u64, u32)>,
+    /// All of the map is in `moved`.
+    is_learned: bool,
+}
+
+impl Logical {
+    pub fn new(superblock: &Superblock, state: Option<&LogicalState>) -> Self {
+        let root = state.map_or_else(Root::default, |state| state.root);
+        Logical {
+            unit_blocks: superblock.unit_blocks.into(),
+            next: state.map_or(1, |state| state.next.max(1)),
+            root,
+            is_learned: root == Root::default(),
+            ..Logical::default()
+        }
+    }
+
+    pub fn state(&self) -> Option<LogicalState> {
+        (self.next > 1).then_some(LogicalState { root: self.root, next: self.next })
+    }
+
+    /// A number for a segment of so many units; 0: there are no more.
+    pub fn number(&mut self, units: u32) -> u32 {
+        let first = self.next;
+        let end = first.checked_add(units).filter(|end| *end < u32::MAX);
+        let end = end.filter(|end| u64::from(*end) * self.unit_blocks <= BLOCKS_MAX);
+        let Some(end) = end.filter(|_| self.unit_blocks > 0) else { return 0 };
+        self.next = end;
+        first
+    }
+
+    /// A segment holds its blocks where they were written.
+    pub fn insert(&mut self, state: &SegmentState) {
+        if state.logical != 0 {
+            self.segments.insert(state.logical, (state.unit, state.units));
+            self.next = self.next.max(state.logical.saturating_add(state.units));
+        }
+    }
+
+    /// A segment is given up.
+    pub fn remove(&mut self, state: &SegmentState) {
+        if self.is_in(state.logical, state.unit) {
+            self.segments.remove(&state.logical);
+        }
+    }
+
+    /// Whether the blocks of this number lie where they were written, in the segment of this unit.
+    fn is_in(&self, number: u32, unit: u32) -> bool {
+        number != 0 && self.segments.get(&number).is_some_and(|(at, _)| *at == unit)
+    }
+
+    /// The logical place of a block of a segment, counted from the segment's start.
+    pub fn place(&self, state: &SegmentState, block: u64) -> Option<u64> {
+        let first = u64::from(state.logical) * self.unit_blocks;
+        (state.logical != 0).then_some(LOGICAL | (first + block))
+    }
+
+    /// The segment that a block was written to, if it lies there still: its first unit, and the block
+    /// counted from its start.
+    fn written_in(&self, block: u64) -> Option<(u32, u64)> {
+        let number = u32::try_from(block.checked_div(self.unit_blocks)?).ok()?;
+        let (first, (unit, units)) = self.segments.range(..=number).next_back()?;
+        (number - first < *units).then(|| (*unit, block - u64::from(*first) * self.unit_blocks))
+    }
+
+    /// The place of the pool of a logical block that lies where it was written.
+    fn in_place(&self, superblock: &Superblock, block: u64) -> Option<u64> {
+        let (unit, offset) = self.written_in(block)?;
+        Some(superblock.unit_start(unit) + offset)
+    }
+
+    /// The stretch of moved blocks that a block is in.
+    fn stretch_of(&self, block: u64) -> Option<Stretch> {
+        let (start, (end, unit)) = self.moved.range(..=block).next_back()?;
+        (block < *end).then_some(Stretch { start: *start, end: *end, unit: *unit })
+    }
+
+    /// The segment that holds what a place names, by its first unit, and the block of the pool where
+    /// that is known without a look at the map.
+    pub fn holder(&self, superblock: &Superblock, place: u64) -> Option<(u32, Option<u64>)> {
+        let block = block_of(place);
+        if let Some((unit, offset)) = self.written_in(block) {
+            return Some((unit, Some(superblock.unit_start(unit) + offset)));
+        }
+        self.stretch_of(block).map(|stretch| (stretch.unit, None))
+    }
+
+    /// A segment was emptied: these of its blocks were moved, and `had` names all that it held.
+    fn emptied(&mut self, unit: u32, had: impl Iterator<Item = u64>, moved: &[Stretch]) {
+        for block in had {
+            if let Some(stretch) = self.stretch_of(block).filter(|stretch| stretch.unit == unit) {
+                self.moved.remove(&stretch.start);
+            }
+        }
+        for stretch in moved {
+            self.moved.insert(stretch.start, (stretch.end, stretch.unit));
+        }
+    }
+
+    /// Blocks with these logical places were copied and stay where they are.
+    pub fn forget_copies(&mut self, places: std::ops::Range<u64>) {
+        let blocks = block_of(places.start)..block_of(places.end);
+        self.pending.extract_if(blocks, |_, _| true).for_each(drop);
+    }
+
+    /// Nothing that was there before is named any more, but for what these segments hold.
+    pub fn begin_anew(&mut self, segments: impl Iterator<Item = SegmentState>) {
+        self.segments = segments
+            .filter(|state| state.logical != 0)
+            .map(|state| (state.logical, (state.unit, state.units)))
+            .collect();
+        self.moved.clear();
+        self.pending.clear();
+        (self.root, self.is_learned) = (Root::default(), true);
+    }
+
+    pub fn is_learned(&self) -> bool {
+        self.is_learned
+    }
+}
+
+/// Blocks that are being moved, in the order of their logical blocks.
+#[derive(Default)]
+pub struct Moves(Vec<(Stretch, Option<u64>)>);
+
+impl Moves {
+    /// Notes that a block was moved to the segment of this unit. `origin`: what it was in before.
+    fn push(&mut self, block: u64, unit: u32, origin: Option<u64>) {
+        match self.0.last_mut() {
+            Some((last, of)) if last.unit == unit && *of == origin && last.end <= block => {
+                last.end = block + 1;
+            }
+            _ => self.0.push((Stretch { start: block, end: block + 1, unit }, origin)),
+        }
+    }
+}
+
+impl<D: Disk> NodeIo<'_, D> {
+    /// Replaces the logical places of a replica's blocks by places of the pool.
+    pub fn resolve(
+        &mut self,
+        replica: quoin_types::ReplicaGuid,
+        found: &mut [BlockAt],
+    ) -> Result<(), StoreError> {
+        let (mut at, mut lacking) = (0, Ok(()));
+        while at < found.len() {
+            let first = found[at].place;
+            if !is_logical(first) {
+                at += 1;
+                continue;
+            }
+            let run = found[at..].iter().zip(first..).take_while(|(b, place)| b.place == *place);
+            let run = run.count().min(LEAF_BLOCKS);
+            let blocks = &mut found[at..at + run];
+            at += run;
+            lacking = lacking.and(may_lack(self.resolve_run(replica, blocks))?);
+        }
+        lacking
+    }
+
+    fn resolve_run(
+        &mut self,
+        replica: quoin_types::ReplicaGuid,
+        found: &mut [BlockAt],
+    ) -> Result<(), StoreError> {
+        let first = block_of(found[0].place);
+        let logical = self.core.logical.get(&replica);
+        let in_place = |block| logical?.in_place(&self.core.superblock, block);
+        let pending = |block| logical?.pending.get(&block).map(|(place, _)| *place);
+        let mut moved = Vec::new();
+        for (i, block) in found.iter_mut().enumerate() {
+            let number = first + i as u64;
+            match in_place(number).or_else(|| pending(number)) {
+                Some(0) => block.place = BAD_PLACE,
+                Some(place) => block.place = place,
+                None => moved.push(i),
+            }
+        }
+        let Some((from, to)) = moved.first().zip(moved.last()) else { return Ok(()) };
+        let root = logical.map_or_else(Root::default, |logical| logical.root);
+        let mut places = vec![BlockAt::default(); to - from + 1];
+        let looked = tree::blocks(self, root, first + *from as u64, &mut places);
+        for i in &moved {
+            found[*i].place = match places[i - from].place {
+                // What is named and cannot be found is no hole.
+                0 => BAD_PLACE,
+                place => place,
+            };
+        }
+        looked
+    }
+}
+
+impl<D: Disk> Core<D> {
+    /// The logical places of a replica.
+    pub fn logical_of(&mut self, replica: quoin_types::ReplicaGuid) -> &mut Logical {
+        let superblock = &self.superblock;
+        self.logical.entry(replica).or_insert_with(|| Logical::new(superblock, None))
+    }
+}
+
+impl Family {
+    /// The segment that a place names a block of, by its first unit; and the block of the pool, where
+    /// that is known without a look at the map.
+    pub fn holder_of<D>(&self, core: &Core<D>, place: u64) -> Option<(u32, Option<u64>)> {
+        if is_logical(place) {
+            return core.logical.get(&self.guid)?.holder(&core.superblock, place);
+        }
+        let unit = self.segments.containing(core.superblock.unit_of(place)?)?;
+        Some((unit, Some(place)))
+    }
+
+    /// How leaves name a block that lies here.
+    pub fn named<D>(&self, core: &Core<D>, place: u64) -> u64 {
+        let named = || {
+            let unit = self.segments.containing(core.superblock.unit_of(place)?)?;
+            let state = self.segments.state_of(unit)?;
+            let offset = place - core.superblock.unit_start(unit);
+            core.logical.get(&self.guid)?.place(&state, offset)
+        };
+        match mutant::is("folded-under-places-of-the-pool") {
+            true => place,
+            false => named().unwrap_or(place),
+        }
+    }
+}
+
+/// A block of a segment that is being emptied, as it is named.
+pub struct Named {
+    pub place: u64,
+    /// Where it lies.
+    pub at: u64,
+}
+
+impl Replica {
+    fn logical_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
+        NodeIo { tree: Tree::Logical, ..self.io(core) }
+    }
+
+    /// Which of these blocks of the segment of this unit are the ones that their names stand for:
+    /// an emptying that ended half-way left copies. They come in the order of their names.
+    pub fn stand_for_their_names<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        unit: u32,
+        blocks: &[Named],
+    ) -> Result<Vec<bool>, StoreError> {
+        let guid = self.family.guid;
+        let root = core.logical_of(guid).root;
+        let (mut stand, mut lacking) = (Vec::with_capacity(blocks.len()), Ok(()));
+        for block in blocks {
+            if !is_logical(block.place) {
+                stand.push(true);
+                continue;
+            }
+            let number = block_of(block.place);
+            let logical = core.logical_of(guid);
+            if let Some((written_in, _)) = logical.written_in(number) {
+                stand.push(written_in == unit);
+                continue;
+            }
+            if let Some((place, _)) = logical.pending.get(&number) {
+                stand.push(*place == block.at);
+                continue;
+            }
+            let mut found = [BlockAt::default()];
+            let looked = tree::blocks(&mut self.logical_io(core), root, number, &mut found);
+            lacking = lacking.and(may_lack(looked)?);
+            // Where the map is lost a good copy is as good as any: a name stands for one content.
+            let is_lost = matches!(found[0].place, BAD_PLACE | LOST_PLACE);
+            stand.push(is_lost || found[0].place == block.at);
+        }
+        lacking.map(|()| stand)
+    }
+
+    /// Looks at the nodes that a move of these blocks reads.
+    pub fn look_ahead_of_names<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        places: impl Iterator<Item = u64>,
+    ) -> Result<(), StoreError> {
+        let root = core.logical_of(self.family.guid).root;
+        let named = places.filter(|place| is_logical(*place)).map(block_of);
+        let stretches = named.map(|block| (block, block + 1));
+        tree::look_ahead(&mut self.logical_io(core), root, stretches, LEAF_BLOCKS)
+    }
+
+    /// Has logical places stand for blocks that were moved to a place of the pool, with this checksum;
+    /// place 0: the block is dead.
+    pub fn name_moved<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        moved: impl Iterator<Item = (u64, u64, u32)>,
+    ) -> Result<(), StoreError> {
+        let logical = core.logical_of(self.family.guid);
+        logical.pending.extend(moved.map(|(name, place, crc)| (block_of(name), (place, crc))));
+        match logical.pending.len() > PENDING_MAX {
+            true => self.merge_moved(core),
+            false => Ok(()),
+        }
+    }
+
+    /// Merges what was moved into the map.
+    pub fn merge_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let logical = core.logical_of(self.family.guid);
+        if logical.pending.is_empty() || mutant::is("names-not-merged-with-a-commit") {
+            return Ok(());
+        }
+        let (mut edits, mut crcs) = (Vec::new(), Vec::new());
+        for (block, (place, crc)) in &logical.pending {
+            let change = match *place {
+                0 => Change::Hole { version: 0 },
+                place => Change::Data { version: NAMED, place, crc_at: crcs.len() as u32 },
+            };
+            edits.push(Edit { lba: *block, blocks: 1, change });
+            crcs.extend((*place != 0).then_some(*crc));
+        }
+        self.update_logical(core, &edits, &crcs)?;
+        core.logical_of(self.family.guid).pending.clear();
+        Ok(())
+    }
+
+    /// Changes the map of moved blocks.
+    pub fn update_logical<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        edits: &[Edit],
+        crcs: &[u32],
+    ) -> Result<(), StoreError> {
+        let guid = self.family.guid;
+        let root = core.logical_of(guid).root;
+        let mut io = self.logical_io(core);
+        let root = tree::update(&mut io, root, edits, crcs, None)?;
+        io.core.logical_of(guid).root = root;
+        if io.core.bases.of(guid).next().is_some() {
+            // Clones read nodes from the disk: they know nothing of what waits here to be written.
+            io.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Notes a moved block: by what it was in before, in the segment of this unit.
+    pub fn note_move<D: Disk>(&self, core: &Core<D>, moves: &mut Moves, place: u64, unit: u32) {
+        let Some(logical) = core.logical.get(&self.family.guid) else { return };
+        let block = block_of(place);
+        let origin = match logical.written_in(block) {
+            Some((_, offset)) => Some(block - offset),
+            None => logical.stretch_of(block).map(|stretch| stretch.start),
+        };
+        // Where that is not known yet, blocks of one unit are taken for one stretch.
+        let origin = origin.or(block.checked_div(logical.unit_blocks).map(|unit| !unit));
+        moves.push(block, unit, origin);
+    }
+
+    /// A segment was emptied, of which the blocks had these names.
+    pub fn emptied<D: Disk>(
+        &self,
+        core: &mut Core<D>,
+        state: &SegmentState,
+        names: impl Iterator<Item = u64>,
+        moves: &Moves,
+    ) {
+        let logical = core.logical_of(self.family.guid);
+        logical.remove(state);
+        let moved: Vec<Stretch> = moves.0.iter().map(|(stretch, _)| *stretch).collect();
+        let names = names.filter(|place| is_logical(*place)).map(block_of);
+        logical.emptied(state.unit, names, &moved);
+    }
+
+    /// The next leaf of the map of moved blocks from this one on.
+    pub fn next_of_logical<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        from: u64,
+    ) -> Result<Option<Part>, StoreError> {
+        let logical = core.logical_of(self.family.guid);
+        let (root, end) = (logical.root, u64::from(logical.next) * logical.unit_blocks);
+        let part = tree::next_part(&mut self.logical_io(core), root, 0, from)?;
+        // Nothing is behind the last number, and a walk of what is made up need not end.
+        Ok(part.filter(|part| part.range().0 < end))
+    }
+
+    /// Learns which segments hold the moved blocks of the next leaf from this block on. `None`: there
+    /// is none.
+    pub fn learn_moved<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        from: u64,
+    ) -> Result<Option<u64>, StoreError> {
+        let Some(part) = self.next_of_logical(core, from)? else {
+            core.logical_of(self.family.guid).is_learned = true;
+            return Ok(None);
+        };
+        let (start, end) = part.range();
+        let Part::Leaf { node, .. } = part else { return Ok(Some(end)) };
+        let loaded = self.logical_io(core).load(0, &node)?;
+        let Some(Node::Leaf(leaf)) = loaded.as_deref() else { return Ok(Some(end)) };
+        let units = leaf
+            .blocks
+            .iter()
+            .map(|block| self.family.segments.containing(core.superblock.unit_of(block.place)?));
+        let units: Vec<Option<u32>> = units.collect();
+        let logical = core.logical_of(self.family.guid);
+        for (block, unit) in (start..).zip(units) {
+            let Some(unit) = unit else { continue };
+            if logical.stretch_of(block).is_some() || logical.written_in(block).is_some() {
+                continue;
+            }
+            match logical.moved.range_mut(..block).next_back() {
+                Some((_, (end, of))) if *of == unit && (*end..=*end + 256).contains(&block) => {
+                    *end = block + 1;
+                }
+                _ => drop(logical.moved.insert(block, (block + 1, unit))),
+            }
+        }
+        Ok(Some(end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_types::PoolId;
+
+    use super::*;
+    use crate::format::batch::Stream;
+    use crate::format::superblock::FormatOptions;
+
+    fn superblock() -> Superblock {
+        let format = FormatOptions { unit_blocks: 32, ..FormatOptions::new(PoolId(1)) };
+        Superblock::new(64 << 20, &format).expect("a fit disk")
+    }
+
+    fn state(unit: u32, units: u32, logical: u32) -> SegmentState {
+        SegmentState {
+            unit,
+            units,
+            stream: Stream::Log,
+            sequence: 1,
+            used_blocks: 1,
+            live_bytes: 0,
+            last_lsn: 0,
+            last_index: 0,
+            logical,
+        }
+    }
+
+    #[test]
+    fn a_number_is_given_once_and_a_block_is_found_where_its_segment_lies() {
+        let superblock = superblock();
+        let mut logical = Logical::new(&superblock, None);
+        assert_eq!((logical.state(), logical.number(1), logical.number(8)), (None, 1, 2));
+        assert_eq!(logical.number(1), 10);
+        logical.insert(&state(5, 1, 1));
+        logical.insert(&state(16, 8, 2));
+        let place = logical.place(&state(16, 8, 2), 40).expect("it has a number");
+        assert!(is_logical(place) && place < LOST_PLACE);
+        let at = superblock.unit_start(16) + 40;
+        assert_eq!(logical.holder(&superblock, place), Some((16, Some(at))));
+        // Another segment lies in its units by now, under a number of its own.
+        logical.remove(&state(16, 8, 2));
+        logical.insert(&state(16, 8, 10));
+        assert_eq!(logical.holder(&superblock, place), None);
+        let known = logical.state().expect("numbers were given");
+        assert_eq!(Logical::new(&superblock, Some(&known)).number(1), 18);
+    }
+
+    #[test]
+    fn there_are_no_numbers_behind_the_last_one() {
+        let superblock = superblock();
+        let last = LogicalState { root: Root::default(), next: u32::MAX - 9 };
+        let mut logical = Logical::new(&superblock, Some(&last));
+        assert_eq!([logical.number(8), logical.number(8)], [u32::MAX - 9, 0]);
+        assert_eq!(logical.place(&state(1, 1, 0), 3), None);
+        let format = FormatOptions { unit_blocks: 1 << 16, ..FormatOptions::new(PoolId(1)) };
+        let superblock = Superblock::new(64 << 30, &format).expect("a fit disk");
+        assert!(Logical::new(&superblock, Some(&last)).number(1) > 0);
+    }
+
+    #[test]
+    fn blocks_moved_on_are_counted_where_they_went_and_no_others() {
+        let superblock = superblock();
+        let mut logical = Logical::new(&superblock, None);
+        let stretch = |start, end, unit| Stretch { start, end, unit };
+        logical.emptied(1, 0..32, &[stretch(32, 40, 7), stretch(44, 60, 8)]);
+        logical.emptied(2, 0..32, &[stretch(64, 96, 7)]);
+        let unit = |logical: &Logical, block| {
+            logical.holder(&superblock, LOGICAL | block).map(|(unit, _)| unit)
+        };
+        assert_eq!([31, 35, 42, 59, 80].map(|b| unit(&logical, b)), {
+            [None, Some(7), None, Some(8), Some(7)]
+        });
+        // What was in unit 7 goes on to 9; of the second stretch one half died.
+        logical.emptied(7, (32..40).chain(64..96), &[stretch(33, 40, 9), stretch(64, 80, 9)]);
+        assert_eq!([32, 35, 59, 70, 90].map(|b| unit(&logical, b)), {
+            [None, Some(9), Some(8), Some(9), None]
+        });
+    }
+
+    #[test]
+    fn moves_of_one_stretch_to_one_segment_are_one_stretch() {
+        let mut moves = Moves::default();
+        for (block, unit, origin) in [
+            (3, 7, Some(0)),
+            (9, 7, Some(0)),
+            (12, 8, Some(0)),
+            (40, 8, Some(32)),
+            (44, 8, Some(32)),
+        ] {
+            moves.push(block, unit, origin);
+        }
+        let stretches: Vec<_> = moves.0.iter().map(|(s, _)| (s.start, s.end, s.unit)).collect();
+        assert_eq!(stretches, [(3, 10, 7), (12, 13, 8), (40, 45, 8)]);
+    }
+}
