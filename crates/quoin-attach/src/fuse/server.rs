@@ -251,7 +251,7 @@ impl Server {
         let Some(mount) = self.mount.take() else { return Ok(()) };
         self.shared.command(|commands| commands.stop = true);
         self.join();
-        // What the kernel is asked in between waits for a moment, and fails with the unmounting.
+        // Requests in between wait for a moment, and fail with the unmounting.
         mount.unmount()
     }
 
