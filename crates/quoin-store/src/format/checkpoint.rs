@@ -280,14 +280,40 @@ pub struct Checkpoint {
 /// Logical places of a replica ([`crate::space::logical`]) as of some commit.
 ///
 /// In a checkpoint it follows the shadow, before the table: a byte that no root begins with, the
-/// root, the next number (4).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+/// root, the next number (4), a count and so many [`MovedOnDisk`].
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct LogicalState {
     /// Map from logical blocks to where clean-up moved them.
     pub root: Root,
     /// The first number that was not given to a segment.
     pub next: u32,
+    /// Moved blocks that the map lacks, since there was no room for its nodes.
+    pub moved: Vec<MovedState>,
 }
+
+/// A moved block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MovedState {
+    /// The logical block.
+    pub block: u64,
+    /// 0: it stands for nothing any more.
+    pub place: u64,
+    pub crc: u32,
+}
+
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 8 | logical block |
+/// | 8 | 8 | place; 0: none |
+/// | 16 | 4 | CRC32C of the block |
+#[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+struct MovedOnDisk {
+    block: U64,
+    place: U64,
+    crc: U32,
+}
+const _: () = assert!(size_of::<MovedOnDisk>() == 20);
 
 /// A byte that no root begins with: levels are few.
 const LOGICAL_MARK: u8 = 0xff;
@@ -514,6 +540,11 @@ impl Checkpoint {
             put(out, &LOGICAL_MARK);
             encode_root(&logical.root, out);
             put(out, &U32::new(logical.next));
+            out.put_count(logical.moved.len());
+            for MovedState { block, place, crc } in &logical.moved {
+                let (block, place, crc) = ((*block).into(), (*place).into(), (*crc).into());
+                put(out, &MovedOnDisk { block, place, crc });
+            }
         }
         if let Some(table) = &self.table {
             encode_table(table, out);
@@ -579,7 +610,12 @@ fn decode_logical(r: &mut Reader) -> Result<Option<LogicalState>, Malformed> {
         return Ok(None);
     }
     r.u8("logical places")?;
-    Ok(Some(LogicalState { root: decode_root(r)?, next: r.u32("logical places")? }))
+    let (root, next) = (decode_root(r)?, r.u32("logical places")?);
+    let moved = (0..r.count(size_of::<MovedOnDisk>(), "moved blocks")?).map(|_| {
+        let raw = read!(r, MovedOnDisk, "moved blocks");
+        Ok(MovedState { block: raw.block.get(), place: raw.place.get(), crc: raw.crc.get() })
+    });
+    Ok(Some(LogicalState { root, next, moved: moved.collect::<Result<_, _>>()? }))
 }
 
 fn encode_table(table: &TableState, out: &mut BytesMut) {

@@ -16,7 +16,8 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::checkpoint::{
-    Checkpoint, LogStart, LogicalState, SegmentState, ShadowState, SnapshotState, TableState,
+    Checkpoint, LogStart, LogicalState, MovedState, SegmentState, ShadowState, SnapshotState,
+    TableState,
 };
 use crate::format::node::{
     BlockAt, Child, FANOUT, LEAF_BLOCKS, LOST_PLACE, Leaf, Node, NodeRef, Root,
@@ -144,7 +145,10 @@ fn with_table() -> Checkpoint {
 /// Of a replica whose segments have logical numbers, with and without a table.
 fn with_logical(before: Checkpoint) -> Checkpoint {
     let segments = vec![segment(0, Stream::Nodes), numbered()];
-    Checkpoint { logical: Some(LogicalState { root: root(5), next: 90 }), segments, ..before }
+    let moved = [(7, 300, 0xc1c), (9, 0, 0)];
+    let moved = moved.map(|(block, place, crc)| MovedState { block, place, crc }).to_vec();
+    let logical = Some(LogicalState { root: root(5), next: 90, moved });
+    Checkpoint { logical, segments, ..before }
 }
 
 fn numbered() -> SegmentState {

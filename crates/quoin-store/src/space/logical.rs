@@ -8,7 +8,7 @@
 //! however many of them show the block.
 //!
 //! **Order.** What was moved is noted in memory, and merged into the map with the next commit, that of
-//! several segments together. The map's root stands in the checkpoint. A segment is free only after
+//! several segments together. Where there is no room for nodes it stands in the record. The map's root stands in the checkpoint. A segment is free only after
 //! the record that has the root of the map without it, as ever. So after a crash its blocks are
 //! where they were, and the copies of an emptying that ended half-way are nobody's.
 //!
@@ -29,7 +29,7 @@ use quoin_types::mutant;
 
 use crate::core::{Core, NodeIo, Tree};
 use crate::disk::Disk;
-use crate::format::checkpoint::{LogicalState, SegmentState};
+use crate::format::checkpoint::{LogicalState, MovedState, SegmentState};
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Node, Root};
 use crate::format::superblock::Superblock;
 use crate::map::tree::{self, Change, Edit, Nodes, Part};
@@ -40,8 +40,10 @@ use crate::space::segments::Family;
 const LOGICAL: u64 = 1 << 62;
 /// The map takes no greater blocks.
 const BLOCKS_MAX: u64 = 1 << 50;
-/// Moved blocks that wait in memory to be merged into the map.
+/// Moved blocks that wait in memory to be merged into the map. Where there is no room for its nodes
+/// more wait, a few times as many.
 const PENDING_MAX: usize = 4096;
+const PENDING_HARD_MAX: usize = 4 * PENDING_MAX;
 /// Version of entries in the map of moved blocks, which has none.
 const NAMED: u64 = 1;
 
@@ -85,17 +87,28 @@ pub struct Logical {
 impl Logical {
     pub fn new(superblock: &Superblock, state: Option<&LogicalState>) -> Self {
         let root = state.map_or_else(Root::default, |state| state.root);
+        let moved = state.map_or(&[][..], |state| &state.moved);
         Logical {
+            pending: moved.iter().map(|m| (m.block, (m.place, m.crc))).collect(),
             unit_blocks: superblock.unit_blocks.into(),
             next: state.map_or(1, |state| state.next.max(1)),
             root,
-            is_learned: root == Root::default(),
+            is_learned: root == Root::default() && moved.is_empty(),
             ..Logical::default()
         }
     }
 
     pub fn state(&self) -> Option<LogicalState> {
-        (self.next > 1).then_some(LogicalState { root: self.root, next: self.next })
+        let of = |(block, (place, crc)): (&u64, &(u64, u32))| MovedState {
+            block: *block,
+            place: *place,
+            crc: *crc,
+        };
+        (self.next > 1).then(|| LogicalState {
+            root: self.root,
+            next: self.next,
+            moved: self.pending.iter().map(of).collect(),
+        })
     }
 
     /// A number for a segment of so many units; 0: there are no more.
@@ -373,14 +386,27 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let logical = core.logical_of(self.family.guid);
         logical.pending.extend(moved.map(|(name, place, crc)| (block_of(name), (place, crc))));
-        match logical.pending.len() > PENDING_MAX {
-            true => self.merge_moved(core),
-            false => Ok(()),
+        let pending = logical.pending.len();
+        match pending {
+            0..=PENDING_MAX => Ok(()),
+            PENDING_HARD_MAX.. => self.merge_all_moved(core),
+            _ => self.merge_moved(core),
         }
     }
 
-    /// Merges what was moved into the map.
+    /// Merges what was moved into the map, if there is room for its nodes: else the record has it.
     pub fn merge_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        match self.merge_all_moved(core) {
+            Err(StoreError::Full) => {
+                // Nodes on the way to what is dropped were counted.
+                self.count.begin_anew();
+                Ok(())
+            }
+            merged => merged,
+        }
+    }
+
+    fn merge_all_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let logical = core.logical_of(self.family.guid);
         if logical.pending.is_empty() || mutant::is("names-not-merged-with-a-commit") {
             return Ok(());
@@ -498,11 +524,16 @@ impl Replica {
 
 #[cfg(test)]
 mod tests {
-    use quoin_types::PoolId;
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_types::message::{Content, ReadView};
+    use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
 
     use super::*;
     use crate::format::batch::Stream;
-    use crate::format::superblock::FormatOptions;
+    use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     fn superblock() -> Superblock {
         let format = FormatOptions { unit_blocks: 32, ..FormatOptions::new(PoolId(1)) };
@@ -546,7 +577,7 @@ mod tests {
     #[test]
     fn there_are_no_numbers_behind_the_last_one() {
         let superblock = superblock();
-        let last = LogicalState { root: Root::default(), next: u32::MAX - 9 };
+        let last = LogicalState { next: u32::MAX - 9, ..LogicalState::default() };
         let mut logical = Logical::new(&superblock, Some(&last));
         assert_eq!([logical.number(8), logical.number(8)], [u32::MAX - 9, 0]);
         assert_eq!(logical.place(&state(1, 1, 0), 3), None);
@@ -573,6 +604,93 @@ mod tests {
         assert_eq!([32, 35, 59, 70, 90].map(|b| unit(&logical, b)), {
             [None, Some(9), Some(8), Some(9), None]
         });
+    }
+
+    /// A commit may need no unit: it is what makes some free.
+    #[test]
+    fn a_commit_without_room_for_nodes_has_what_was_moved_in_its_record() {
+        const BLOCKS: u64 = 400;
+        let disk = MemoryDisk::new(8 << 20);
+        let format = FormatOptions { unit_blocks: 32, ..FormatOptions::new(PoolId(1)) };
+        Pool::format(&disk, &format).expect("a fit disk");
+        let options = PoolOptions { log_keep_bytes: 0, ..PoolOptions::default() };
+        let mut pool = Pool::open(disk.clone(), options).expect("a fresh pool");
+        pool.create(ReplicaIdentity::default(), ReplicaMeta::default(), BLOCKS).expect("room");
+        let guid = ReplicaIdentity::default().guid;
+        let (mut chain, mut last) = (Chain(0), vec![0; BLOCKS as usize]);
+        for lsn in 1..1000 {
+            let lba = lsn * 7 % BLOCKS;
+            let position = Position { epoch: Epoch(1), lsn: Lsn(lsn) };
+            let data = Bytes::from(vec![lsn as u8; 4096]);
+            let entry = Entry::after(chain, position, EntryKind::Write, lba, 1, data, false);
+            (chain, last[lba as usize]) = (entry.chain, lsn);
+            let mut replica = pool.replica(guid).expect("it");
+            replica.append(&[Arc::new(entry)]).expect("room");
+            replica.set_stable(Lsn(lsn));
+            if lsn % 50 == 0 {
+                pool.settle().expect("folded");
+                while pool.background_due() > Due::Relaxed {
+                    pool.background(1).expect("background work");
+                    pool.settle().expect("recorded");
+                }
+            }
+        }
+        pool.settle().expect("folded");
+        let state = |pool: &Pool<MemoryDisk>| {
+            let logical = pool.core.logical.get(&guid).expect("its places");
+            logical.state().expect("numbers were given")
+        };
+        let emptied = |pool: &Pool<MemoryDisk>| pool.replicas[&guid].maintenance.pending_units();
+        // Most of the room is gone, so that segments are emptied.
+        let take = |pool: &mut Pool<MemoryDisk>, left: u32| {
+            let mut taken = Vec::new();
+            while pool.core.allocator.free_units() > left {
+                taken.extend(pool.core.allocator.allocate(false).map(|(unit, ..)| unit));
+            }
+            taken
+        };
+        let mut taken = take(&mut pool, 8);
+        pool.touch_all();
+        for _ in 0..1000 {
+            if emptied(&pool) > 0 && !state(&pool).moved.is_empty() {
+                break;
+            }
+            pool.background(1).expect("background work");
+            if let Some(ticket) = pool.sync_wanted() {
+                pool.sync_finished(ticket, disk.sync()).expect("a sync");
+            }
+        }
+        let moved = state(&pool).moved;
+        assert!(emptied(&pool) > 0 && !moved.is_empty(), "nothing was emptied");
+        taken.extend(take(&mut pool, 0));
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        replica.io(&mut pool.core).flush().expect("in their segment");
+        replica.family.close(Stream::Nodes);
+        pool.settle().expect("there is room in the ring");
+        assert_eq!(state(&pool).moved, moved, "the record has it");
+        assert!(pool.core.allocator.free_units() > 0, "what was emptied is free");
+        taken.iter().for_each(|unit| pool.core.allocator.give(*unit, 1));
+        drop(pool);
+        disk.power_cut(|| false);
+        let mut pool = Pool::open(disk, options).expect("a pool");
+        assert!(!state(&pool).moved.is_empty());
+        for is_merged in [false, true] {
+            let mut replica = pool.replica(guid).expect("it");
+            for (lba, lsn) in (0..).zip(&last) {
+                let mut slots = Vec::new();
+                replica.read(ReadView::Live, lba, 1, true, &mut slots).expect("a read");
+                assert_eq!(slots[0].version.0, *lsn, "block {lba}");
+                if *lsn > 0 {
+                    let Content::Data { data, .. } = &slots[0].content else { panic!("{lba}") };
+                    assert_eq!(data[0], *lsn as u8, "block {lba}");
+                }
+            }
+            if !is_merged {
+                pool.replicas.get_mut(&guid).expect("it").maintenance.dirty = true;
+                pool.settle().expect("recorded");
+                assert!(state(&pool).moved.is_empty());
+            }
+        }
     }
 
     #[test]
