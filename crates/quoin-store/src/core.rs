@@ -16,7 +16,7 @@ use crate::disk::fetch::{Fetches, Looked, Stretch};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock, THIRD_EDITION};
+use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -193,20 +193,11 @@ impl<D: Disk> Core<D> {
 
     /// Builds that do not know what is written from here on keep their hands off the pool.
     pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
-        self.begin_edition(SECOND_EDITION)
-    }
-
-    /// The same for what has logical places.
-    pub fn begin_third_edition(&mut self) -> Result<(), StoreError> {
-        self.begin_edition(THIRD_EDITION)
-    }
-
-    fn begin_edition(&mut self, edition: u64) -> Result<(), StoreError> {
         let incompat = &mut self.superblock.features.incompat;
-        if *incompat & edition != 0 || mutant::is("new-form-without-its-bit") {
+        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
             return Ok(());
         }
-        *incompat |= edition;
+        *incompat |= SECOND_EDITION;
         self.disk_did(|core| core.superblock.rewrite(&core.disk));
         self.check_usable()
     }

@@ -127,6 +127,7 @@ impl<D: Disk> Pool<D> {
             _ => PoolError::MetadataLost,
         })?;
         superblock.starts += 1;
+        superblock.opened_again();
         let pool_bytes =
             u64::from(superblock.units()) * u64::from(superblock.unit_blocks) * BLOCK_SIZE as u64;
         let options = PoolOptions {

@@ -138,6 +138,9 @@ pub const KEEPS_SPACE: u64 = 1;
 pub const SECOND_EDITION: u64 = 1;
 /// An incompatible feature: leaves may name blocks by logical places.
 pub const THIRD_EDITION: u64 = 2;
+/// A compatible feature of a pool of before: a build that knows logical places has opened it once.
+/// With the next opening it has them, so that an update of the program can be taken back.
+pub const THIRD_EDITION_NEXT: u64 = 2;
 /// Incompatible features that this build knows.
 const KNOWN_INCOMPAT: u64 = SECOND_EDITION | THIRD_EDITION;
 const UNIT_BLOCKS_MAX: u32 = 1 << 16;
@@ -201,6 +204,20 @@ impl Superblock {
             });
         }
         Ok(superblock)
+    }
+
+    /// Whether leaves may name blocks by logical places.
+    pub fn has_logical_places(&self) -> bool {
+        self.features.incompat & THIRD_EDITION != 0
+    }
+
+    /// Notes that this build opens the pool: see [`THIRD_EDITION_NEXT`].
+    pub fn opened_again(&mut self) {
+        match self.features.compat & THIRD_EDITION_NEXT {
+            _ if self.has_logical_places() => {}
+            0 => self.features.compat |= THIRD_EDITION_NEXT,
+            _ => self.features.incompat |= THIRD_EDITION,
+        }
     }
 
     /// First blocks of the metadata ring and of its mirror.

@@ -366,8 +366,10 @@ impl Family {
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
         let logical = match stream {
-            Stream::Nodes => 0,
-            Stream::Log | Stream::Moved => core.logical_of(self.guid).number(units),
+            Stream::Log | Stream::Moved if core.superblock.has_logical_places() => {
+                core.logical_of(self.guid).number(units)
+            }
+            Stream::Log | Stream::Moved | Stream::Nodes => 0,
         };
         let state = SegmentState {
             unit,
@@ -383,14 +385,10 @@ impl Family {
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
-        let mut written = if logical == 0 { Ok(()) } else { core.begin_third_edition() };
-        if written.is_ok() {
-            let done = match waits {
-                true => core.disk.write_with_sync(offset, &parts, 0),
-                false => core.disk.write_at(offset, &parts),
-            };
-            written = done.map_err(StoreError::Io);
-        }
+        let mut written = match waits {
+            true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
+            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
+        };
         if written.is_ok() && stream == Stream::Log {
             written = core.record(Record::LogSegment(self.guid, state));
         }
