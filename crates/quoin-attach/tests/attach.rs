@@ -274,7 +274,7 @@ fn connections() -> Vec<std::os::fd::OwnedFd> {
     let copies = numbers.filter_map(|number: i32| {
         // SAFETY: the number is of a descriptor that was open; where it is not any more, this fails.
         let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
-        // SAFETY: the copy is new, and nobody else's.
+        // SAFETY: the copy is new, so this is its only owner.
         (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
     });
     copies.collect()

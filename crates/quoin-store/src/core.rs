@@ -596,9 +596,12 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             return Err(StoreError::Damaged("the table of segments"));
         }
         // For a high node only the first stretches: the others are found when these are mended.
-        let stretches = if level == 0 { 1 } else { FANOUT as u64 };
-        // Which blocks of the volume a lost leaf of logical places is about is found as they are read.
-        let stretches = if self.tree == Tree::Map { stretches } else { 0 };
+        let stretches = match level {
+            // Blocks of the volume under a lost leaf of logical places are found as they are read.
+            _ if self.tree != Tree::Map => 0,
+            0 => 1,
+            _ => FANOUT as u64,
+        };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
             self.core.note_bad(BadBlock::stretch(self.family.guid, lba, Lsn(node.newest)));
         }
@@ -622,7 +625,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             let bytes = BLOCK_SIZE as u64;
             let held = self.family.sub_live(self.core, place, bytes);
             if let (Some((unit, block)), Some(recount)) = (held, &mut self.recount) {
-                // What was moved and is not looked up is taken for counted.
+                // A moved block, which is not looked up, is taken for counted.
                 let block = block.unwrap_or(0);
                 recount.counter_lowered(unit, block, bytes);
                 recount.gone(unit, block, lba, version, bytes);

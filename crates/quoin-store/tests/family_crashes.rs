@@ -12,7 +12,7 @@ use crate::common::family::{Family, State, state_of};
 use crate::common::{BLOCKS, begin_increment, pull_all, short_steps, sync};
 use crate::crash_enumeration::{Blocks, crash_everywhere, disk_of, image_of};
 
-/// What of one volume was durable from which event of the disk on.
+/// Durable parts of one volume, and the events of the disk since which they are.
 #[derive(Default)]
 struct Durable {
     /// Events, and the last entry that is on media since.
@@ -100,7 +100,7 @@ impl Enumeration {
         self.family.rebuild(member, self.rebuilds);
     }
 
-    /// Whether a crash after so many events may leave this of a volume.
+    /// Checks that a crash after so many events may leave this of a volume.
     fn allow(&self, volume: u128, at: usize, left: Option<State>) {
         let durable = self.durable.get(&volume);
         let entries = durable.map(|durable| durable.entries.as_slice()).unwrap_or_default();
@@ -118,7 +118,7 @@ impl Enumeration {
     }
 }
 
-/// What is left of each volume.
+/// The state that is left of each volume.
 fn left(pool: &mut Pool<MemoryDisk>, volumes: &BTreeSet<u128>) -> BTreeMap<u128, State> {
     let there = volumes.iter().filter_map(|volume| {
         let mut replica = pool.replica(ReplicaGuid(*volume))?;
@@ -194,7 +194,7 @@ fn every_crash_of_a_family_leaves_each_member_whole_or_not_at_all() {
             for volume in &volumes {
                 run.allow(*volume, at, after.get(volume).copied());
             }
-            // What is done next harms none of them.
+            // Work after the crash harms none of them.
             work(&mut pool);
             assert!(left(&mut pool, &volumes) == after, "changed by work after the crash");
             assert_eq!((pool.take_damaged(), pool.take_bad_blocks()), (vec![], vec![]));

@@ -23,7 +23,7 @@ use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
 use crate::replica::{Replica, Source};
-use crate::space::logical::{Moves, Named, is_logical};
+use crate::space::logical::{Moves, is_logical};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
@@ -42,7 +42,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Those with a logical place in the order of these, behind all others.
+    /// Order of moving: logical places behind all others, which go by LBA.
     fn order(&self) -> (u64, u64, u64) {
         match is_logical(self.name) {
             true => (self.name, self.place, 0),
@@ -162,7 +162,6 @@ impl Replica {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let start = core.superblock.unit_start(segment.unit);
-        let first = start;
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
         let data = SegmentData {
@@ -178,8 +177,8 @@ impl Replica {
         let moves = Moves::default();
         let (done, moved, copied) = (0, false, false);
         let mut job = CleanJob { unit, blocks, nodes, done, moved, copied, moves, own, data };
-        let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
-            let mut place = start + u64::from(batch.header_blocks);
+        let complete = walk(core, &segment, self.family.guid_hash, |at, batch| {
+            let mut place = at + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
                     let change = Change::Renew { node: entry.epoch };
@@ -190,7 +189,7 @@ impl Replica {
                     let (lba, version) = (entry.lba + i as u64, entry.lsn);
                     let name = match segment.stream {
                         Stream::Log => {
-                            let offset = place - first;
+                            let offset = place - start;
                             logical.and_then(|logical| logical.place(&segment, offset))
                         }
                         _ => Some(entry.epoch).filter(|name| is_logical(*name)),
@@ -216,7 +215,8 @@ impl Replica {
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
             let step = &job.blocks[job.done..end];
-            let stand = self.stand(core, job.unit, step)?;
+            let named = step.iter().map(|block| (block.name, block.place));
+            let stand = self.stand_for_their_names(core, job.unit, named)?;
             let live = self.live_of(core, step, &stand)?;
             let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
             let gone = names_gone(step, &stand, &live, &job.own);
@@ -325,19 +325,7 @@ impl Replica {
         views
     }
 
-    /// Which of these blocks their names stand for.
-    fn stand<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        unit: u32,
-        candidates: &[Candidate],
-    ) -> Result<Vec<bool>, StoreError> {
-        let named = |c: &Candidate| Named { place: c.name, at: c.place };
-        let named: Vec<Named> = candidates.iter().map(named).collect();
-        self.stand_for_their_names(core, unit, &named)
-    }
-
-    /// Those of these blocks that some view shows, in their order.
+    /// The blocks that stand for their names and that some view shows, in their order.
     fn live_of<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -376,7 +364,7 @@ impl Replica {
         }
         if lost.is_empty() {
             live.sort_unstable_by_key(Candidate::order);
-            // Of two copies where the map of names is lost, one is enough.
+            // One of two copies is enough, where the map of names is lost.
             live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
             return Ok(live);
         }

@@ -24,7 +24,7 @@ pub struct MovedBlock {
     pub bytes: Bytes,
 }
 
-/// How leaves are to name blocks that had no logical place.
+/// Naming, by leaves, of blocks that had no logical place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Naming {
     /// By where they lie.
@@ -34,7 +34,7 @@ pub enum Naming {
 }
 
 impl Replica {
-    /// How leaves name what is written to the stream of moved blocks. A flip gives up the map of logical
+    /// The naming of what is written to the stream of moved blocks. A flip gives up the map of logical
     /// places, so what a rebuild may show has none.
     pub fn naming(&self) -> Naming {
         if self.shadow.is_some() { Naming::Place } else { Naming::Logical }

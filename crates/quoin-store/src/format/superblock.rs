@@ -206,7 +206,7 @@ impl Superblock {
         Ok(superblock)
     }
 
-    /// Whether leaves may name blocks by logical places.
+    /// Returns true if leaves may name blocks by logical places.
     pub fn has_logical_places(&self) -> bool {
         self.features.incompat & THIRD_EDITION != 0
     }

@@ -444,7 +444,7 @@ impl Replica {
             shadow: None,
             table: table.map(|table| TableState { too_high: !forgets, ..table }),
             logical: core.logical_of(self.family.guid).state().map(|state| match frees_old {
-                // What it says is about segments that go.
+                // The map is about segments that go.
                 true => LogicalState { next: state.next, ..LogicalState::default() },
                 false => state,
             }),

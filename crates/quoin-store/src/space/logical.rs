@@ -47,7 +47,7 @@ const PENDING_HARD_MAX: usize = 4 * PENDING_MAX;
 /// Version of entries in the map of moved blocks, which has none.
 const NAMED: u64 = 1;
 
-/// Whether a place of a leaf is a logical one.
+/// Returns true for a logical place.
 pub fn is_logical(place: u64) -> bool {
     place >> 62 == 1
 }
@@ -76,9 +76,9 @@ pub struct Logical {
     segments: BTreeMap<u32, (u32, u32)>,
     /// End and first unit of what is known of the others, by the first block.
     moved: BTreeMap<u64, (u64, u32)>,
-    /// The map of what was moved.
+    /// The map of moved blocks.
     pub root: Root,
-    /// What it lacks: place and checksum by logical block; place 0: it stands for nothing any more.
+    /// Blocks that the map lacks: place and checksum by logical block; place 0: a dead one.
     pending: BTreeMap<u64, (u64, u32)>,
     /// All of the map is in `moved`.
     is_learned: bool,
@@ -136,7 +136,8 @@ impl Logical {
         }
     }
 
-    /// Whether the blocks of this number lie where they were written, in the segment of this unit.
+    /// Returns true if the blocks of this number lie where they were written, in the segment of this
+    /// unit.
     fn is_in(&self, number: u32, unit: u32) -> bool {
         number != 0 && self.segments.get(&number).is_some_and(|(at, _)| *at == unit)
     }
@@ -195,7 +196,7 @@ impl Logical {
         self.pending.extract_if(blocks, |_, _| true).for_each(drop);
     }
 
-    /// Nothing that was there before is named any more, but for what these segments hold.
+    /// Forgets all names but those of what these segments hold.
     pub fn begin_anew(&mut self, segments: impl Iterator<Item = SegmentState>) {
         self.segments = segments
             .filter(|state| state.logical != 0)
@@ -274,7 +275,7 @@ impl<D: Disk> NodeIo<'_, D> {
         let looked = tree::blocks(self, root, first + *from as u64, &mut places);
         for i in &moved {
             found[*i].place = match places[i - from].place {
-                // What is named and cannot be found is no hole.
+                // A block that is named and cannot be found is no hole.
                 0 => BAD_PLACE,
                 place => place,
             };
@@ -302,7 +303,7 @@ impl Family {
         Some((unit, Some(place)))
     }
 
-    /// How leaves name a block that lies here.
+    /// The place by which leaves name a block that lies here.
     pub fn named<D>(&self, core: &Core<D>, place: u64) -> u64 {
         let named = || {
             let unit = self.segments.containing(core.superblock.unit_of(place)?)?;
@@ -317,50 +318,43 @@ impl Family {
     }
 }
 
-/// A block of a segment that is being emptied, as it is named.
-pub struct Named {
-    pub place: u64,
-    /// Where it lies.
-    pub at: u64,
-}
-
 impl Replica {
     fn logical_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
         NodeIo { tree: Tree::Logical, ..self.io(core) }
     }
 
-    /// Which of these blocks of the segment of this unit are the ones that their names stand for:
-    /// an emptying that ended half-way left copies. They come in the order of their names.
+    /// Compares blocks of the segment of this unit, each the place by which leaves name it and where it
+    /// lies, with what the names stand for: an emptying that ended half-way left copies.
     pub fn stand_for_their_names<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         unit: u32,
-        blocks: &[Named],
+        blocks: impl Iterator<Item = (u64, u64)>,
     ) -> Result<Vec<bool>, StoreError> {
         let guid = self.family.guid;
         let root = core.logical_of(guid).root;
-        let (mut stand, mut lacking) = (Vec::with_capacity(blocks.len()), Ok(()));
-        for block in blocks {
-            if !is_logical(block.place) {
+        let (mut stand, mut lacking) = (Vec::new(), Ok(()));
+        for (name, at) in blocks {
+            if !is_logical(name) {
                 stand.push(true);
                 continue;
             }
-            let number = block_of(block.place);
+            let number = block_of(name);
             let logical = core.logical_of(guid);
             if let Some((written_in, _)) = logical.written_in(number) {
                 stand.push(written_in == unit);
                 continue;
             }
             if let Some((place, _)) = logical.pending.get(&number) {
-                stand.push(*place == block.at);
+                stand.push(*place == at);
                 continue;
             }
             let mut found = [BlockAt::default()];
             let looked = tree::blocks(&mut self.logical_io(core), root, number, &mut found);
             lacking = lacking.and(may_lack(looked)?);
-            // Where the map is lost a good copy is as good as any: a name stands for one content.
+            // A name stands for one content: with the map lost, a good copy is as good as any.
             let is_lost = matches!(found[0].place, BAD_PLACE | LOST_PLACE);
-            stand.push(is_lost || found[0].place == block.at);
+            stand.push(is_lost || found[0].place == at);
         }
         lacking.map(|()| stand)
     }
@@ -452,7 +446,7 @@ impl Replica {
             Some((_, offset)) => Some(block - offset),
             None => logical.stretch_of(block).map(|stretch| stretch.start),
         };
-        // Where that is not known yet, blocks of one unit are taken for one stretch.
+        // Blocks of one unit are taken for one stretch before that is known.
         let origin = origin.or(block.checked_div(logical.unit_blocks).map(|unit| !unit));
         moves.push(block, unit, origin);
     }
@@ -599,7 +593,7 @@ mod tests {
         assert_eq!([31, 35, 42, 59, 80].map(|b| unit(&logical, b)), {
             [None, Some(7), None, Some(8), Some(7)]
         });
-        // What was in unit 7 goes on to 9; of the second stretch one half died.
+        // Blocks of unit 7 go on to 9; one half of the second stretch died.
         logical.emptied(7, (32..40).chain(64..96), &[stretch(33, 40, 9), stretch(64, 80, 9)]);
         assert_eq!([32, 35, 59, 70, 90].map(|b| unit(&logical, b)), {
             [None, Some(9), Some(8), Some(9), None]
