@@ -3,21 +3,25 @@
 //! Two tables: `records` (key → revision and value in one) and `meta` (format, last revision).
 //! redb itself locks the file against a second process.
 //!
+//! Whatever is to be written while a commit is under way goes into the next one together: records of
+//! many volumes cost a few syncs and not one each.
+//!
 //! After a failed write redb refuses everything until the file is opened again. So that a disk that was
 //! full for a moment does not end all writing, the next call opens it ([`Lid`]), at most once in
 //! [`OPENED_EVERY`]. What the failed write was to change is then there as a whole or not at all, as after
 //! a crash; whoever asked for it was told that its outcome is unknown.
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use redb::backends::FileBackend;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageError};
-use redb::{TableDefinition, TableError};
-use tokio::sync::broadcast;
+use redb::{Table, TableDefinition, TableError};
+use tokio::sync::{broadcast, oneshot};
 
 use super::{Change, Entry, Put, Store, StoreError, Swap};
 
@@ -28,6 +32,8 @@ const FORMAT: u64 = 1;
 const WATCH_CHANGES: usize = 1024;
 /// While the records cannot be opened again, one attempt in this time.
 const OPENED_EVERY: Duration = Duration::from_secs(1);
+/// Most writes of one commit.
+const COMMITTED_MAX: usize = 256;
 /// Written again in one piece.
 const PIECE_BYTES: usize = 1 << 20;
 
@@ -38,9 +44,23 @@ struct Inner {
     path: PathBuf,
     medium: Box<dyn Medium>,
     lid: RwLock<Lid>,
+    queue: Mutex<Queue>,
     /// How often they were opened again.
     opened_again: AtomicU64,
     changes: broadcast::Sender<Change>,
+}
+
+/// Writes that no commit has taken yet, in the order of their calls.
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<(Write, oneshot::Sender<Result<Swap, StoreError>>)>,
+    /// A thread takes them, until there are none.
+    is_taken: bool,
+}
+
+enum Write {
+    Swap { key: String, expected: u64, value: Option<Vec<u8>> },
+    Puts(Vec<Put>),
 }
 
 enum Lid {
@@ -100,11 +120,28 @@ impl Embedded {
             path: path.to_owned(),
             medium,
             lid: RwLock::new(Lid::Open(database, 0)),
+            queue: Mutex::default(),
             opened_again: AtomicU64::new(0),
             changes: broadcast::channel(WATCH_CHANGES).0,
         };
         inner.check_format()?;
         Ok(Self(Arc::new(inner)))
+    }
+
+    /// Has something written, and waits until it is durable.
+    async fn write(&self, write: Write) -> Result<Swap, StoreError> {
+        let (answer, answered) = oneshot::channel();
+        let is_taken = {
+            let mut queue = self.0.queue();
+            queue.waiting.push_back((write, answer));
+            std::mem::replace(&mut queue.is_taken, true)
+        };
+        if !is_taken {
+            let writer = Writer(Some(self.0.clone()));
+            tokio::task::spawn_blocking(move || writer.run());
+        }
+        let ended = |_| StoreError::Failed("the thread that writes the records ended".to_owned());
+        answered.await.map_err(ended)?
     }
 
     async fn blocking<T: Send + 'static>(
@@ -250,72 +287,62 @@ impl Inner {
         StoreError::Damaged { path: self.path.clone(), reason: error.to_string() }
     }
 
-    fn swap(&self, key: &str, expected: u64, value: Option<&[u8]>) -> Result<Swap, StoreError> {
-        self.with(|database| self.swap_in(database, key, expected, value))
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn swap_in(
-        &self,
-        database: &Database,
-        key: &str,
-        expected: u64,
-        value: Option<&[u8]>,
-    ) -> Result<Swap, StoreError> {
+    /// Does all writes in one durable commit, each one after those before it. Returns their outcomes.
+    fn commit(&self, database: &Database, writes: &[Write]) -> Result<Vec<Swap>, StoreError> {
         let write = database.begin_write().map_err(failed)?;
-        let revision = {
-            let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
-            let found = records.get(key).map_err(failed)?.map(|found| entry(key, found.value()));
-            if found.as_ref().map_or(0, |entry| entry.revision) != expected {
-                return Ok(Swap::Conflict(found));
-            }
-            let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
-            let last = meta.get("revision").map_err(failed)?.map_or(0, |last| last.value());
-            let revision = last + 1;
-            meta.insert("revision", revision).map_err(failed)?;
-            match value {
-                Some(value) => records.insert(key, (revision, value)).map_err(failed)?,
-                None => records.remove(key).map_err(failed)?,
-            };
-            revision
-        };
-        write.commit().map_err(failed)?;
-        // Nobody listening is no failure.
-        let _ = self.changes.send(Change { key: key.to_owned(), revision });
-        Ok(Swap::Done(revision))
-    }
-
-    fn put_all(&self, puts: Vec<Put>) -> Result<(), StoreError> {
-        if puts.is_empty() {
-            return Ok(());
-        }
-        self.with(|database| self.put_all_in(database, puts))
-    }
-
-    fn put_all_in(&self, database: &Database, puts: Vec<Put>) -> Result<(), StoreError> {
-        let write = database.begin_write().map_err(failed)?;
-        let mut changes = Vec::with_capacity(puts.len());
+        let (mut outcomes, mut changes) = (Vec::with_capacity(writes.len()), Vec::new());
         {
             let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
             let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
             let mut revision = meta.get("revision").map_err(failed)?.map_or(0, |last| last.value());
-            for (key, value) in puts {
+            let mut put = |records: &mut Table<'_, &str, (u64, &[u8])>,
+                           key: &String,
+                           value: Option<&[u8]>| {
                 revision += 1;
                 match value {
-                    Some(value) => {
-                        records.insert(key.as_str(), (revision, &*value)).map_err(failed)?
+                    Some(value) => records.insert(key.as_str(), (revision, value)),
+                    None => records.remove(key.as_str()),
+                }
+                .map_err(failed)?;
+                changes.push(Change { key: key.clone(), revision });
+                Ok(revision)
+            };
+            for write in writes {
+                outcomes.push(match write {
+                    Write::Swap { key, expected, value } => {
+                        let found = records.get(key.as_str()).map_err(failed)?;
+                        let found = found.map(|found| entry(key, found.value()));
+                        match found.as_ref().map_or(0, |entry| entry.revision) == *expected {
+                            true => Swap::Done(put(&mut records, key, value.as_deref())?),
+                            false => Swap::Conflict(found),
+                        }
                     }
-                    None => records.remove(key.as_str()).map_err(failed)?,
-                };
-                changes.push(Change { key, revision });
+                    Write::Puts(puts) => {
+                        let mut last = 0;
+                        for (key, value) in puts {
+                            last = put(&mut records, key, value.as_deref())?;
+                        }
+                        Swap::Done(last)
+                    }
+                });
             }
-            meta.insert("revision", revision).map_err(failed)?;
+            if !changes.is_empty() {
+                meta.insert("revision", revision).map_err(failed)?;
+            }
+        }
+        if changes.is_empty() {
+            return Ok(outcomes);
         }
         write.commit().map_err(failed)?;
         for change in changes {
             // Nobody listening is no failure.
             let _ = self.changes.send(change);
         }
-        Ok(())
+        Ok(outcomes)
     }
 
     fn get_in(&self, database: &Database, key: &str) -> Result<Option<Entry>, StoreError> {
@@ -337,6 +364,54 @@ impl Inner {
             list.push(entry(key.value(), value.value()));
         }
         Ok(list)
+    }
+}
+
+/// Writer of what waits, on a thread of its own. The file is closed with the last owner of the records,
+/// so this is none any more when the last answer is given.
+struct Writer(Option<Arc<Inner>>);
+
+impl Writer {
+    /// Writes commit by commit until nothing waits.
+    fn run(mut self) {
+        while let Some(inner) = &self.0 {
+            let (writes, answers): (Vec<_>, Vec<_>) = {
+                let mut queue = inner.queue();
+                let count = queue.waiting.len().min(COMMITTED_MAX);
+                queue.waiting.drain(..count).unzip()
+            };
+            let outcomes = inner.with(|database| inner.commit(database, &writes));
+            let goes_on = {
+                let mut queue = inner.queue();
+                queue.is_taken = !queue.waiting.is_empty();
+                queue.is_taken
+            };
+            if !goes_on {
+                self.0 = None;
+            }
+            let mut outcomes = outcomes.map(Vec::into_iter);
+            for answer in answers {
+                let outcome = match &mut outcomes {
+                    Ok(outcomes) => Ok(outcomes.next().expect("an outcome of each write")),
+                    // Of none of them it is known whether it is there.
+                    Err(StoreError::Failed(why)) => Err(StoreError::Failed(why.clone())),
+                    Err(error) => Err(StoreError::Failed(error.to_string())),
+                };
+                // A caller that has left is not told.
+                let _ = answer.send(outcome);
+            }
+        }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if let Some(inner) = self.0.take()
+            && std::thread::panicking()
+        {
+            // Those that wait learn it by losing their answers, and the next write has a new thread.
+            *inner.queue() = Queue::default();
+        }
     }
 }
 
@@ -362,12 +437,14 @@ impl Store for Embedded {
         expected: u64,
         value: Option<Vec<u8>>,
     ) -> Result<Swap, StoreError> {
-        let key = key.to_owned();
-        self.blocking(move |inner| inner.swap(&key, expected, value.as_deref())).await
+        self.write(Write::Swap { key: key.to_owned(), expected, value }).await
     }
 
     async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
-        self.blocking(move |inner| inner.put_all(records)).await
+        if records.is_empty() {
+            return Ok(());
+        }
+        self.write(Write::Puts(records)).await.map(drop)
     }
 
     fn watch(&self) -> broadcast::Receiver<Change> {
@@ -472,6 +549,56 @@ mod tests {
         assert_eq!(done, 1);
         assert_eq!(watch.recv().await.unwrap().key, "k");
         assert!(watch.try_recv().is_err());
+    }
+
+    /// What waits while a commit is under way goes into the next one as a whole.
+    #[tokio::test]
+    async fn writes_that_wait_are_one_commit_each_after_those_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        let swap = |key: &str, expected, value: &[u8]| {
+            let value = Some(value.to_vec());
+            Write::Swap { key: key.into(), expected, value }
+        };
+        let writes = [
+            swap("a", 0, b"1"),
+            swap("a", 1, b"2"),
+            swap("a", 1, b"3"),
+            Write::Puts(vec![("b".into(), Some(b"4".into())), ("a".into(), None)]),
+            swap("a", 0, b"5"),
+        ];
+        let mut watch = store.watch();
+        let outcomes = store.0.with(|database| store.0.commit(database, &writes)).unwrap();
+        let second = Entry { key: "a".into(), revision: 2, value: b"2".into() };
+        let conflict = Swap::Conflict(Some(second));
+        assert_eq!(
+            outcomes,
+            [Swap::Done(1), Swap::Done(2), conflict, Swap::Done(4), Swap::Done(5)]
+        );
+        let told: Vec<_> = (0..5).map(|_| watch.try_recv().unwrap().revision).collect();
+        assert_eq!(told, [1, 2, 3, 4, 5]);
+        let all = store.list("").await.unwrap();
+        let shown: Vec<_> = all.iter().map(|e| (&*e.key, e.revision, &*e.value)).collect();
+        assert_eq!(shown, [("a", 5, &b"5"[..]), ("b", 3, b"4")]);
+    }
+
+    #[tokio::test]
+    async fn many_writers_at_once_all_get_their_own_outcome_and_the_file_is_free_afterwards() {
+        let dir = tempfile::tempdir().unwrap();
+        for round in 0..3u64 {
+            let store = Arc::new(Embedded::open(&path(&dir)).unwrap());
+            let swaps = (0..2 * COMMITTED_MAX).map(|number| {
+                let store = store.clone();
+                tokio::spawn(async move {
+                    let (key, value) = (format!("k/{round}/{}", number / 2), vec![number as u8]);
+                    store.compare_and_swap(&key, 0, Some(value)).await.unwrap()
+                })
+            });
+            let outcomes = futures::future::join_all(swaps).await;
+            let done = outcomes.iter().filter(|o| matches!(o, Ok(Swap::Done(_)))).count();
+            assert_eq!(done, COMMITTED_MAX, "one of each two");
+            assert_eq!(store.list("k/").await.unwrap().len(), COMMITTED_MAX * (round + 1) as usize);
+        }
     }
 
     #[tokio::test]

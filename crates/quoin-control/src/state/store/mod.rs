@@ -91,7 +91,7 @@ impl Writes {
         }
     }
 
-    /// Commits since the start: of one record each, or of several events.
+    /// Writes since the start: of one record each, or of several events.
     pub fn count(&self) -> u64 {
         self.done.load(std::sync::atomic::Ordering::Relaxed)
     }

@@ -191,7 +191,7 @@ fn work(store: &Embedded, known: &mut Known) {
         let before = known.done.get(&key).map_or(0, |(revision, _)| *revision);
         let value = (n % 7 != 6).then(|| vec![n as u8; 100 + 700 * n as usize]);
         known.unknown = Some((key.clone(), value.clone()));
-        match store.0.swap(&key, before, value.as_deref()) {
+        match swap(store, &key, before, value.as_deref()) {
             Ok(Swap::Done(revision)) => {
                 match value {
                     Some(value) => drop(known.done.insert(key, (revision, value))),
@@ -203,6 +203,19 @@ fn work(store: &Embedded, known: &mut Known) {
             Err(_) => return,
         }
     }
+}
+
+/// Swaps a record in a commit of its own.
+fn swap(
+    store: &Embedded,
+    key: &str,
+    expected: u64,
+    value: Option<&[u8]>,
+) -> Result<Swap, StoreError> {
+    let value = value.map(<[u8]>::to_vec);
+    let writes = [Write::Swap { key: key.to_owned(), expected, value }];
+    let outcomes = store.0.with(|database| store.0.commit(database, &writes));
+    Ok(outcomes?.pop().expect("one outcome"))
 }
 
 fn read(store: &Embedded, key: &str) -> Result<Option<Entry>, StoreError> {
@@ -295,7 +308,7 @@ fn records_are_written_again_after_a_disk_was_full_for_a_moment_and_nothing_that
             }
             settle(&store, &mut known);
             // Other pages than those that the failed call wrote, and a sync.
-            let Ok(Swap::Done(_)) = store.0.swap("zone", 0, Some(b"later")) else {
+            let Ok(Swap::Done(_)) = swap(&store, "zone", 0, Some(b"later")) else {
                 panic!("{what}: it is not written again")
             };
             for seed in 0..2 {
@@ -318,18 +331,18 @@ fn records_are_written_again_after_a_disk_was_full_for_a_moment_and_nothing_that
 fn records_on_a_disk_that_stays_full_are_tried_once_in_a_while_and_are_there_once_it_has_room() {
     let disk = CachedDisk::default();
     let store = open(disk.clone()).unwrap();
-    let Ok(Swap::Done(first)) = store.0.swap("a", 0, Some(b"before")) else { panic!("no room") };
+    let Ok(Swap::Done(first)) = swap(&store, "a", 0, Some(b"before")) else { panic!("no room") };
     disk.0.lock().unwrap().refused = Some((0, usize::MAX));
-    store.0.swap("a", first, Some(b"after")).unwrap_err();
+    swap(&store, "a", first, Some(b"after")).unwrap_err();
     let error = read(&store, "a").unwrap_err().to_string();
     assert!(error.contains("to be opened again"), "{error}");
     let operations = disk.0.lock().unwrap().operations;
-    store.0.swap("a", first, Some(b"after")).unwrap_err();
+    swap(&store, "a", first, Some(b"after")).unwrap_err();
     assert_eq!(disk.0.lock().unwrap().operations, operations, "it was tried a moment ago");
     disk.0.lock().unwrap().refused = None;
     std::thread::sleep(OPENED_EVERY);
     assert_eq!(read(&store, "a").unwrap().unwrap().value, b"before");
-    assert!(matches!(store.0.swap("a", first, Some(b"after")), Ok(Swap::Done(_))));
+    assert!(matches!(swap(&store, "a", first, Some(b"after")), Ok(Swap::Done(_))));
     assert_eq!(store.opened_again(), 1);
 }
 
@@ -349,7 +362,7 @@ fn the_process_whose_file_system_is_full_writes_once_it_has_room() {
         while std::io::Write::write_all(&mut file, &[7; 4096]).is_ok() {}
         let failed = (0..1000).find_map(|n| {
             let key = format!("volume/{round}-{n}");
-            match store.0.swap(&key, 0, Some(&[n as u8; 20_000])) {
+            match swap(&store, &key, 0, Some(&[n as u8; 20_000])) {
                 Ok(Swap::Done(revision)) => drop(known.insert(key, revision)),
                 Ok(Swap::Conflict(found)) => panic!("{key} is {found:?}"),
                 Err(error) => return Some((key, error)),
@@ -366,7 +379,7 @@ fn the_process_whose_file_system_is_full_writes_once_it_has_room() {
             }
         };
         let revision = landed.map_or(0, |found| found.revision);
-        let Ok(Swap::Done(revision)) = store.0.swap(&key, revision, Some(b"again")) else {
+        let Ok(Swap::Done(revision)) = swap(&store, &key, revision, Some(b"again")) else {
             panic!("round {round}: not written after {error}")
         };
         known.insert(key, revision);
@@ -409,7 +422,7 @@ fn the_process_that_is_killed_writes_until_it_is() {
     let mut revision = last;
     for n in 0u64.. {
         let value = (revision + n).to_le_bytes().repeat(1 + (n % 300) as usize);
-        let Swap::Done(now) = store.0.swap("counter", revision, Some(&value)).unwrap() else {
+        let Swap::Done(now) = swap(&store, "counter", revision, Some(&value)).unwrap() else {
             panic!("nobody else writes")
         };
         revision = now;
