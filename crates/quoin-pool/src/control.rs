@@ -53,6 +53,8 @@ pub(crate) struct Control {
     pub notices: Notices,
     /// Something worth a report now.
     pub changed: Arc<Notify>,
+    /// Creations and deletions are on media.
+    pub made: Arc<Notify>,
     /// Why the pool is not served at this moment, if so.
     pub trouble: Arc<Mutex<Option<String>>>,
     /// The pool's counts when its shard ended.
@@ -181,12 +183,13 @@ impl Control {
             };
             let changed = tokio::select! {
                 () = tokio::time::sleep(pause) => false,
+                () = self.made.notified() => false,
                 () = self.changed.notified() => true,
                 _ = shutdown.wait_for(|down| *down) => return,
             };
             if changed {
                 // A creation is told when it is on media: a moment after it was asked for.
-                tokio::time::sleep(MAKING).await;
+                let _ = tokio::time::timeout(MAKING, self.made.notified()).await;
             }
         }
     }
@@ -223,6 +226,7 @@ impl Control {
             address: self.address.known().unwrap_or_default(),
             capacity_bytes: state.space.capacity_bytes,
             used_bytes: state.space.used_bytes,
+            live_bytes: state.space.live_bytes,
             free_bytes: state.space.free_bytes,
             warning: state.warning.to_owned(),
             ring_full: state.ring_full,
@@ -368,6 +372,7 @@ mod tests {
             })),
             notices: Notices::default(),
             changed: Arc::default(),
+            made: Arc::default(),
             trouble: Arc::default(),
             counts: Arc::default(),
             told_holdings: AtomicU64::new(0),

@@ -9,6 +9,8 @@ use quoin_types::ReplicaGuid;
 pub struct Space {
     pub capacity_bytes: u64,
     pub used_bytes: u64,
+    /// Bytes of it that volumes and snapshots need; clean-up gains from the others.
+    pub live_bytes: u64,
     /// Bytes that clients may still fill.
     pub free_bytes: u64,
 }
@@ -100,6 +102,7 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
         Space {
             capacity_bytes: stats.size_bytes,
             used_bytes: stats.used_bytes,
+            live_bytes: self.live_bytes(),
             free_bytes: stats.free_bytes,
         }
     }

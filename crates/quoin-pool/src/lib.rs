@@ -221,6 +221,7 @@ where
         file: Some(identity.dir().join(scrub::STATE_FILE)),
     };
     let counts = Arc::new(Mutex::new(PoolCounts::default()));
+    let made = Arc::new(Notify::new());
     let parts = Parts {
         reactor,
         acceptor,
@@ -232,6 +233,7 @@ where
         counts: counts.clone(),
         assignment: assignment::Assignment::default(),
         witness,
+        made: made.clone(),
     };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {
@@ -257,6 +259,7 @@ where
         security,
         notices,
         changed: Arc::new(Notify::new()),
+        made,
         trouble,
         counts,
         told_holdings: AtomicU64::new(0),

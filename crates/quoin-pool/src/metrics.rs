@@ -58,6 +58,7 @@ pub struct ScrubMetrics {
 pub struct SpaceMetrics {
     pub replicas: Gauge,
     pub used: Gauge,
+    pub live: Gauge,
     pub capacity: Gauge,
     pub free: Gauge,
 }
@@ -162,6 +163,9 @@ impl Metrics {
             Unit::Bytes,
             metrics.space.capacity.clone(),
         );
+        let live = metrics.space.live.clone();
+        let help = "Part of the used space that volumes and snapshots need";
+        r.register_with_unit("live", help, Unit::Bytes, live);
         let free = metrics.space.free.clone();
         r.register_with_unit("free", "Space that clients may still fill", Unit::Bytes, free);
         for (name, help, histogram) in [
@@ -203,6 +207,7 @@ impl Metrics {
     pub fn filled(&self, space: Space) {
         let bytes = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
         self.space.used.set(bytes(space.used_bytes));
+        self.space.live.set(bytes(space.live_bytes));
         self.space.capacity.set(bytes(space.capacity_bytes));
         self.space.free.set(bytes(space.free_bytes));
         let is_full = space.capacity_bytes > 0 && space.free_bytes == 0;
@@ -246,7 +251,8 @@ mod tests {
     fn a_full_pool_is_not_well_until_there_is_space_again() {
         let metrics = Metrics::new("p1");
         metrics.health.set("controller", None);
-        let space = |free_bytes| Space { capacity_bytes: 100, used_bytes: 60, free_bytes };
+        let space =
+            |free_bytes| Space { capacity_bytes: 100, used_bytes: 60, live_bytes: 50, free_bytes };
         metrics.filled(space(0));
         assert!(metrics.health.check().unwrap_err().contains("full"));
         metrics.filled(space(40));

@@ -266,6 +266,11 @@ impl<D: Disk> Pool<D> {
         }
     }
 
+    /// Returns about how many of the used bytes are data, or nodes of maps, that a view still needs.
+    pub fn live_bytes(&self) -> u64 {
+        self.replicas.values().map(|replica| replica.family.segments.live_bytes()).sum()
+    }
+
     pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
         let replica = self.replicas.get(&guid)?;
         let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;

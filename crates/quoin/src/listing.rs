@@ -334,6 +334,8 @@ struct PoolView {
     state: String,
     capacity_bytes: u64,
     used_bytes: u64,
+    /// Part of the used bytes that volumes and snapshots need.
+    live_bytes: u64,
     free_bytes: u64,
     replicas: u32,
     message: String,
@@ -353,6 +355,7 @@ impl From<Pool> for PoolView {
             state: pool.state,
             capacity_bytes: pool.capacity_bytes,
             used_bytes: pool.used_bytes,
+            live_bytes: pool.live_bytes,
             free_bytes: pool.free_bytes,
             replicas: pool.replicas,
             message: pool.message,
@@ -365,8 +368,8 @@ impl From<Pool> for PoolView {
 
 impl Row for PoolView {
     const HEADER: &'static [&'static str] = &[
-        "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "SCRUB",
-        "ADDRESS", "ID", "TOPOLOGY",
+        "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "LIVE",
+        "SCRUB", "ADDRESS", "ID", "TOPOLOGY",
     ];
     const NARROW: usize = 8;
 
@@ -384,6 +387,7 @@ impl Row for PoolView {
                 .filter(|words| !words.is_empty())
                 .collect::<Vec<_>>()
                 .join("; "),
+            show_size(self.live_bytes),
             self.scrub.sentence(),
             self.address.clone(),
             self.id.clone(),

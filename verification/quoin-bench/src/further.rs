@@ -11,7 +11,7 @@ use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
     Class, Error, Options, absence, clones, groups, heal, history, members, orchestrated,
-    snapshots, takeover, usage,
+    overwrites, snapshots, takeover, usage,
 };
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
@@ -110,6 +110,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     }
     facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
     facts.extend(history::run(options, quoin, &directory.join("history"))?);
+    facts.extend(overwrites::run(options, quoin, &directory.join("overwrites"))?);
     if options.wants(groups::NAME) {
         facts.extend(groups::run(quoin, &directory.join("groups"))?);
     }

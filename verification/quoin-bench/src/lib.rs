@@ -45,6 +45,7 @@ pub mod members;
 pub mod nbd;
 pub mod nodes;
 pub mod orchestrated;
+mod overwrites;
 pub mod product;
 pub mod rebuild;
 pub mod relay;

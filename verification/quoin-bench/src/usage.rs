@@ -30,6 +30,13 @@ pub fn peak_bytes(pid: u32) -> Option<u64> {
     status_bytes(pid, "VmHWM:")
 }
 
+/// Returns the bytes that a process had written to disks, or to their page caches.
+pub fn written_bytes(pid: u32) -> Option<u64> {
+    let io = std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
+    let line = io.lines().find(|line| line.starts_with("write_bytes:"))?;
+    line.split_whitespace().nth(1)?.parse().ok()
+}
+
 fn status_bytes(pid: u32, field: &str) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find(|l| l.starts_with(field))?;

@@ -169,6 +169,7 @@ impl Reports {
             ring_full: report.ring_full,
             capacity_bytes: report.capacity_bytes,
             used_bytes: report.used_bytes,
+            live_bytes: report.live_bytes,
             free_bytes: report.free_bytes,
             replicas: HashMap::new(),
             scrub: report.scrub.unwrap_or_default(),
@@ -184,6 +185,7 @@ impl Reports {
                 seen = PoolSeen {
                     capacity_bytes: before.capacity_bytes,
                     used_bytes: before.used_bytes,
+                    live_bytes: before.live_bytes,
                     free_bytes: before.free_bytes,
                     ring_full: before.ring_full,
                     replicas: before.replicas,

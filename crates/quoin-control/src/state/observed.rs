@@ -62,6 +62,8 @@ pub struct PoolSeen {
     pub ring_full: bool,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
+    /// Part of them that volumes and snapshots need.
+    pub live_bytes: u64,
     pub free_bytes: u64,
     pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
     pub scrub: Scrub,

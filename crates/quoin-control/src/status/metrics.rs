@@ -285,8 +285,8 @@ fn healing(controller: &Controller, registry: &mut Registry) {
 
 fn pools(controller: &Controller, registry: &mut Registry) {
     let family = Family::<Named, Gauge>::default;
-    let (up, capacity, used, free, replicas) = (family(), family(), family(), family(), family());
-    let cordoned = family();
+    let (up, capacity, used, live) = (family(), family(), family(), family());
+    let (free, replicas, cordoned) = (family(), family(), family());
     for pool in controller.status.pools() {
         let label = Named { name: pool.name };
         let set = |family: &Family<Named, Gauge>, value: u64| {
@@ -295,6 +295,7 @@ fn pools(controller: &Controller, registry: &mut Registry) {
         set(&up, u64::from(pool.state == "Online" || pool.state == "Full"));
         set(&capacity, pool.capacity_bytes);
         set(&used, pool.used_bytes);
+        set(&live, pool.live_bytes);
         set(&free, pool.free_bytes);
         set(&replicas, pool.replicas.into());
         set(&cordoned, u64::from(!pool.cordon.is_empty()));
@@ -302,6 +303,8 @@ fn pools(controller: &Controller, registry: &mut Registry) {
     registry.register("pool_up", "1 while the pool reports", up);
     registry.register_with_unit("pool_capacity", "Size of the pool", Unit::Bytes, capacity);
     registry.register_with_unit("pool_used", "Used in the pool", Unit::Bytes, used);
+    let help = "Part of the used space that volumes and snapshots need";
+    registry.register_with_unit("pool_live", help, Unit::Bytes, live);
     registry.register_with_unit("pool_free", "Free in the pool", Unit::Bytes, free);
     registry.register("pool_replicas", "Replicas placed in the pool", replicas);
     registry.register("pool_cordoned", "1 while the pool takes no new replicas", cordoned);

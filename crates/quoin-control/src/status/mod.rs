@@ -531,6 +531,7 @@ impl Status {
                 address: pool.address.clone(),
                 capacity_bytes: capacity,
                 used_bytes: used,
+                live_bytes: seen.map_or(0, |seen| seen.live_bytes),
                 free_bytes: seen.map_or(0, |seen| seen.free_bytes),
                 replicas: replicas.get(&pool.name).copied().unwrap_or(0),
                 state: state.to_owned(),

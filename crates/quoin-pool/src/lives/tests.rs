@@ -75,6 +75,7 @@ struct Process {
     trouble: Arc<Mutex<Option<String>>>,
     counts: Arc<Mutex<PoolCounts>>,
     notices: Notices,
+    made: Arc<tokio::sync::Notify>,
     metrics: Metrics,
     thread: JoinHandle<Result<(), Error>>,
 }
@@ -109,6 +110,7 @@ impl Process {
         let scrub = ScrubPlan::default();
         let counts = Arc::new(Mutex::new(PoolCounts::default()));
         let (kept, counted) = (notices.clone(), metrics.clone());
+        let made = Arc::new(tokio::sync::Notify::new());
         let parts = Parts {
             reactor,
             acceptor,
@@ -120,6 +122,7 @@ impl Process {
             counts: counts.clone(),
             assignment: Assignment::default(),
             witness: Witness::in_places(vec![witness.to_owned()]),
+            made: made.clone(),
         };
         let (stop, stopped) = watch::channel(false);
         let trouble = Arc::new(Mutex::new(None));
@@ -130,7 +133,7 @@ impl Process {
             keep_serving(first, &|| open(&disk), parts, &sender, &watch)
         });
         let (notices, metrics) = (kept, counted);
-        Process { address, inputs, waker, stop, trouble, counts, notices, metrics, thread }
+        Process { address, inputs, waker, stop, trouble, counts, notices, metrics, made, thread }
     }
 
     fn send(&self, input: Input) {

@@ -72,6 +72,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let (timer_key, repairs) = (self.connections.key(), Repairs::default());
         let held = Held { replica, timer_key, touched: false, born, repairs, refused_at: None };
         self.replicas.insert(guid, held);
+        if !self.disk.syncs.covers(born) {
+            self.replicas.untold = Some(born);
+        }
         self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
         if self.short {
             self.deliver(now, guid, ReplicaEvent::Room { short: true });
@@ -267,6 +270,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     self.end(key);
                 }
                 self.replicas.deleted = self.pool.request_sync();
+                self.replicas.untold = Some(self.replicas.deleted);
                 self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
                 self.replicas.gone.push(gone(wanted));
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");

@@ -144,6 +144,8 @@ pub struct Parts {
     pub assignment: Assignment,
     /// Part of every cookie.
     pub witness: Witness,
+    /// Told when creations and deletions are on media.
+    pub made: Arc<tokio::sync::Notify>,
 }
 
 pub struct Shard<'a, P> {
@@ -577,6 +579,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.disk.syncs.succeeded(ticket);
+            if self.replicas.untold.take_if(|made| self.disk.syncs.covers(*made)).is_some() {
+                self.parts.made.notify_one();
+            }
             self.background.disk_answered(now);
         }
         let told = match result {

@@ -21,6 +21,8 @@ pub(super) struct Replicas {
     pub(super) undone: Undone,
     /// The last deletion is not on media before this ticket is done.
     pub(super) deleted: SyncTicket,
+    /// Nor is the last creation or deletion before this one; `None`: all are.
+    pub(super) untold: Option<SyncTicket>,
 }
 
 impl Replicas {

@@ -102,6 +102,7 @@ impl RunningPool {
             counts: Default::default(),
             assignment: Assignment::default(),
             witness: Witness::in_places(Vec::new()),
+            made: Arc::default(),
         };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());

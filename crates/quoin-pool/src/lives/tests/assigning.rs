@@ -36,6 +36,26 @@ fn change(process: &Process, wanted: Vec<Wanted>, removed: &[u128]) {
 }
 
 #[test]
+fn the_controller_is_told_of_a_creation_and_of_a_deletion_once_they_are_on_media() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let made = || {
+        let told = async {
+            tokio::time::timeout(std::time::Duration::from_secs(20), process.made.notified()).await
+        };
+        runtime.block_on(told).expect("it is told");
+    };
+    process.send(Input::Assign(Assignment(vec![wanted(1, Phase::Init, 64)])));
+    made();
+    assert_eq!(told(&process), [(1, "created")]);
+    change(&process, vec![wanted(1, Phase::Delete, 64)], &[]);
+    made();
+    assert_eq!(told(&process), [(1, "gone")]);
+    process.stop();
+}
+
+#[test]
 fn a_change_is_done_and_failed_earlier_ones_are_tried_again() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
