@@ -420,9 +420,9 @@ fn a_rotten_block_of_a_snapshot_is_replaced_by_another_members_copy_of_it() {
 fn changes(
     c: &mut Cluster,
     from: Option<u128>,
-    to: u128,
+    to: impl Into<Option<u128>>,
 ) -> Result<Vec<(u64, bool)>, ChangesAnswer> {
-    let (from, to) = (from.map(SnapshotId), SnapshotId(to));
+    let (from, to) = (from.map(SnapshotId), to.into().map(SnapshotId));
     let (mut cursor, mut token, mut blocks) = (0, 0, Vec::new());
     loop {
         token += 1;
@@ -480,6 +480,10 @@ fn the_changes_between_two_snapshots_are_the_blocks_that_differ_and_a_revert_cha
     assert_eq!(changes(&mut c, Some(6), 8), Ok(back));
     let allocated = changes(&mut c, None, 8).expect("it is there");
     assert_eq!(allocated, (0..20).map(|lba| (lba, false)).collect::<Vec<_>>());
+    assert_eq!(changes(&mut c, Some(8), None), Ok(Vec::new()), "nothing was written since");
+    c.write(30, 4);
+    c.do_ok(Operation::Trim { offset: 0, length: 4096, fua: false });
+    assert_eq!(changes(&mut c, Some(8), None), Ok(vec![(0, true), (30, false)]));
     assert_eq!(changes(&mut c, Some(8), 7), Err(ChangesAnswer::NoSnapshot));
     assert_eq!(changes(&mut c, Some(6), 99), Err(ChangesAnswer::NoSnapshot));
 }
@@ -487,7 +491,7 @@ fn the_changes_between_two_snapshots_are_the_blocks_that_differ_and_a_revert_cha
 /// One answer to a request for the content of a snapshot from this block on.
 fn content(c: &mut Cluster, to: u128, cursor: u64) -> ChangesAnswer {
     c.changes.clear();
-    let to = SnapshotId(to);
+    let to = Some(SnapshotId(to));
     c.event(PrimaryEvent::Changes(ChangesRequest {
         token: 1,
         from: None,
@@ -554,7 +558,7 @@ fn no_part_of_a_snapshot_is_read_before_it_is_on_media_of_a_quorum() {
     c.event(PrimaryEvent::Snapshot { id: SnapshotId(7), wish: SnapshotWish::Make });
     c.settle();
     c.changes.clear();
-    let to = SnapshotId(7);
+    let to = Some(SnapshotId(7));
     let request = ChangesRequest { token: 1, from: None, to, cursor: 0, want_data: false };
     c.event(PrimaryEvent::Changes(request));
     c.run(std::time::Duration::from_millis(300));

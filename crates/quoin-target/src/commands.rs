@@ -106,11 +106,17 @@ fn changes(command: &str, pull: &PullPart) -> Result<ChangesRequest, String> {
         let shown: String = command.chars().take(40).collect();
         format!("command {shown:?}: its id is not 16 hex digits")
     })?;
-    let from = Some(&pull.since_snapshot_id).filter(|id| !id.is_empty());
+    let known = |field, text: &String| match text.is_empty() {
+        true => Ok(None),
+        false => id(field, text).map(Some),
+    };
+    if pull.want_data && pull.snapshot_id.is_empty() {
+        return Err("data of no snapshot is requested".to_owned());
+    }
     Ok(ChangesRequest {
         token,
-        from: from.map(|since| id("since_snapshot", since)).transpose()?,
-        to: id("snapshot", &pull.snapshot_id)?,
+        from: known("since_snapshot", &pull.since_snapshot_id)?,
+        to: known("snapshot", &pull.snapshot_id)?,
         cursor: pull.cursor_block,
         want_data: pull.want_data,
     })
@@ -436,7 +442,7 @@ mod tests {
         let meant = ChangesRequest {
             token: 0xab,
             from: None,
-            to: SnapshotId(5),
+            to: Some(SnapshotId(5)),
             cursor: 9,
             want_data: true,
         };
@@ -445,8 +451,14 @@ mod tests {
         for wrong in ["", "no hex", "11112222333344445", "+111222233334444"] {
             assert!(of(wrong, &pull).is_err(), "{wrong}");
         }
-        let since = PullPart { since_snapshot_id: "no hex".into(), ..pull };
+        let since = PullPart { since_snapshot_id: "no hex".into(), ..pull.clone() };
         assert!(of(&pull_id(0xab), &since).is_err());
+        let of_the_volume = PullPart { snapshot_id: String::new(), ..pull };
+        assert!(of(&pull_id(0xab), &of_the_volume).is_err(), "data that changes meanwhile");
+        let changes = PullPart { want_data: false, ..of_the_volume };
+        let meant = ChangesRequest { to: None, want_data: false, ..meant };
+        let understood = Ok(Some((VolumeId(7), Command::Pull(meant))));
+        assert_eq!(of(&pull_id(0xab), &changes), understood);
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod export;
 mod group;
 mod pull;
 mod revert;
+mod space;
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
@@ -71,6 +72,9 @@ pub enum SnapshotCommand {
     /// List the ranges of a volume that differ between two of its snapshots, without reading data.
     #[command(after_help = diff::HELP)]
     Diff(diff::DiffOptions),
+    /// Show how much data snapshots have, and how much of it only one of them has.
+    #[command(after_help = space::HELP)]
+    Space(space::SpaceOptions),
     /// Write a snapshot, or what changed in it since another one, into a file.
     #[command(after_help = export::HELP)]
     Export(export::ExportOptions),
@@ -243,6 +247,7 @@ pub async fn run(command: SnapshotCommand, client: &ClientOptions, format: Forma
             revert::run(&mut cluster, options, client, format).await
         }
         SnapshotCommand::Diff(options) => diff::run(&mut cluster, &options, client, format).await,
+        SnapshotCommand::Space(options) => space::run(&mut cluster, &options, client, format).await,
         SnapshotCommand::Export(options) => {
             export::run(&mut cluster, &options, client, format).await
         }

@@ -191,7 +191,8 @@ fn the_page_on_snapshots_is_followed_command_by_command_and_prints_what_it_shows
     let shown = commands(&page);
     let verbs = ["create", "get", "list", "delete"];
     let of_both = ["snapshot", "schedule"].into_iter().flat_map(|noun| verbs.map(|v| (noun, v)));
-    let of_snapshots = ["diff", "export", "verify", "unpack", "revert"].map(|v| ("snapshot", v));
+    let of_snapshots =
+        ["diff", "space", "export", "verify", "unpack", "revert"].map(|v| ("snapshot", v));
     for (noun, verb) in of_both.chain(of_snapshots) {
         let named = format!("quoin {noun} {verb}");
         assert!(page.contains(&named), "{named} is not on the page");

@@ -66,6 +66,23 @@ fn a_snapshot_is_exported_while_the_volume_is_written_and_its_changes_make_the_n
     assert_eq!(diff["changedBytes"], 101 * BLOCK);
     let backwards = refusal(&dev, &["snapshot", "diff", "db", "second", "first"]);
     assert!(backwards.contains("was not cut before"), "{backwards}");
+    let space = |row: &Value| {
+        let blocks = |field: &str| row[field].as_u64().unwrap() / BLOCK;
+        (blocks("dataBytes"), blocks("exclusiveBytes"), blocks("sharedBytes"))
+    };
+    let measured = dev.json(&["snapshot", "space", "db"]);
+    let names: Vec<_> = measured.as_array().unwrap().iter().map(|row| &row["snapshot"]).collect();
+    assert_eq!(names, ["first", "second"]);
+    // What changed between the two only the older one has.
+    assert_eq!(space(&measured[0]), (300, 100, 200));
+    // The volume was written whole since the newer one.
+    assert_eq!(space(&measured[1]), (251, 51, 200));
+    assert_eq!(dev.json(&["snapshot", "space", "db", "second"])[0], measured[1]);
+    let pools = dev.json(&["pool", "list"]);
+    for pool in pools.as_array().unwrap() {
+        let bytes = |field: &str| pool[field].as_u64().unwrap();
+        assert!(bytes("liveBytes") <= bytes("usedBytes"), "{pool}");
+    }
 
     let (full, more) = (path("full"), path("more"));
     let made = dev.json(&["snapshot", "export", "first", "--to", &full]);

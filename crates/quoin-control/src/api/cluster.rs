@@ -557,6 +557,15 @@ impl Cluster for Services {
         Ok(Response::new(part))
     }
 
+    async fn measure_snapshot(
+        &self,
+        request: Request<MeasureSnapshotRequest>,
+    ) -> Result<Response<SnapshotMeasure>, Status> {
+        self.manage(&request)?;
+        let measure = self.controller.snapshots.history.measure(request.get_ref()).await?;
+        Ok(Response::new(measure))
+    }
+
     async fn create_schedule(
         &self,
         request: Request<CreateScheduleRequest>,

@@ -92,6 +92,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/ListGroupSnapshots", OpenTo::Users, ASKED),
     ("Cluster/RevertVolume", OpenTo::Users, SMALL),
     ("Cluster/PullSnapshot", OpenTo::Users, SMALL),
+    ("Cluster/MeasureSnapshot", OpenTo::Users, SMALL),
     ("Cluster/CreateSchedule", OpenTo::Users, ASKED),
     ("Cluster/DeleteSchedule", OpenTo::Users, ASKED),
     ("Cluster/GetSchedule", OpenTo::Users, ASKED),

@@ -10,14 +10,15 @@ use std::time::Duration;
 
 use quoin_api::control::target_command::What;
 use quoin_api::control::{
-    CommandRefused, PullPart, PullSnapshotRequest, PulledPart, SnapshotPart, TargetCommand,
-    command_refused,
+    CommandRefused, MeasureSnapshotRequest, PullPart, PullSnapshotRequest, PulledPart,
+    SnapshotMeasure, SnapshotPart, TargetCommand, command_refused,
 };
 use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use super::catalog::Snapshots;
+use super::measure::{Known, measured};
 use crate::Error;
 use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
 use crate::state::{State, random_id};
@@ -31,6 +32,8 @@ const PART_TIME: Duration = Duration::from_secs(20);
 const BUSY_PAUSE: Duration = Duration::from_millis(100);
 /// A target that was lent to a volume for its snapshots is kept so long after the last part.
 const KEPT_FOR: Duration = Duration::from_secs(10);
+/// Parts of each view that one step of a measurement reads.
+const MEASURED_PARTS: usize = 16;
 /// Ranges of a part; a target sends some thousands at most.
 const RANGES_MAX: usize = 1 << 15;
 
@@ -177,12 +180,7 @@ impl History {
         if let Some(since) = &since {
             check_order(since, &snapshot)?;
         }
-        if !asked.offset.is_multiple_of(BLOCK) || asked.offset > cut.size_bytes {
-            return Err(Error::OutOfRange(format!(
-                "offset: {} is no multiple of {BLOCK} up to the snapshot's size, {}",
-                asked.offset, cut.size_bytes
-            )));
-        }
+        check_offset(asked.offset, cut.size_bytes)?;
         let volume = self.state.volumes.get(&snapshot.volume.0.to_string());
         let encrypted = volume.is_some_and(|volume| volume.spec.encryption.is_some());
         let size_bytes = cut.size_bytes;
@@ -199,6 +197,80 @@ impl History {
         check_part(&part, &pull, size_bytes)?;
         let next_offset = part.next_block.map(|block| block.saturating_mul(BLOCK));
         Ok(SnapshotPart { ranges: part.ranges, next_offset, size_bytes, encrypted })
+    }
+
+    /// Counts the bytes of a snapshot from an offset on, as far as one step goes.
+    ///
+    /// # Errors
+    /// As [`Self::pull`].
+    pub async fn measure(&self, asked: &MeasureSnapshotRequest) -> Result<SnapshotMeasure, Error> {
+        let snapshot = self.cut("snapshot", asked.snapshot.as_ref())?;
+        let size_bytes = snapshot.cut.unwrap_or_default().size_bytes;
+        check_offset(asked.offset, size_bytes)?;
+        if asked.offset == size_bytes {
+            return Ok(SnapshotMeasure { size_bytes, ..SnapshotMeasure::default() });
+        }
+        let (older, newer) = self.neighbours(&snapshot);
+        let (first, id) = (asked.offset / BLOCK, snapshot.id.0.to_string());
+        let pull = |since: Option<&SnapshotRecord>, to: String| PullPart {
+            snapshot_id: to,
+            since_snapshot_id: since.map(|since| since.id.0.to_string()).unwrap_or_default(),
+            cursor_block: first,
+            want_data: false,
+        };
+        let all = pull(None, id.clone());
+        let held = self.known(&snapshot, all, size_bytes, |_| false).await?;
+        let is_short = |known: &Known| known.end < held.end;
+        let new = pull(older.as_deref(), id);
+        let new = self.known(&snapshot, new, size_bytes, is_short).await?;
+        // The volume itself may have grown.
+        let size_of = |newer: &SnapshotRecord| newer.cut.unwrap_or_default().size_bytes;
+        let newer_size = newer.as_deref().map_or(u64::MAX, size_of);
+        let newer = newer.map(|newer| newer.id.0.to_string()).unwrap_or_default();
+        let gone = pull(Some(&snapshot), newer);
+        let gone = self.known(&snapshot, gone, newer_size, is_short).await?;
+        let found = measured(first, &held, &new, &gone);
+        let next_offset = found.end.saturating_mul(BLOCK);
+        Ok(SnapshotMeasure {
+            data_bytes: found.data_bytes,
+            exclusive_bytes: found.exclusive_bytes,
+            next_offset: (next_offset < size_bytes).then_some(next_offset),
+            size_bytes,
+        })
+    }
+
+    /// Snapshots of the same volume before and after one, users' or not, as long as they are kept.
+    fn neighbours(
+        &self,
+        snapshot: &SnapshotRecord,
+    ) -> (Option<Arc<SnapshotRecord>>, Option<Arc<SnapshotRecord>>) {
+        let lsn = |snapshot: &SnapshotRecord| snapshot.cut.map_or(0, |cut| cut.lsn);
+        let others = self.state.snapshots.of_volume(snapshot.volume.0);
+        let others = || others.iter().filter(|other| other.is_kept() && other.id != snapshot.id);
+        let older = others().filter(|other| lsn(other) < lsn(snapshot)).max_by_key(|o| lsn(o));
+        let newer = others().filter(|other| lsn(other) > lsn(snapshot)).min_by_key(|o| lsn(o));
+        (older.cloned(), newer.cloned())
+    }
+
+    /// Reads a view from a part on, and more parts while it `is_short`.
+    async fn known(
+        &self,
+        snapshot: &SnapshotRecord,
+        pull: PullPart,
+        size_bytes: u64,
+        is_short: impl Fn(&Known) -> bool,
+    ) -> Result<Known, Error> {
+        let mut known = Known::from(pull.cursor_block);
+        for _ in 0..MEASURED_PARTS {
+            let pull = PullPart { cursor_block: known.end, ..pull.clone() };
+            let part = self.part(snapshot, &pull).await?;
+            check_part(&part, &pull, size_bytes)?;
+            known.add(&part);
+            if !is_short(&known) {
+                break;
+            }
+        }
+        Ok(known)
     }
 
     fn cut(
@@ -249,6 +321,17 @@ impl History {
             }
             tokio::time::sleep(BUSY_PAUSE).await;
         }
+    }
+}
+
+/// # Errors
+/// It is no place of a snapshot of this size.
+fn check_offset(offset: u64, size_bytes: u64) -> Result<(), Error> {
+    match offset.is_multiple_of(BLOCK) && offset <= size_bytes {
+        true => Ok(()),
+        false => Err(Error::OutOfRange(format!(
+            "offset: {offset} is no multiple of {BLOCK} up to the snapshot's size, {size_bytes}"
+        ))),
     }
 }
 

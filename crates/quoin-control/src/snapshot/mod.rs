@@ -18,6 +18,7 @@ mod group_attempts;
 pub(crate) mod groups;
 pub mod history;
 pub(crate) mod keeper;
+mod measure;
 pub(crate) mod points;
 pub(crate) mod recovery;
 pub(crate) mod reverts;

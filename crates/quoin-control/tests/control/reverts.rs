@@ -7,8 +7,8 @@ use std::time::Duration;
 use quoin_api::control::command_outcome::What as Ended;
 use quoin_api::control::target_command::What as Told;
 use quoin_api::control::{
-    CommandOutcome, CommandRefused, NodeReport, PullSnapshotRequest, PulledPart, SnapshotPart,
-    SnapshotRange, command_refused,
+    CommandOutcome, CommandRefused, MeasureSnapshotRequest, NodeReport, PullPart,
+    PullSnapshotRequest, PulledPart, SnapshotPart, SnapshotRange, command_refused,
 };
 use quoin_control::Error;
 use quoin_control::revert_records::{RevertPhase, RevertRecord};
@@ -229,26 +229,82 @@ async fn pulled(
     asked: PullSnapshotRequest,
     answer: impl Fn(String) -> PulledPart,
 ) -> Result<SnapshotPart, Error> {
+    let asking = cluster.controller.snapshots.history.pull(&asked);
+    answered(cluster, asking, |_, id| answer(id)).await
+}
+
+/// Waits for an answer while the target of n1 answers each of its commands with a part.
+async fn answered<T>(
+    cluster: &Cluster,
+    asking: impl Future<Output = T>,
+    answer: impl Fn(&PullPart, String) -> PulledPart,
+) -> T {
     let answering = async {
         let mut begun = cluster.controller.snapshots.commands.of_node("n1", true).begun();
         loop {
-            if let [command] = &cluster.commands("n1")[..] {
-                assert!(matches!(command.what, Some(Told::PullPart(_))));
+            for command in cluster.commands("n1") {
+                let Some(Told::PullPart(pull)) = &command.what else { panic!("{command:?}") };
                 let part = PulledPart {
                     node: "n1".into(),
                     volume_id: command.volume_id.clone(),
-                    ..answer(command.id.clone())
+                    ..answer(pull, command.id.clone())
                 };
                 cluster.controller.snapshots.commands.part(part).unwrap();
-                return std::future::pending::<()>().await;
             }
             begun.changed().await.unwrap();
         }
     };
     tokio::select! {
-        part = cluster.controller.snapshots.history.pull(&asked) => part,
-        () = answering => unreachable!("it waits for ever"),
+        outcome = asking => outcome,
+        () = answering => unreachable!("it goes on for ever"),
     }
+}
+
+/// Ranges of blocks as a target names them.
+fn ranges(blocks: &[std::ops::Range<u64>]) -> Vec<SnapshotRange> {
+    let range = |blocks: &std::ops::Range<u64>| SnapshotRange {
+        offset: blocks.start * 4096,
+        length: (blocks.end - blocks.start) * 4096,
+        ..SnapshotRange::default()
+    };
+    blocks.iter().map(range).collect()
+}
+
+#[tokio::test]
+async fn a_snapshot_is_measured_between_the_one_before_it_and_the_one_or_the_volume_after_it() {
+    let cluster = with_two().await;
+    let id = |name: &str| cluster.snapshot(name).unwrap().id.0.to_string();
+    let (s, t) = (id("s"), id("t"));
+    let measure = async |name: &str, offset| {
+        let asked = MeasureSnapshotRequest { snapshot: named(name), offset };
+        let answer = |pull: &PullPart, id: String| {
+            let views = (pull.since_snapshot_id.as_str(), pull.snapshot_id.as_str());
+            let (blocks, next) = match (views, pull.cursor_block) {
+                // All that s has, which is all that is new in it: the older one is none.
+                (("", to), _) if to == s => (ranges(&[0..10, 20..30]), None),
+                // t has one part after the other.
+                (("", to), 0) if to == t => (ranges(&[0..12]), Some(12)),
+                (("", to), 12) if to == t => (ranges(&[20..30]), None),
+                ((since, to), 0) if (since, to) == (&s, &t) => (ranges(&[4..6]), Some(6)),
+                ((since, to), 6) if (since, to) == (&s, &t) => (ranges(&[8..12, 25..26]), None),
+                ((since, to), 12) if (since, to) == (&s, &t) => (ranges(&[25..26]), None),
+                ((since, ""), 0) if since == t => (ranges(&[5..6, 11..21]), None),
+                ((since, ""), 12) if since == t => (ranges(&[12..21, 25..90]), None),
+                other => panic!("{other:?}"),
+            };
+            let next_block = next;
+            PulledPart { id, ranges: blocks, next_block, ..PulledPart::default() }
+        };
+        let asking = cluster.controller.snapshots.history.measure(&asked);
+        let found = answered(&cluster, asking, answer).await.unwrap();
+        assert_eq!(found.size_bytes, 1 << 30);
+        (found.data_bytes / 4096, found.exclusive_bytes / 4096, found.next_offset)
+    };
+    assert_eq!(measure("s", 0).await, (20, 2 + 2 + 1, None));
+    // Blocks 5 and 11: what changed up to block 12 takes two parts.
+    assert_eq!(measure("t", 0).await, (12, 2, Some(12 * 4096)));
+    assert_eq!(measure("t", 12 * 4096).await, (10, 1, None));
+    assert_eq!(measure("t", 1 << 30).await, (0, 0, None), "its end needs nobody");
 }
 
 #[tokio::test]

@@ -8,6 +8,9 @@
 //! as it is stored, and is checked against its checksum; a part ends before a block that its member
 //! has no good copy of, and the next part is asked of another member.
 //!
+//! What changed in the volume itself since a snapshot is told in the same way, for its figures of
+//! space: without data, and each part as of its moment.
+//!
 //! Only snapshots that are stable are read, and the answer leaves under a live lease like any
 //! other. Data is copied at the pace of a rebuild ([`pace`](super::pace)).
 
@@ -43,7 +46,8 @@ pub struct ChangesRequest {
     pub token: u64,
     /// The older snapshot; `None`: everything that is allocated in the newer one.
     pub from: Option<SnapshotId>,
-    pub to: SnapshotId,
+    /// The newer snapshot; `None`: the volume as it is, of which no data is given.
+    pub to: Option<SnapshotId>,
     /// Block at which the part begins.
     pub cursor: u64,
     pub want_data: bool,
@@ -73,6 +77,17 @@ pub enum ChangesAnswer {
     Damaged { lba: u64 },
     /// Too many requests are under way.
     Busy,
+}
+
+/// History that a request is about.
+#[derive(Clone, Copy)]
+struct Between {
+    from: Lsn,
+    to: Lsn,
+    /// A member answers that has applied this, and it is stable.
+    needed: Lsn,
+    /// Size of the newer view.
+    blocks: u64,
 }
 
 /// A request that a member is to answer.
@@ -150,14 +165,19 @@ impl Primary {
         self.changes.open.insert(id, asking);
     }
 
-    /// The two LSNs that a request is about, if both snapshots are there.
-    fn changes_between(&self, request: &ChangesRequest) -> Option<(Lsn, Lsn, u64)> {
-        let to = self.history.snapshot(request.to)?;
+    /// What a request is about, if its snapshots are there.
+    fn changes_between(&self, request: &ChangesRequest) -> Option<Between> {
         let from = match request.from {
             Some(id) => self.history.snapshot(id)?.lsn,
             None => Lsn::ZERO,
         };
-        (from <= to.lsn).then_some((from, to.lsn, to.blocks))
+        let Some(to) = request.to else {
+            let (to, blocks) = (Lsn(u64::MAX), self.volume_blocks());
+            return (!request.want_data).then_some(Between { from, to, needed: from, blocks });
+        };
+        let to = self.history.snapshot(to)?;
+        let between = Between { from, to: to.lsn, needed: to.lsn, blocks: to.blocks };
+        (from <= to.lsn).then_some(between)
     }
 
     /// Asks members for what is requested. Returns true if an answer waits for the lease.
@@ -166,13 +186,13 @@ impl Primary {
         for id in ids {
             let Some(asking) = self.changes.open.get(&id) else { continue };
             let request = asking.request;
-            let Some((from, to, _)) = self.changes_between(&request) else {
+            let Some(Between { from, needed, .. }) = self.changes_between(&request) else {
                 self.changes.open.remove(&id);
                 self.changes.ready.push_back((request.token, ChangesAnswer::NoSnapshot));
                 continue;
             };
-            if to > self.commit.stable && !mutant::is("changes-before-stable") {
-                self.commit.want_sync(to);
+            if needed > self.commit.stable && !mutant::is("changes-before-stable") {
+                self.commit.want_sync(needed);
                 if let Some(asking) = self.changes.open.get_mut(&id) {
                     asking.retry_at = asking.retry_at.max(now + STABLE_SOON);
                 }
@@ -197,7 +217,7 @@ impl Primary {
                 p.link == Link::Fed
                     && p.knows_points
                     && self.commit.views.counts(p.member)
-                    && p.progress.applied >= to
+                    && p.progress.applied >= needed
                     && !tried(&p.member)
             });
             let asking = self.changes.open.get_mut(&id).expect("looked at above");
@@ -218,7 +238,7 @@ impl Primary {
             let want_data = request.want_data;
             let message = ToReplica::Pull {
                 id,
-                view: ReadView::Snapshot(request.to),
+                view: request.to.map_or(ReadView::Live, ReadView::Snapshot),
                 from,
                 cursor: request.cursor,
                 bytes_max: match want_data {
@@ -249,9 +269,7 @@ impl Primary {
         }
         let request = asking.request;
         let between = self.changes_between(&request).filter(|_| !gone);
-        let taken = between.map_or(Taken::Wrong, |(from, to, blocks)| {
-            take(slots, &request, next, (from, to), blocks)
-        });
+        let taken = between.map_or(Taken::Wrong, |between| take(slots, &request, next, between));
         let asking = self.changes.open.get_mut(&id).expect("looked at above");
         asking.asked = None;
         match taken {
@@ -304,17 +322,11 @@ enum Taken {
 }
 
 /// Makes an answer of a member's slots; it ends before the first block that is bad there.
-fn take(
-    slots: &[Slot],
-    request: &ChangesRequest,
-    next: Option<u64>,
-    between: (Lsn, Lsn),
-    blocks: u64,
-) -> Taken {
+fn take(slots: &[Slot], request: &ChangesRequest, next: Option<u64>, between: Between) -> Taken {
     let (mut slots, mut next) = (slots, next);
     let is_bad = |slot: &Slot| match &slot.content {
         Content::Bad => true,
-        Content::Data { .. } => request.want_data && !slot.is_good(between.1),
+        Content::Data { .. } => request.want_data && !slot.is_good(between.to),
         Content::Hole => false,
     };
     if let Some(bad) = slots.iter().position(is_bad) {
@@ -327,12 +339,16 @@ fn take(
             next = Some(lba);
         }
     }
-    let Some(ranges) = ranges_of(slots, request, next, between, blocks) else {
+    let Some(ranges) = ranges_of(slots, request, next, between) else {
         return Taken::Wrong;
     };
     let is_data = |slot: &&Slot| request.want_data && matches!(slot.content, Content::Data { .. });
     let slots = slots.iter().filter(is_data).cloned().collect();
-    Taken::Part(ChangesAnswer::Part { ranges, slots, next: next.filter(|next| *next < blocks) })
+    Taken::Part(ChangesAnswer::Part {
+        ranges,
+        slots,
+        next: next.filter(|next| *next < between.blocks),
+    })
 }
 
 /// The ranges that slots name; `None`: they cannot be the part that was requested.
@@ -340,8 +356,7 @@ fn ranges_of(
     slots: &[Slot],
     request: &ChangesRequest,
     next: Option<u64>,
-    (from, to): (Lsn, Lsn),
-    blocks: u64,
+    Between { from, to, blocks, .. }: Between,
 ) -> Option<Vec<ChangedRange>> {
     let cursor = request.cursor;
     if next.is_some_and(|next| next <= cursor) {
@@ -402,14 +417,18 @@ mod tests {
     }
 
     fn request(want_data: bool) -> ChangesRequest {
-        let (from, to) = (None, SnapshotId(1));
+        let (from, to) = (None, Some(SnapshotId(1)));
         ChangesRequest { token: 1, from, to, cursor: 2, want_data }
+    }
+
+    fn between(from: u64) -> Between {
+        Between { from: Lsn(from), to: Lsn(9), needed: Lsn(9), blocks: 100 }
     }
 
     #[test]
     fn neighbouring_blocks_are_one_range_and_holes_are_told_apart() {
         let slots = [slot(3, 1, 7, false), slot(4, 1, 8, false), slot(5, 9, 8, true)];
-        let of = |next, from| ranges_of(&slots, &request(false), next, (Lsn(from), Lsn(9)), 100);
+        let of = |next, from| ranges_of(&slots, &request(false), next, between(from));
         assert_eq!(of(None, 5), Some(vec![range(3, 2, false), range(5, 9, true)]));
         assert_eq!(of(None, 0), Some(vec![range(3, 2, false)]), "a hole is not allocated");
         assert_eq!(of(Some(8), 5), Some(vec![range(3, 2, false), range(5, 3, true)]));
@@ -418,7 +437,7 @@ mod tests {
     #[test]
     fn what_cannot_be_a_part_of_the_changes_is_not_believed() {
         let of = |slots: &[Slot], next| {
-            let taken = take(slots, &request(false), next, (Lsn(5), Lsn(9)), 100);
+            let taken = take(slots, &request(false), next, between(5));
             matches!(taken, Taken::Part(_)).then_some(())
         };
         assert_eq!(of(&[slot(1, 1, 7, false)], None), None, "before its beginning");
@@ -434,7 +453,7 @@ mod tests {
 
     #[test]
     fn a_part_ends_before_a_block_without_a_good_copy_and_none_begins_with_one() {
-        let of = |slots: &[Slot]| take(slots, &request(true), None, (Lsn(5), Lsn(9)), 100);
+        let of = |slots: &[Slot]| take(slots, &request(true), None, between(5));
         let mut rotten = stored(4, 7);
         let Content::Data { crc, .. } = &mut rotten.content else { unreachable!() };
         *crc ^= 1;
@@ -453,7 +472,7 @@ mod tests {
 
     #[test]
     fn data_without_bytes_is_no_answer_where_data_was_wanted() {
-        let taken = take(&[slot(3, 1, 7, false)], &request(true), None, (Lsn(5), Lsn(9)), 100);
+        let taken = take(&[slot(3, 1, 7, false)], &request(true), None, between(5));
         let part = ChangesAnswer::Part { ranges: vec![], slots: vec![], next: Some(3) };
         assert_eq!(taken, Taken::Part(part), "it is a bad copy");
     }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use quoin_api::control::{PullSnapshotRequest, Snapshot, SnapshotPart, SnapshotRef};
 use std::time::{Duration, Instant};
-use tonic::Code;
+use tonic::{Code, Response, Status};
 
 use crate::client::{ClientOptions, Cluster, refusal};
 
@@ -20,7 +20,7 @@ pub struct Pull<'a> {
     pub want_data: bool,
 }
 
-fn by_id(snapshot: &Snapshot) -> SnapshotRef {
+pub fn by_id(snapshot: &Snapshot) -> SnapshotRef {
     SnapshotRef { id: snapshot.id.clone(), name: String::new() }
 }
 
@@ -30,36 +30,46 @@ impl Pull<'_> {
     /// # Errors
     /// A refusal that waiting does not change, or nothing came for as long as the user waits.
     pub async fn part(&mut self, offset: u64) -> Result<SnapshotPart> {
-        let began = Instant::now();
-        let mut reported = began;
-        loop {
+        let part = patiently(self.client, async || {
             let request = PullSnapshotRequest {
                 snapshot: Some(by_id(self.snapshot)),
                 since: self.since.map(by_id),
                 offset,
                 want_data: self.want_data,
             };
-            let status = match self.cluster.pull_snapshot(request).await {
-                Ok(part) => {
-                    let part = part.into_inner();
-                    check(&part, offset)?;
-                    return Ok(part);
-                }
-                Err(status) => status,
-            };
-            let passes = matches!(
-                status.code(),
-                Code::Unavailable | Code::ResourceExhausted | Code::Unknown
-            );
-            if !passes || began.elapsed() > self.client.timeout() {
-                return Err(refusal(status));
-            }
-            if reported.elapsed() >= REPORT_INTERVAL {
-                eprintln!("waits: {}", status.message());
-                reported = Instant::now();
-            }
-            tokio::time::sleep(AGAIN).await;
+            self.cluster.pull_snapshot(request).await
+        })
+        .await?;
+        check(&part, offset)?;
+        Ok(part)
+    }
+}
+
+/// Calls until there is an answer, where a refusal passes by itself.
+///
+/// # Errors
+/// A refusal that waiting does not change, or nothing came for as long as the user waits.
+pub async fn patiently<T>(
+    client: &ClientOptions,
+    mut call: impl AsyncFnMut() -> std::result::Result<Response<T>, Status>,
+) -> Result<T> {
+    let began = Instant::now();
+    let mut reported = began;
+    loop {
+        let status = match call().await {
+            Ok(answer) => return Ok(answer.into_inner()),
+            Err(status) => status,
+        };
+        let passes =
+            matches!(status.code(), Code::Unavailable | Code::ResourceExhausted | Code::Unknown);
+        if !passes || began.elapsed() > client.timeout() {
+            return Err(refusal(status));
         }
+        if reported.elapsed() >= REPORT_INTERVAL {
+            eprintln!("waits: {}", status.message());
+            reported = Instant::now();
+        }
+        tokio::time::sleep(AGAIN).await;
     }
 }
 

@@ -23,6 +23,8 @@ pub(crate) struct Asked {
 
 pub(crate) struct Pulls {
     random: Random,
+    /// Chance of a request about the volume as it is.
+    of_now: Random,
     times_left: u64,
     token: u64,
     open: Option<Asked>,
@@ -34,7 +36,8 @@ impl Pulls {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let mut random = Random::new(seed ^ 0x7075_6c6c);
         let times_left = if swarm == Swarm::Exports { random.between(4, 24) } else { 0 };
-        Self { random, times_left, token: 0, open: None, answered: Vec::new() }
+        let of_now = Random::new(seed ^ 0x6c69_7665);
+        Self { random, of_now, times_left, token: 0, open: None, answered: Vec::new() }
     }
 
     pub fn settled(&self) -> Result<(), String> {
@@ -74,13 +77,16 @@ impl World {
                 false => None,
             };
             pulls.token += 1;
-            let request = ChangesRequest {
+            let mut request = ChangesRequest {
                 token: pulls.token,
                 from: since.map(|(id, _)| id),
-                to: id,
+                to: Some(id),
                 cursor: 0,
                 want_data: pulls.random.percent(70),
             };
+            if !request.want_data && pulls.of_now.percent(25) {
+                request = ChangesRequest { from: Some(id), to: None, ..request };
+            }
             pulls.open = Some(Asked { request, from: since.map_or(Lsn::ZERO, |(_, l)| l), to });
             self.trace.line(self.schedule.now(), || format!("{request:?}"));
             self.stats.operators.pulls += 1;
@@ -117,7 +123,7 @@ impl World {
                 let there = self.operators.snapshots.made();
                 let is_there = |id| there.iter().any(|(made, _)| *made == id);
                 let ChangesRequest { from, to, .. } = asked.request;
-                if is_there(to) && from.is_none_or(is_there) {
+                if to.is_none_or(is_there) && from.is_none_or(is_there) {
                     self.violate("SnapshotSurvives", format!("{asked:?} is of no snapshot"));
                 }
             }

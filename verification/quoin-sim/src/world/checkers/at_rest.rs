@@ -136,6 +136,10 @@ fn check_pulls(scene: &mut Scene<'_>) -> Result<(), Broken> {
     let mut images = BTreeMap::<Lsn, Image>::new();
     for (asked, answer) in scene.operators.pulls.answered() {
         let ChangesAnswer::Part { ranges, slots, next } = answer else { continue };
+        if asked.request.to.is_none() {
+            // Of a moment that the history does not know.
+            continue;
+        }
         let image = images
             .entry(asked.to)
             .or_insert_with(|| scene.lineage.image(scene.setup.seed, path, asked.to));
