@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Returns the directory that holds the workspace's Cargo.toml.
 pub fn workspace_root() -> PathBuf {
@@ -26,6 +26,23 @@ pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace_root());
     command
+}
+
+/// Returns the command with a table of mounts of its own, where that is possible: a program that copies
+/// the machine's table meanwhile gets none of its mounts, and keeps none of them in use.
+pub fn with_own_mounts(command: Command) -> Command {
+    const OWN: [&str; 4] = ["--mount", "--propagation", "slave", "--"];
+    let mut probe = Command::new("unshare");
+    probe.args(OWN).arg("true").stdout(Stdio::null()).stderr(Stdio::null());
+    if !probe.status().is_ok_and(|status| status.success()) {
+        return command;
+    }
+    let mut own = Command::new("unshare");
+    own.args(OWN).arg(command.get_program()).args(command.get_args());
+    if let Some(directory) = command.get_current_dir() {
+        own.current_dir(directory);
+    }
+    own
 }
 
 /// Runs to the end; an exit code other than 0 is an error that names the command.
@@ -80,4 +97,30 @@ pub fn metadata() -> Result<serde_json::Value> {
 pub fn replace_with(program: &Path, arguments: impl IntoIterator<Item = String>) -> Result<()> {
     let error = Command::new(program).args(arguments).exec();
     Err(error).with_context(|| format!("cannot start {}", program.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_of_a_command_with_its_own_are_in_no_other_table() {
+        if !crate::packages::is_root() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_str().unwrap();
+        let script = "mount -t tmpfs apart \"$0\" && grep -c \" $0 \" /proc/self/mounts";
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script, path]);
+        let output = with_own_mounts(shell).output().unwrap();
+        let counted = String::from_utf8_lossy(&output.stdout);
+        if counted.is_empty() {
+            // Nothing can be mounted in such a container.
+            return;
+        }
+        assert_eq!(counted, "1\n", "{output:?}");
+        let here = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        assert!(!here.contains(path), "{here}");
+    }
 }

@@ -296,7 +296,7 @@ fn run_part(
     is_loaded: bool,
 ) -> Result<(Tally, Option<String>)> {
     let budget = part.budget * if is_loaded { 2 } else { 1 };
-    let mut command = run::cargo();
+    let mut command = run::with_own_mounts(run::cargo());
     command.env("QUOIN_SKIPPED", &skips.0);
     if let Some(python) = python {
         command.env(python::VARIABLE, python);

@@ -525,6 +525,7 @@ impl Segments {
         self.aside_changes
     }
 
+    #[cfg(any(test, debug_assertions))]
     pub fn is_aside(&self, unit: u32) -> bool {
         self.aside.contains(&unit)
     }
