@@ -44,11 +44,11 @@ impl Identity {
     pub fn controller_with_source(
         &self,
         controller_addr: &str,
-    ) -> Result<(TermChannel, watch::Receiver<Option<IpAddr>>), Error> {
+    ) -> Result<(TermChannel, SourceAddress), Error> {
         let (source, known) = watch::channel(None);
         let expected = Expected::Role(Role::Controller);
         let channel = self.channel_telling(controller_addr, expected, source)?;
-        Ok((TermChannel::over(channel, self.clone()), known))
+        Ok((TermChannel::over(channel, self.clone()), SourceAddress(known)))
     }
 
     /// Returns a channel as [`Identity::channel`] does, to any member.
@@ -120,6 +120,31 @@ pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Error> {
         .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(10))
         .keep_alive_while_idle(true))
+}
+
+/// Address of this host as the controller sees it.
+#[derive(Clone, Debug)]
+pub struct SourceAddress(watch::Receiver<Option<IpAddr>>);
+
+impl SourceAddress {
+    /// Returns an address that the sender tells.
+    #[must_use]
+    pub fn told_by(sender: &watch::Sender<Option<IpAddr>>) -> Self {
+        Self(sender.subscribe())
+    }
+
+    /// Returns the address; `None` before the controller was ever reached. No lock outlives the call:
+    /// a second one under the first waits for ever while a new connection waits to tell its address.
+    #[must_use]
+    pub fn ip(&self) -> Option<IpAddr> {
+        *self.0.borrow()
+    }
+
+    /// Waits until it is known.
+    pub async fn settle(&self) {
+        // Fails where the channel to the controller is gone, at the end.
+        let _ = self.0.clone().wait_for(Option::is_some).await;
+    }
 }
 
 type Connecting = Pin<Box<dyn Future<Output = io::Result<TokioIo<TlsStream<TcpStream>>>> + Send>>;
@@ -221,4 +246,35 @@ pub fn unix_incoming(
         };
         Some((Ok(LocalStream(accepted)), listener))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One message needs it twice, while connections come and go.
+    #[test]
+    fn the_own_address_is_read_twice_while_a_connection_tells_it() {
+        const TIMES: u32 = 200_000;
+        let told = watch::channel(None).0;
+        let source = SourceAddress::told_by(&told);
+        let (ended, both) = std::sync::mpsc::channel();
+        let reads = ended.clone();
+        std::thread::spawn(move || {
+            for _ in 0..TIMES {
+                let (first, second) = (source.ip(), source.ip());
+                assert!(first.is_none() || second.is_some());
+            }
+            reads.send(()).expect("the test waits");
+        });
+        std::thread::spawn(move || {
+            for last in 0..TIMES {
+                told.send_replace(Some(std::net::Ipv4Addr::from(last).into()));
+            }
+            ended.send(()).expect("the test waits");
+        });
+        for _ in 0..2 {
+            both.recv_timeout(Duration::from_secs(60)).expect("neither waits for ever");
+        }
+    }
 }

@@ -46,7 +46,7 @@ mod tls;
 mod token;
 
 pub use authority::{Authority, Issued, Lifetimes, key_hash_of, key_hash_of_request};
-pub use channel::{unix_channel, unix_incoming};
+pub use channel::{SourceAddress, unix_channel, unix_incoming};
 pub use contact::{Contact, is_member_removed, mark_removed};
 pub use error::Error;
 pub use files::{make_dir, write_private};

@@ -7,7 +7,7 @@
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::Path;
 
-use tokio::sync::watch;
+use quoin_identity::SourceAddress;
 
 use crate::Error;
 
@@ -41,17 +41,13 @@ pub(crate) enum Advertised {
     As(String),
     /// Every address of the host is listened on: the one by which the controller is reached.
     Source {
-        source: watch::Receiver<Option<IpAddr>>,
+        source: SourceAddress,
         port: u16,
     },
 }
 
 impl Advertised {
-    pub fn new(
-        given: Option<String>,
-        bound: SocketAddr,
-        source: watch::Receiver<Option<IpAddr>>,
-    ) -> Self {
+    pub fn new(given: Option<String>, bound: SocketAddr, source: SourceAddress) -> Self {
         match given {
             Some(given) => Self::As(given),
             None if bound.ip().is_unspecified() => Self::Source { source, port: bound.port() },
@@ -64,7 +60,7 @@ impl Advertised {
         match self {
             Self::As(address) => Some(address.clone()),
             Self::Source { source, port } => {
-                source.borrow().map(|ip| SocketAddr::new(ip, *port).to_string())
+                source.ip().map(|ip| SocketAddr::new(ip, *port).to_string())
             }
         }
     }
@@ -72,8 +68,7 @@ impl Advertised {
     /// Waits until it is known.
     pub async fn settle(&self) {
         if let Self::Source { source, .. } = self {
-            // Fails where the channel to the controller is gone, at the end.
-            let _ = source.clone().wait_for(Option::is_some).await;
+            source.settle().await;
         }
     }
 }
@@ -125,7 +120,8 @@ mod tests {
 
     #[test]
     fn a_pool_on_every_address_reports_the_one_that_reaches_the_controller() {
-        let (told, source) = watch::channel(None);
+        let told = tokio::sync::watch::channel(None).0;
+        let source = SourceAddress::told_by(&told);
         let bound = "0.0.0.0:7401".parse().unwrap();
         let address = Advertised::new(None, bound, source.clone());
         assert_eq!(address.known(), None);

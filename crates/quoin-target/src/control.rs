@@ -4,7 +4,7 @@
 //! epoch, and requests it until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use quoin_api::control::{
 use quoin_attach::protocol::AttachVolume;
 use quoin_encryption::DataKey;
 use quoin_encryption::handing::Refusal;
-use quoin_identity::{Contact, Identity, TermChannel, convert};
+use quoin_identity::{Contact, Identity, SourceAddress, TermChannel, convert};
 use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
 use quoin_telemetry::notices::{Notice, Notices, Severity};
 use quoin_types::VolumeId;
@@ -62,7 +62,7 @@ pub(crate) struct Control {
     pub identity: Identity,
     pub channel: TermChannel,
     /// The address of this host by which the controller is reached.
-    pub source: watch::Receiver<Option<IpAddr>>,
+    pub source: SourceAddress,
     pub devices: RequestedDevices,
     pub contact: Contact,
     pub shards: Vec<ShardHandle>,
@@ -308,7 +308,7 @@ impl Control {
             let here = devices.report().await;
             let mut request = tonic::Request::new(TargetReport {
                 node: self.options.node.clone(),
-                address: self.source.borrow().map(|ip| ip.to_string()).unwrap_or_default(),
+                address: self.source.ip().map(|ip| ip.to_string()).unwrap_or_default(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 knows_devices: here.is_some(),
                 devices: here.unwrap_or_default(),
@@ -343,7 +343,7 @@ impl Control {
     /// Where other nodes reach the volumes that they share with this one; empty: nowhere.
     fn share_address(&self) -> String {
         let listener = self.nbd_listener.as_ref().filter(|listener| listener.is_tls());
-        let ip = *self.source.borrow();
+        let ip = self.source.ip();
         match (listener, self.shares.port()) {
             (Some(listener), _) => listener.address(ip),
             (None, Some(port)) => ip.map(|ip| SocketAddr::new(ip, port).to_string()),
