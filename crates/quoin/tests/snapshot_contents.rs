@@ -73,7 +73,7 @@ fn a_snapshot_is_exported_while_the_volume_is_written_and_its_changes_make_the_n
     let measured = dev.json(&["snapshot", "space", "db"]);
     let names: Vec<_> = measured.as_array().unwrap().iter().map(|row| &row["snapshot"]).collect();
     assert_eq!(names, ["first", "second"]);
-    // What changed between the two only the older one has.
+    // Blocks that changed between the two are in the older one alone.
     assert_eq!(space(&measured[0]), (300, 100, 200));
     // The volume was written whole since the newer one.
     assert_eq!(space(&measured[1]), (251, 51, 200));

@@ -260,11 +260,11 @@ async fn answered<T>(
     }
 }
 
-/// Ranges of blocks as a target names them.
-fn ranges(blocks: &[std::ops::Range<u64>]) -> Vec<SnapshotRange> {
-    let range = |blocks: &std::ops::Range<u64>| SnapshotRange {
-        offset: blocks.start * 4096,
-        length: (blocks.end - blocks.start) * 4096,
+/// Ranges as a target names them, of blocks by their first one and their end.
+fn ranges(blocks: &[(u64, u64)]) -> Vec<SnapshotRange> {
+    let range = |(first, end): &(u64, u64)| SnapshotRange {
+        offset: first * 4096,
+        length: (end - first) * 4096,
         ..SnapshotRange::default()
     };
     blocks.iter().map(range).collect()
@@ -281,15 +281,15 @@ async fn a_snapshot_is_measured_between_the_one_before_it_and_the_one_or_the_vol
             let views = (pull.since_snapshot_id.as_str(), pull.snapshot_id.as_str());
             let (blocks, next) = match (views, pull.cursor_block) {
                 // All that s has, which is all that is new in it: the older one is none.
-                (("", to), _) if to == s => (ranges(&[0..10, 20..30]), None),
+                (("", to), _) if to == s => (ranges(&[(0, 10), (20, 30)]), None),
                 // t has one part after the other.
-                (("", to), 0) if to == t => (ranges(&[0..12]), Some(12)),
-                (("", to), 12) if to == t => (ranges(&[20..30]), None),
-                ((since, to), 0) if (since, to) == (&s, &t) => (ranges(&[4..6]), Some(6)),
-                ((since, to), 6) if (since, to) == (&s, &t) => (ranges(&[8..12, 25..26]), None),
-                ((since, to), 12) if (since, to) == (&s, &t) => (ranges(&[25..26]), None),
-                ((since, ""), 0) if since == t => (ranges(&[5..6, 11..21]), None),
-                ((since, ""), 12) if since == t => (ranges(&[12..21, 25..90]), None),
+                (("", to), 0) if to == t => (ranges(&[(0, 12)]), Some(12)),
+                (("", to), 12) if to == t => (ranges(&[(20, 30)]), None),
+                ((since, to), 0) if (since, to) == (&s, &t) => (ranges(&[(4, 6)]), Some(6)),
+                ((since, to), 6) if (since, to) == (&s, &t) => (ranges(&[(8, 12), (25, 26)]), None),
+                ((since, to), 12) if (since, to) == (&s, &t) => (ranges(&[(25, 26)]), None),
+                ((since, ""), 0) if since == t => (ranges(&[(5, 6), (11, 21)]), None),
+                ((since, ""), 12) if since == t => (ranges(&[(12, 21), (25, 90)]), None),
                 other => panic!("{other:?}"),
             };
             let next_block = next;

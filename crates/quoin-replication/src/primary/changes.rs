@@ -8,8 +8,8 @@
 //! as it is stored, and is checked against its checksum; a part ends before a block that its member
 //! has no good copy of, and the next part is asked of another member.
 //!
-//! What changed in the volume itself since a snapshot is told in the same way, for its figures of
-//! space: without data, and each part as of its moment.
+//! Changes of the volume itself since a snapshot are told in the same way, for figures of space:
+//! without data, and each part as of its moment.
 //!
 //! Only snapshots that are stable are read, and the answer leaves under a live lease like any
 //! other. Data is copied at the pace of a rebuild ([`pace`](super::pace)).
@@ -165,7 +165,7 @@ impl Primary {
         self.changes.open.insert(id, asking);
     }
 
-    /// What a request is about, if its snapshots are there.
+    /// History that a request is about, if its snapshots are there.
     fn changes_between(&self, request: &ChangesRequest) -> Option<Between> {
         let from = match request.from {
             Some(id) => self.history.snapshot(id)?.lsn,

@@ -409,7 +409,7 @@ impl Drop for Writer {
         if let Some(inner) = self.0.take()
             && std::thread::panicking()
         {
-            // Those that wait learn it by losing their answers, and the next write has a new thread.
+            // Waiting callers learn it by losing their answers, and the next write has a new thread.
             *inner.queue() = Queue::default();
         }
     }
@@ -551,7 +551,7 @@ mod tests {
         assert!(watch.try_recv().is_err());
     }
 
-    /// What waits while a commit is under way goes into the next one as a whole.
+    /// Writes that wait while a commit is under way are in the next one together.
     #[tokio::test]
     async fn writes_that_wait_are_one_commit_each_after_those_before_it() {
         let dir = tempfile::tempdir().unwrap();
