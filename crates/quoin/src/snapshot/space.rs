@@ -92,7 +92,14 @@ pub async fn run(
     let mut rows = Vec::new();
     for (number, snapshot) in snapshots.iter().enumerate() {
         let place = format!("{} of {}", number + 1, snapshots.len());
-        rows.push(measure(cluster, client, snapshot, &place).await?);
+        match measure(cluster, client, snapshot, &place).await {
+            Ok(row) => rows.push(row),
+            // A schedule may delete one of all while they are counted.
+            Err(_) if options.snapshots.is_empty() && get(cluster, &snapshot.id).await.is_err() => {
+                eprintln!("snapshot {} was deleted meanwhile", output::plain(&snapshot.name));
+            }
+            Err(error) => return Err(error),
+        }
     }
     let volume = output::plain(&options.volume);
     output::print_list(format, &rows, &format!("no snapshots of volume {volume} are cut"))
