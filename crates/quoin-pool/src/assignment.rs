@@ -87,6 +87,8 @@ pub struct ReplicaState {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolState {
     pub space: Space,
+    /// Part of the used bytes that volumes and snapshots need.
+    pub live_bytes: u64,
     /// Reason why it takes no more, and the way out; empty: there is none.
     pub warning: &'static str,
     /// The metadata ring has no room for another replica.

@@ -226,7 +226,7 @@ impl Control {
             address: self.address.known().unwrap_or_default(),
             capacity_bytes: state.space.capacity_bytes,
             used_bytes: state.space.used_bytes,
-            live_bytes: state.space.live_bytes,
+            live_bytes: state.live_bytes,
             free_bytes: state.space.free_bytes,
             warning: state.warning.to_owned(),
             ring_full: state.ring_full,

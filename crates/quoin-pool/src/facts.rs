@@ -9,8 +9,6 @@ use quoin_types::ReplicaGuid;
 pub struct Space {
     pub capacity_bytes: u64,
     pub used_bytes: u64,
-    /// Bytes of it that volumes and snapshots need; clean-up gains from the others.
-    pub live_bytes: u64,
     /// Bytes that clients may still fill.
     pub free_bytes: u64,
 }
@@ -18,6 +16,10 @@ pub struct Space {
 /// Facts of a pool beside its replicas.
 pub trait PoolFacts {
     fn space(&self) -> Space;
+    /// About how many of the used bytes volumes and snapshots need; clean-up gains from the others.
+    fn live_bytes(&self) -> u64 {
+        0
+    }
     /// Bytes that this replica takes.
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64;
     /// Times the pool was opened.
@@ -102,9 +104,11 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
         Space {
             capacity_bytes: stats.size_bytes,
             used_bytes: stats.used_bytes,
-            live_bytes: self.live_bytes(),
             free_bytes: stats.free_bytes,
         }
+    }
+    fn live_bytes(&self) -> u64 {
+        self.live_bytes()
     }
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64 {
         self.replica_stats(guid).map_or(0, |stats| stats.allocated_bytes)

@@ -164,7 +164,7 @@ impl Metrics {
             metrics.space.capacity.clone(),
         );
         let live = metrics.space.live.clone();
-        let help = "Part of the used space that volumes and snapshots need";
+        let help = "About how much of the used space volumes and snapshots need";
         r.register_with_unit("live", help, Unit::Bytes, live);
         let free = metrics.space.free.clone();
         r.register_with_unit("free", "Space that clients may still fill", Unit::Bytes, free);
@@ -204,10 +204,10 @@ impl Metrics {
     }
 
     /// How full the pool is; a full one is not well, since writes wait for it.
-    pub fn filled(&self, space: Space) {
+    pub fn filled(&self, space: Space, live_bytes: u64) {
         let bytes = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
         self.space.used.set(bytes(space.used_bytes));
-        self.space.live.set(bytes(space.live_bytes));
+        self.space.live.set(bytes(live_bytes));
         self.space.capacity.set(bytes(space.capacity_bytes));
         self.space.free.set(bytes(space.free_bytes));
         let is_full = space.capacity_bytes > 0 && space.free_bytes == 0;
@@ -251,11 +251,10 @@ mod tests {
     fn a_full_pool_is_not_well_until_there_is_space_again() {
         let metrics = Metrics::new("p1");
         metrics.health.set("controller", None);
-        let space =
-            |free_bytes| Space { capacity_bytes: 100, used_bytes: 60, live_bytes: 50, free_bytes };
-        metrics.filled(space(0));
+        let space = |free_bytes| Space { capacity_bytes: 100, used_bytes: 60, free_bytes };
+        metrics.filled(space(0), 50);
         assert!(metrics.health.check().unwrap_err().contains("full"));
-        metrics.filled(space(40));
+        metrics.filled(space(40), 50);
         assert_eq!(metrics.health.check(), Ok(()));
     }
 }

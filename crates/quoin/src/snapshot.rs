@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_api::control::{
     CreateSnapshotRequest, DeleteSnapshotRequest, GetSnapshotRequest, ListSnapshotsRequest,
-    Snapshot, SnapshotRef, VolumeRef,
+    Snapshot, SnapshotRef, Volume, VolumeRef,
 };
 use serde::Serialize;
 use std::io::{BufRead, IsTerminal, Write};
@@ -395,6 +395,22 @@ pub(crate) async fn get(cluster: &mut Cluster, name: &str) -> Result<Snapshot> {
         ),
         Err(status) => Err(refusal(status)),
     }
+}
+
+/// The snapshot of this name or id, of this volume.
+async fn get_of(cluster: &mut Cluster, volume: &Volume, name: &str) -> Result<Snapshot> {
+    let snapshot = get(cluster, name).await?;
+    if snapshot.volume_id != volume.id {
+        let volume_name = volume.spec.as_ref().map_or(volume.id.as_str(), |spec| &spec.name);
+        bail!(
+            "snapshot {} is of volume {}, not of {}: `quoin snapshot list {}` shows its own",
+            output::plain(&snapshot.name),
+            output::plain(&snapshot.volume_name),
+            output::plain(volume_name),
+            output::quoted(volume_name)
+        );
+    }
+    Ok(snapshot)
 }
 
 /// Every snapshot, page by page.

@@ -1,4 +1,4 @@
-//! Cost of an overwrite in a pool that is four fifths full of what volumes and snapshots have: blocks
+//! Cost of an overwrite in a pool of which four fifths and more are live: blocks
 //! that the pool writes for each block that a client overwrites. Alone, and beside a hundred snapshots of
 //! which the oldest goes as a new one comes.
 
@@ -19,8 +19,8 @@ const LIVE: f64 = 0.79;
 /// Snapshots that are kept beside the volume, and the share of it that is overwritten between two of them.
 const KEPT: usize = 100;
 const BETWEEN: f64 = 0.005;
-/// Size of the volume beside them, so that about as much of the pool is live: their data are half of
-/// it, and their nodes some three tenths.
+/// Size of the volume beside them: their data are half of it, and with their nodes at least as much of
+/// the pool is live as in the other case.
 const BESIDE_BYTES: u64 = (POOL_BYTES as f64 * LIVE / 1.8) as u64 & !((1 << 20) - 1);
 /// Times that the kept ones are all replaced before anything is measured, and while it is.
 const WARM_UPS: usize = 2;

@@ -221,15 +221,20 @@ impl History {
         let all = pull(None, id.clone());
         let held = self.known(&snapshot, all, size_bytes, |_| false).await?;
         let is_short = |known: &Known| known.end < held.end;
-        let new = pull(older.as_deref(), id);
-        let new = self.known(&snapshot, new, size_bytes, is_short).await?;
+        let new = match older.as_deref() {
+            Some(older) => {
+                Some(self.known(&snapshot, pull(Some(older), id), size_bytes, is_short).await?)
+            }
+            // All that it has is new in the oldest one.
+            None => None,
+        };
         // The volume itself may have grown.
         let size_of = |newer: &SnapshotRecord| newer.cut.unwrap_or_default().size_bytes;
         let newer_size = newer.as_deref().map_or(u64::MAX, size_of);
         let newer = newer.map(|newer| newer.id.0.to_string()).unwrap_or_default();
         let gone = pull(Some(&snapshot), newer);
         let gone = self.known(&snapshot, gone, newer_size, is_short).await?;
-        let found = measured(first, &held, &new, &gone);
+        let found = measured(first, &held, new.as_ref().unwrap_or(&held), &gone);
         let next_offset = found.end.saturating_mul(BLOCK);
         Ok(SnapshotMeasure {
             data_bytes: found.data_bytes,

@@ -303,7 +303,7 @@ fn pools(controller: &Controller, registry: &mut Registry) {
     registry.register("pool_up", "1 while the pool reports", up);
     registry.register_with_unit("pool_capacity", "Size of the pool", Unit::Bytes, capacity);
     registry.register_with_unit("pool_used", "Used in the pool", Unit::Bytes, used);
-    let help = "Part of the used space that volumes and snapshots need";
+    let help = "About how much of the used space volumes and snapshots need";
     registry.register_with_unit("pool_live", help, Unit::Bytes, live);
     registry.register_with_unit("pool_free", "Free in the pool", Unit::Bytes, free);
     registry.register("pool_replicas", "Replicas placed in the pool", replicas);

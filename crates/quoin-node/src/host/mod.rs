@@ -34,9 +34,6 @@ use crate::{allocation, device, mount, superblock};
 /// Directory of the sockets of targets, below that of what runs.
 const SOCKETS: &str = "nbd";
 
-/// Size of the largest volume whose file system is made before it is known to be new.
-const EARLY_BYTES_MAX: u64 = 64 << 30;
-
 /// Paths of a node.
 #[derive(Debug, Clone)]
 pub struct HostOptions {
@@ -247,9 +244,7 @@ impl NodeHost {
         self.attacher.attach(&request).await
     }
 
-    /// Makes the file system of a volume that was never written, while its device is made. One that
-    /// costs some milliseconds is made while the target opens the volume, and dropped where that says
-    /// that something was written.
+    /// Makes the file system of a volume that was never written, while its device is made.
     async fn early_image(
         &self,
         request: &StageRequest,
@@ -261,12 +256,8 @@ impl NodeHost {
         }
         let (socket, size_bytes) = (self.nbd_socket(&request.volume), request.size_bytes);
         let asked = crate::blocking(move || Ok(allocation::is_unwritten(&socket, size_bytes)));
-        let image = self.image(request, *file_system, size_bytes);
-        if *file_system == FileSystem::Ext4 && size_bytes <= EARLY_BYTES_MAX {
-            let (is_new, image) = tokio::join!(asked, image);
-            return is_new.ok().filter(|is_new| *is_new).map(|_| image);
-        }
-        if asked.await.ok()? { Some(image.await) } else { None }
+        let is_new = asked.await.ok()?;
+        if is_new { Some(self.image(request, *file_system, size_bytes).await) } else { None }
     }
 
     async fn image(

@@ -323,8 +323,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 hears_target: held.replica.hears_target(now),
             });
         }
-        let space = self.pool.space();
-        self.parts.metrics.filled(space);
+        let (space, live_bytes) = (self.pool.space(), self.pool.live_bytes());
+        self.parts.metrics.filled(space, live_bytes);
         let scrub = self.scrub_state();
         let ring_full = self.pool.is_ring_full();
         let warning = match (self.short, self.pool.is_short_below()) {
@@ -334,7 +334,17 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             (false, false) => "",
         };
         let (counts, mark_rises) = (self.tell_counts(), self.pool.is_mark_rising());
-        PoolState { space, warning, ring_full, counts, mark_rises, is_making, scrub, replicas }
+        PoolState {
+            space,
+            live_bytes,
+            warning,
+            ring_full,
+            counts,
+            mark_rises,
+            is_making,
+            scrub,
+            replicas,
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use quoin_api::control::SnapshotPart;
 use serde::Serialize;
 
-use super::get;
+use super::get_of;
 use super::pull::Pull;
 use crate::client::{ClientOptions, Cluster, get_volume};
 use crate::output::{self, Format, Row};
@@ -78,18 +78,8 @@ pub async fn run(
     format: Format,
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
-    let (from, to) = (get(cluster, &options.from).await?, get(cluster, &options.to).await?);
-    for snapshot in [&from, &to] {
-        if snapshot.volume_id != volume.id {
-            bail!(
-                "snapshot {} is of volume {}: two snapshots of one volume are compared (`quoin \
-                 snapshot list {}`)",
-                output::plain(&snapshot.name),
-                output::plain(&snapshot.volume_name),
-                output::quoted(&options.volume)
-            );
-        }
-    }
+    let from = get_of(cluster, &volume, &options.from).await?;
+    let to = get_of(cluster, &volume, &options.to).await?;
     let mut pull = Pull { cluster, client, snapshot: &to, since: Some(&from), want_data: false };
     let (mut ranges, mut offset) = (Vec::new(), Some(0));
     let mut size_bytes = to.size_bytes;

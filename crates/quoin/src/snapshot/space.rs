@@ -7,14 +7,15 @@ use quoin_api::control::{MeasureSnapshotRequest, Snapshot, SnapshotMeasure};
 use serde::Serialize;
 
 use super::pull::{by_id, patiently};
-use super::{get, list};
+use super::{get, get_of, list};
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref};
 use crate::output::{self, Format, Row};
 use crate::size::show_size;
 
 pub const HELP: &str = "Examples:\n  quoin snapshot space db\n  quoin snapshot space db monday\n\
                         DATA is what a snapshot has, EXCLUSIVE the part that no other snapshot has, \
-                        nor the volume itself: its deletion gives that back, in each replica. \
+                        nor the volume itself: its deletion gives that back in each replica, once no \
+                        clone needs it. \
                         SHARED is the rest. Maps are read for it and no data.";
 
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
@@ -78,16 +79,7 @@ pub async fn run(
         snapshots.sort_by_key(|snapshot| snapshot.lsn);
     }
     for name in &options.snapshots {
-        let snapshot = get(cluster, name).await?;
-        if snapshot.volume_id != volume.id {
-            bail!(
-                "snapshot {} is of volume {}, not of {}",
-                output::plain(&snapshot.name),
-                output::plain(&snapshot.volume_name),
-                output::plain(&options.volume)
-            );
-        }
-        snapshots.push(snapshot);
+        snapshots.push(get_of(cluster, &volume, name).await?);
     }
     let mut rows = Vec::new();
     for (number, snapshot) in snapshots.iter().enumerate() {
