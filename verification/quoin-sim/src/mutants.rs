@@ -177,6 +177,7 @@ pub const ALL: &[Defect] = &[
     store("cleaned-above-stable", Swarm::Pressure),
     store("base-folded-above-stable", Swarm::PowerCuts).like("fold-above-stable"),
     store("views-forgotten-by-clean-up", Swarm::Pressure),
+    store("renewal-passes-over-views-of-its-version", Swarm::Pressure),
     store("freed-before-its-checkpoint", Swarm::Pressure),
     store("checkpoint-recorded-before-it-is-on-media", Swarm::Pressure),
     store("torn-tail-accepted-behind-a-hole", Swarm::PowerCuts),

@@ -181,7 +181,8 @@ impl Replica {
             let mut place = at + u64::from(batch.header_blocks);
             for entry in batch.entries() {
                 if segment.stream == Stream::Nodes {
-                    let change = Change::Renew { node: entry.epoch };
+                    let (place, level, newest) = (entry.epoch, entry.kind, entry.lsn);
+                    let change = Change::Renew { place, level, newest };
                     job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
                     continue;
                 }
@@ -272,9 +273,9 @@ impl Replica {
         for (root, newest) in &views {
             let of_view = lbas.iter().filter(|(_, version)| *version <= *newest);
             let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
-            let stretches = stretches.chain(nodes.iter().map(Edit::stretch));
             let io = &mut self.io(core);
             lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
+            lacking = lacking.and(tree::look_ahead_of_renewals(io, *root, nodes));
         }
         let names = candidates.iter().map(|candidate| candidate.name);
         lacking = lacking.and(self.look_ahead_of_names(core, names));
@@ -352,8 +353,7 @@ impl Replica {
                 if found[0].place == BAD_PLACE {
                     let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
                     if lost.last().is_none_or(|edit| edit.lba != leaf) {
-                        let change = Change::Renew { node: u64::MAX };
-                        lost.push(Edit { lba: leaf, blocks: 1, change });
+                        lost.push(Edit { lba: leaf, blocks: 1, change: Change::Reach });
                     }
                 }
                 if found[0].place == candidate.name {

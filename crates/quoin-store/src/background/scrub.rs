@@ -286,7 +286,7 @@ impl Replica {
             let rotten = !core.is_whole_on_media(level, &node)?;
             if rotten && self.job_is_free() && self.io(core).load(level, &node)?.is_some() {
                 done.headers += 1;
-                let change = Change::Renew { node: node.place };
+                let change = Change::Renew { place: node.place, level, newest: node.newest };
                 self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
                 self.maintenance.dirty = true;
             }
@@ -391,7 +391,7 @@ impl Replica {
             if !core.is_whole_on_media(level, &node)? {
                 done.headers += 1;
                 if self.job_is_free() && self.io(core).load(level, &node)?.is_some() {
-                    let change = Change::Renew { node: node.place };
+                    let change = Change::Renew { place: node.place, level, newest: node.newest };
                     self.update_logical(core, &[Edit { lba: base, blocks: 1, change }], &[])?;
                     self.maintenance.dirty = true;
                 }

@@ -4,10 +4,12 @@
 //! [`update`] writes the changed ones anew and shares the rest. Nodes are read and written
 //! through [`Nodes`], so the tree knows nothing of segments.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 use quoin_replication::replica::store::StoreError;
 use quoin_types::key_map::KeyMap;
+use quoin_types::mutant;
 
 use crate::clones::lookup::shows_base;
 use crate::format::node::{
@@ -95,15 +97,38 @@ pub enum Change {
         from: u64,
         to: u64,
     },
-    /// Write the node again that lies at this byte place.
+    /// Write the node again that lies at this byte place, where the map has it. What the node was
+    /// written with says in which part of which map it can be: no other is looked at.
     Renew {
-        node: u64,
+        place: u64,
+        level: u8,
+        newest: u64,
     },
+    /// Nothing, but that a node on the way that cannot be read becomes a lost one.
+    Reach,
 }
 
 impl Edit {
     fn end(&self) -> u64 {
         self.lba + u64::from(self.blocks)
+    }
+
+    /// Whether the node of this level over the edit's LBAs is to be looked at for it. A node is never
+    /// newer than those above it.
+    fn concerns(&self, level: u8, node: &NodeRef) -> bool {
+        let Change::Renew { place, level: own, newest } = self.change else { return true };
+        match own.cmp(&level) {
+            Ordering::Less if mutant::is("renewal-passes-over-views-of-its-version") => {
+                newest < node.newest
+            }
+            Ordering::Less => newest <= node.newest,
+            Ordering::Equal => place == node.place,
+            Ordering::Greater => false,
+        }
+    }
+
+    fn renews(&self, node: &NodeRef) -> bool {
+        matches!(self.change, Change::Renew { place, .. } if place == node.place)
     }
 
     /// The LBAs that it is about: the first one, and the one behind the last.
@@ -139,7 +164,8 @@ pub fn update_some(
 ) -> Result<(Root, Option<u64>), StoreError> {
     let Some(last) = edits.last() else { return Ok((root, None)) };
     let (mut level, mut child) = (root.level, root.child);
-    let sets = |e: &Edit| !matches!(e.change, Change::Move { .. } | Change::Renew { .. });
+    let sets =
+        |e: &Edit| !matches!(e.change, Change::Move { .. } | Change::Renew { .. } | Change::Reach);
     let grows = edits.iter().any(sets);
     while grows && last.end() > span(level) {
         if level == LEVEL_MAX {
@@ -154,9 +180,8 @@ pub fn update_some(
             child = Child::Node(nodes.write(level, 0, node)?);
         }
     }
-    let renews = edits.iter().any(|e| matches!(e.change, Change::Renew { .. }));
     let left = nodes_max;
-    let mut walk = Walk { nodes, edits, crcs, renews, left, moved: false, stopped: None };
+    let mut walk = Walk { nodes, edits, crcs, left, moved: false, stopped: None };
     let child = walk.update(child, level, 0, 0..edits.len(), &mut memo)?;
     Ok((Root { level, child }, walk.stopped))
 }
@@ -165,8 +190,6 @@ struct Walk<'a, N> {
     nodes: &'a mut N,
     edits: &'a [Edit],
     crcs: &'a [u32],
-    /// Whether some edit is a [`Change::Renew`].
-    renews: bool,
     /// Nodes that it may still look at.
     left: usize,
     /// Whether some LBA was done.
@@ -189,6 +212,9 @@ impl<N: Nodes> Walk<'_, N> {
         let old = match child {
             Child::Hole(_) => None,
             Child::Node(node) => {
+                if !self.edits[range.clone()].iter().any(|edit| edit.concerns(level, &node)) {
+                    return Ok(child);
+                }
                 // Lost nodes have no place of their own.
                 let shared = memo.as_ref().filter(|_| node.place != 0);
                 if let Some(known) = shared.and_then(|m| m.get(&node.place)) {
@@ -206,11 +232,9 @@ impl<N: Nodes> Walk<'_, N> {
             }
         };
         let renew = is_lost
-            || self.renews
-                && old.as_ref().is_some_and(|(node, _)| {
-                    let edits = &self.edits[range.clone()];
-                    edits.iter().any(|e| e.change == Change::Renew { node: node.place })
-                });
+            || old.as_ref().is_some_and(|(node, _)| {
+                self.edits[range.clone()].iter().any(|edit| edit.renews(node))
+            });
         let version = if let Child::Hole(version) = child { version } else { 0 };
         let new = if level == 0 {
             let mut node = self.nodes.spare_leaf();
@@ -359,7 +383,8 @@ impl<N: Nodes> Walk<'_, N> {
                     Change::Fill { .. }
                     | Change::FillHole { .. }
                     | Change::Move { .. }
-                    | Change::Renew { .. } => continue,
+                    | Change::Renew { .. }
+                    | Change::Reach => continue,
                 };
                 if block.place != 0 && block.place != new.place {
                     self.nodes.replaced(lba, block.place, block.version);
@@ -498,6 +523,43 @@ pub fn look_ahead(
     lacking
 }
 
+/// Looks at the nodes that these renewals read, and finds all that is lacking of them at once.
+pub fn look_ahead_of_renewals(
+    nodes: &mut impl Nodes,
+    root: Root,
+    edits: &[Edit],
+) -> Result<(), StoreError> {
+    look_below(nodes, root.child, root.level, 0, edits)
+}
+
+fn look_below(
+    nodes: &mut impl Nodes,
+    child: Child,
+    level: u8,
+    base: u64,
+    edits: &[Edit],
+) -> Result<(), StoreError> {
+    let Child::Node(node) = child else { return Ok(()) };
+    if !edits.iter().any(|edit| edit.concerns(level, &node)) {
+        return Ok(());
+    }
+    let Some(loaded) = nodes.load(level, &node)? else { return Ok(()) };
+    let (Node::Interior(children), Some(below)) = (&*loaded, level.checked_sub(1)) else {
+        return Ok(());
+    };
+    let (mut lacking, mut rest) = (Ok(()), edits);
+    while let Some(edit) = rest.first() {
+        let index = (edit.lba.saturating_sub(base) / span(below)) as usize;
+        let Some(child) = children.get(index) else { break };
+        let start = base + index as u64 * span(below);
+        let count = rest.partition_point(|edit| edit.lba < start + span(below)).max(1);
+        let looked = look_below(nodes, *child, below, start, &rest[..count]);
+        lacking = lacking.and(looked);
+        rest = &rest[count..];
+    }
+    lacking
+}
+
 /// Looks at the nodes that lead to an LBA, and says where the stretch ends about which the last of
 /// them tells.
 fn reach(nodes: &mut impl Nodes, root: Root, lba: u64) -> (u64, Result<(), StoreError>) {
@@ -571,7 +633,7 @@ fn descend(nodes: &mut impl Nodes, root: Root, lba: u64) -> Result<Found, StoreE
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, HashSet};
 
     #[derive(Default)]
     struct InMemory {
@@ -751,5 +813,86 @@ mod tests {
         let mut found = [BlockAt::default()];
         blocks(&mut nodes, two, 5, &mut found).expect("a walk");
         assert_eq!((found[0].place, found[0].version), (90, 1));
+    }
+
+    /// A hundred views, each with one block of each of 600 leaves newer than in the one before.
+    fn views(nodes: &mut InMemory) -> Vec<Root> {
+        let mut root = Root::default();
+        let view = |version| {
+            let write = |leaf| Edit {
+                lba: leaf * LEAF_BLOCKS as u64 + version % LEAF_BLOCKS as u64,
+                blocks: 1,
+                change: Change::Data { version, place: version * 1000 + leaf, crc_at: 0 },
+            };
+            let edits: Vec<Edit> = (0..600).map(write).collect();
+            root = update(nodes, root, &edits, &[0], None).expect("an update");
+            root
+        };
+        (1..=100).map(view).collect()
+    }
+
+    #[test]
+    fn a_renewal_changes_every_view_that_has_the_node_and_reads_no_leaf_of_another_one() {
+        let mut nodes = InMemory::default();
+        // Place 0 is that of no node.
+        let unused = Arc::new(Node::Leaf(Leaf::hole(0)));
+        nodes.write(0, 0, unused).expect("a place");
+        let old = views(&mut nodes);
+        let mut all = vec![BlockAt::default(); 600 * LEAF_BLOCKS];
+        let contents = |nodes: &mut InMemory, root, all: &mut Vec<BlockAt>| {
+            blocks(nodes, root, 0, all).expect("a walk");
+            all.clone()
+        };
+        let mut seen = 0;
+        for at in [0usize, 1, 50, 98, 99] {
+            // As of a segment of nodes: all on the way to some leaves.
+            let paths = [0u64, 1, 255, 256, 599].map(|leaf| leaf * LEAF_BLOCKS as u64);
+            let paths = paths.map(|lba| path(&mut nodes, old[at], lba).expect("a path"));
+            let mut edits: Vec<Edit> = paths
+                .iter()
+                .flatten()
+                .map(|(level, base, node)| {
+                    let (place, newest) = (node.place, node.newest);
+                    let change = Change::Renew { place, level: *level, newest };
+                    Edit { lba: *base, blocks: 1, change }
+                })
+                .collect();
+            edits.sort_by_key(|edit| edit.lba);
+            let mut known = HashSet::new();
+            edits.retain(|edit| known.insert(format!("{:?}", edit.change)));
+            assert_eq!(edits.len(), 5 + 4 + 1, "leaves, nodes above them, the root");
+
+            let before = nodes.loaded;
+            for root in &old {
+                look_ahead_of_renewals(&mut nodes, *root, &edits).expect("at hand");
+            }
+            let looked = nodes.loaded - before;
+            let mut memo = Memo::default();
+            let new: Vec<Root> = old
+                .iter()
+                .map(|root| update(&mut nodes, *root, &edits, &[], Some(&mut memo)))
+                .collect::<Result<_, _>>()
+                .expect("an update");
+            let loaded = nodes.loaded - before - looked;
+            let views_since = old.len() - at;
+            let most = 5 + views_since * (4 + 1);
+            assert!(looked <= most && loaded <= most, "{looked} and {loaded} of {most}");
+
+            for (number, (old, new)) in old.iter().zip(&new).enumerate() {
+                assert_eq!(old != new, number == at, "view {number}");
+            }
+            for lba in [0u64, 1, 255, 256, 599].map(|leaf| leaf * LEAF_BLOCKS as u64) {
+                for (_, _, node) in path(&mut nodes, new[at], lba).expect("a path") {
+                    assert!(
+                        edits.iter().all(|edit| !edit.renews(&node)),
+                        "{node:?} is there still"
+                    );
+                    seen += 1;
+                }
+            }
+            let was = contents(&mut nodes, old[at], &mut all);
+            assert_eq!(contents(&mut nodes, new[at], &mut all), was);
+        }
+        assert_eq!(seen, 5 * 5 * 3);
     }
 }
