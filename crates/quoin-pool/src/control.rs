@@ -161,8 +161,17 @@ impl Control {
         least.remember(self.identity.dir());
     }
 
-    /// Reports until `shutdown`, then once more that the pool is leaving.
-    pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
+    /// Reports until `shutdown`, and once `ended` says that nothing is served any more, that the pool
+    /// is leaving. These last words follow the answer to the last report: one that reached the
+    /// controller behind them would have the pool online again.
+    pub async fn report(&self, shutdown: watch::Receiver<bool>, ended: oneshot::Receiver<()>) {
+        self.report_until(shutdown).await;
+        if ended.await.is_ok() {
+            self.leave().await;
+        }
+    }
+
+    async fn report_until(&self, mut shutdown: watch::Receiver<bool>) {
         let mut last = Vec::new();
         let mut told = Told::new();
         // A pool whose address is not known is of no use yet.
@@ -172,6 +181,9 @@ impl Control {
         }
         loop {
             let state = self.state().await;
+            if *shutdown.borrow() {
+                return;
+            }
             let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
             let is_making = state.is_making;
             last.clone_from(&state.replicas);
@@ -202,7 +214,7 @@ impl Control {
     }
 
     /// The last words of a pool that was shut down.
-    pub async fn leave(&self) {
+    async fn leave(&self) {
         let counts = *self.counts.lock().expect("never held across a panic");
         // Its replicas are told while it serves; so is the count of starts.
         let counts = PoolCounts { starts: 0, ..counts };

@@ -45,7 +45,7 @@ use quoin_store::disk::Syncer as SyncDisk;
 use quoin_telemetry::notices::Notices;
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, oneshot, watch};
 
 use accept::{Acceptor, Belief};
 use address::Advertised;
@@ -268,7 +268,8 @@ where
     let (c, s) = (control.clone(), shutdown.clone());
     let mut following = tokio::spawn(async move { c.follow(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
-    tasks.spawn(async move { c.report(s).await });
+    let (shard_ended, ended) = oneshot::channel();
+    let reporting = tokio::spawn(async move { c.report(s, ended).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         c.identity.keep_renewed(c.options.controller.clone(), s).await;
@@ -282,13 +283,14 @@ where
     handle.send(Input::Shutdown);
     let ended = tokio::task::spawn_blocking(move || shard_thread.join()).await;
     following.abort();
-    if removed.is_none() {
-        control.leave().await;
-    }
     tasks.shutdown().await;
     if let Some(why) = removed {
+        reporting.abort();
         return Err(Error::Removed(why));
     }
+    // Nobody takes it where reports have failed.
+    let _ = shard_ended.send(());
+    let _ = reporting.await;
     match ended {
         Ok(Ok(result)) => result,
         _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),

@@ -173,6 +173,8 @@ fn a_raw_device_becomes_a_pool_only_if_it_is_blank_and_requested() {
     cluster.ok(&["volume", "create", "db", "--size", "1MiB", "--replicas", "1"]);
     let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
     cluster.processes.remove(at).stop();
+    let phase = cluster.json(&["replica", "list"])[0]["phase"].clone();
+    assert_eq!(phase, "Offline", "its pool said that it was leaving");
     let found = cluster.ok(&["pool", "inspect", &device.0]);
     assert!(found.contains("1.0 MiB"), "{found}");
     assert!(cluster.ok(&["pool", "check", &device.0]).contains("sound"));
