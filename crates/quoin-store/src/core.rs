@@ -113,17 +113,21 @@ pub struct Core<D> {
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
     pub tickets: Tickets,
-    /// The last sync failed: nothing is written any more.
-    pub failed: Option<IoFault>,
     /// Sequence number of the newest segment.
     pub sequence: u64,
     pub freed: Freed,
+    pub faults: Faults,
+    pub buffers: Buffers,
+}
+
+/// What the disk refused, and what was found bad on it.
+#[derive(Default)]
+pub struct Faults {
+    /// The last sync failed: nothing is written any more.
+    pub failed: Option<IoFault>,
     pub bad: Vec<BadBlock>,
     /// Replicas that background work found damaged, and what.
     pub damaged: Vec<(ReplicaGuid, &'static str)>,
-    /// Units that are being made ready: the first and how many.
-    pub readying: Option<(u32, u32)>,
-    pub buffers: Buffers,
 }
 
 /// Memory that is kept from call to call, so that IO allocates little.
@@ -141,7 +145,7 @@ pub const LACKING: StoreError = StoreError::Pending(FetchTicket(0));
 
 impl<D: Disk> Core<D> {
     pub fn check_usable(&self) -> Result<(), StoreError> {
-        self.failed.map_or(Ok(()), |fault| Err(StoreError::Io(fault)))
+        self.faults.failed.map_or(Ok(()), |fault| Err(StoreError::Io(fault)))
     }
 
     /// Appends to the metadata ring and applies the record to the durable state.
@@ -204,7 +208,7 @@ impl<D: Disk> Core<D> {
 
     fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {
         if let Err(StoreError::Io(fault)) = work(self) {
-            self.failed = Some(fault);
+            self.faults.failed = Some(fault);
         }
     }
 
@@ -213,7 +217,7 @@ impl<D: Disk> Core<D> {
         let state = self.durable.encode();
         let written = self.ring.restate(&self.disk, &state);
         if let Err(StoreError::Io(fault)) = written {
-            self.failed = Some(fault);
+            self.faults.failed = Some(fault);
         }
         written
     }
@@ -415,8 +419,8 @@ impl<D: Disk> Core<D> {
 
     pub fn note_bad(&mut self, bad: BadBlock) {
         const REMEMBERED: usize = 1024;
-        if self.bad.len() < REMEMBERED && !self.bad.contains(&bad) {
-            self.bad.push(bad);
+        if self.faults.bad.len() < REMEMBERED && !self.faults.bad.contains(&bad) {
+            self.faults.bad.push(bad);
         }
     }
 }

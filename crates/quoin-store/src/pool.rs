@@ -19,7 +19,7 @@ use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
 use crate::background::scheduler::Victim;
 use crate::clones::bases::Bases;
-use crate::core::{BadBlock, Buffers, Core, PoolOptions};
+use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner};
 use crate::disk::{Disk, Reader, Syncer};
@@ -152,11 +152,8 @@ impl<D: Disk> Pool<D> {
             mark: Mark::found(durable.mark),
             durable: DurableState::default(),
             tickets: Tickets::default(),
-            failed: None,
             freed,
-            bad: Vec::new(),
-            damaged: Vec::new(),
-            readying: None,
+            faults: Faults::default(),
             buffers: Buffers::default(),
         };
         core.claim_ring();
@@ -285,7 +282,7 @@ impl<D: Disk> Pool<D> {
 
     /// Blocks found bad since the last call, by reads, clean-up or scrub.
     pub fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
-        let mut bad = std::mem::take(&mut self.core.bad);
+        let mut bad = std::mem::take(&mut self.core.faults.bad);
         // A node may reach beyond the volume's end.
         bad.retain(|bad| {
             let of = self.replicas.get(&bad.replica).filter(|replica| !replica.is_remnant());
@@ -297,7 +294,7 @@ impl<D: Disk> Pool<D> {
     /// Replicas that background work found damaged since the last call, and what of them. Each
     /// is left alone until it was rebuilt; the others go on.
     pub fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
-        std::mem::take(&mut self.core.damaged)
+        std::mem::take(&mut self.core.faults.damaged)
     }
 
     /// Whether the metadata ring has no room for the records of another replica.
@@ -313,7 +310,7 @@ impl<D: Disk> Pool<D> {
 
     /// Why the pool takes no more writes, if it does not.
     pub fn failure(&self) -> Option<IoFault> {
-        self.core.failed
+        self.core.faults.failed
     }
 
     pub fn identity(&self, guid: ReplicaGuid) -> Option<&ReplicaIdentity> {
@@ -354,12 +351,12 @@ impl<D: Disk> Pool<D> {
         if self.core.mark.synced(ticket)
             && let Err(StoreError::Io(fault)) = self.record_mark()
         {
-            self.core.failed = Some(fault);
+            self.core.faults.failed = Some(fault);
             return;
         }
         self.release_some();
         if let Err(StoreError::Io(fault)) = self.drop_unused_bases() {
-            self.core.failed = Some(fault);
+            self.core.faults.failed = Some(fault);
             return;
         }
         for guid in self.core.tickets.written.end() {
@@ -373,7 +370,7 @@ impl<D: Disk> Pool<D> {
             self.touch(guid);
             let Some(replica) = self.replicas.get_mut(&guid) else { continue };
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
-                self.core.failed = Some(fault);
+                self.core.faults.failed = Some(fault);
             }
         }
     }
@@ -500,7 +497,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn sync_wanted(&mut self) -> Option<SyncTicket> {
-        if self.core.failed.is_some() {
+        if self.core.faults.failed.is_some() {
             return None;
         }
         let ticket = self.core.tickets.begin()?;
@@ -524,7 +521,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if let Err(fault) = result {
             if !mutant::is("sync-error-retried") {
                 // The kernel may have dropped writes of any kind: nothing after them may count.
-                self.core.failed = Some(fault);
+                self.core.faults.failed = Some(fault);
             }
             return Err(StoreError::Io(fault));
         }

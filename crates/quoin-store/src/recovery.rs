@@ -89,7 +89,7 @@ pub fn recover<D: Disk>(
     let logical = Logical::new(&core.superblock, checkpoint.logical.as_ref());
     if !logical.is_learned() {
         // Counters do not go down for blocks of which it is not known where they were moved.
-        replica.count.request();
+        replica.maintenance.count.request();
     }
     core.logical.insert(guid, logical);
     let first_sequence = match checkpoint.log.sequence {
@@ -100,7 +100,7 @@ pub fn recover<D: Disk>(
     for state in checkpoint.segments.iter().chain(&durable.log_segments) {
         let (state, too_high) = state.counted();
         if too_high {
-            replica.count.request();
+            replica.maintenance.count.request();
         }
         let state = admitted(core, &state).ok_or(PoolError::MetadataLost)?;
         core.logical_of(guid).insert(&state);
@@ -112,7 +112,7 @@ pub fn recover<D: Disk>(
     let mut found = FoundTable::default();
     if let Some(table) = &checkpoint.table {
         if table.too_high {
-            replica.count.request();
+            replica.maintenance.count.request();
         }
         let read = replica.read_table(core, table, |core, replica, state| {
             let state = admitted(core, state);
@@ -279,7 +279,7 @@ fn replay<D: Disk>(
             if raw.lsn <= replica.folded.head.position.lsn.0 || raw.lsn > limit {
                 // Counted as live with its batch, which no view needs.
                 if raw.lsn > limit {
-                    replica.count.request();
+                    replica.maintenance.count.request();
                 }
                 accepted += 1;
                 continue;
@@ -322,7 +322,7 @@ fn replay<D: Disk>(
         if !good {
             // The rest of this batch, or what it had begun to replace, must not come back with
             // the next start. It was counted as live.
-            replica.count.request();
+            replica.maintenance.count.request();
             durable.cuts.push((end.index, replica.head.position.lsn));
             break;
         }
@@ -563,7 +563,8 @@ fn close<D: Disk>(
     segments: &[SegmentState],
     end: End,
 ) -> Result<Option<u64>, PoolError> {
-    (replica.end.next_index, replica.end.previous) = (end.index, end.previous);
+    (replica.family.log_end.next_index, replica.family.log_end.previous) =
+        (end.index, end.previous);
     let position = segments.iter().position(|s| Some(s.unit) == end.unit);
     let stale = &segments[position.map_or(0, |p| p + 1)..];
     if !stale.is_empty() {

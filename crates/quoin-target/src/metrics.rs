@@ -34,15 +34,9 @@ fn latency() -> Histogram {
 pub struct Metrics {
     registry: Arc<Registry>,
     pub volumes: Gauge,
-    pub clients: Gauge,
+    pub clients: ClientMetrics,
     /// Bytes kept by all shards, for replicas that are away or behind and until all is on media.
     pub retained: Gauge,
-    requests: [Counter; 6],
-    read: Counter,
-    written: Counter,
-    failed: Counter,
-    clients_refused: Counter,
-    latency: [Histogram; 6],
     replicas: Family<State, Gauge>,
     replicas_slow: Gauge,
     /// Connections to replicas that are being made or wait for their turn.
@@ -56,81 +50,46 @@ pub struct Metrics {
     pub health: Health,
 }
 
-/// The numbers are for `/metrics` only.
-impl std::fmt::Debug for Metrics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Metrics")
-    }
+/// Clients over NBD and what they ask for.
+#[derive(Clone)]
+pub struct ClientMetrics {
+    pub connected: Gauge,
+    refused: Counter,
+    /// Of each kind of request, in the order of [`KINDS`].
+    requests: [Counter; 6],
+    latency: [Histogram; 6],
+    read: Counter,
+    written: Counter,
+    failed: Counter,
 }
 
-impl Metrics {
-    pub fn new() -> Self {
-        let kinds = ["read", "write", "flush", "trim", "write_zeroes", "status"];
+/// Kinds of requests.
+const KINDS: [&str; 6] = ["read", "write", "flush", "trim", "write_zeroes", "status"];
+
+impl ClientMetrics {
+    fn registered(registry: &mut Registry) -> Self {
+        let connected = Gauge::default();
+        registry.register("clients", "Connections of clients", connected.clone());
         let by_kind = Family::<Kind, Counter>::default();
-        let requests = kinds.map(|operation| by_kind.get_or_create(&Kind { operation }).clone());
-        let mut registry = Registry::with_prefix("quoin_target");
-        let (volumes, clients) = (Gauge::default(), Gauge::default());
-        let retained = Gauge::default();
-        let (read, written, failed) = (Counter::default(), Counter::default(), Counter::default());
-        registry.register("volumes", "Volumes served here", volumes.clone());
-        registry.register("clients", "Connections of clients", clients.clone());
-        let help = "Entries kept in memory: not on media yet, or for replicas away or behind";
-        registry.register_with_unit("retained", help, Unit::Bytes, retained.clone());
+        let requests = KINDS.map(|operation| by_kind.get_or_create(&Kind { operation }).clone());
         registry.register("requests", "Requests taken", by_kind);
+        let (read, written, failed) = (Counter::default(), Counter::default(), Counter::default());
         registry.register_with_unit("read", "Bytes asked for", Unit::Bytes, read.clone());
         registry.register_with_unit("written", "Bytes to write", Unit::Bytes, written.clone());
         registry.register("failed", "Requests answered with an error", failed.clone());
-        let clients_refused = Counter::default();
+        let refused = Counter::default();
         let help = "Connections over TCP that were turned away before they opened a volume";
-        registry.register("clients_refused", help, clients_refused.clone());
+        registry.register("clients_refused", help, refused.clone());
         let latencies =
             Family::<Kind, Histogram>::new_with_constructor(latency as fn() -> Histogram);
-        let latency = kinds.map(|operation| latencies.get_or_create(&Kind { operation }).clone());
+        let latency = KINDS.map(|operation| latencies.get_or_create(&Kind { operation }).clone());
         let help = "From taking a request to its reply";
         registry.register_with_unit("request_duration", help, Unit::Seconds, latencies);
-        let replicas = Family::<State, Gauge>::default();
-        registry.register("replicas", "Replicas of the volumes served here", replicas.clone());
-        let replicas_slow = Gauge::default();
-        let help = "Replicas that take writes much later than the others of their volume";
-        registry.register("replicas_slow", help, replicas_slow.clone());
-        let dials = Gauge::default();
-        let help = "Connections to replicas that are being made or wait for their turn";
-        registry.register("dials", help, dials.clone());
-        let (waiting, rebuilt, to_rebuild) = (Gauge::default(), Gauge::default(), Gauge::default());
-        registry.register("volumes_waiting", "Volumes whose IO waits", waiting.clone());
-        let help = "Copied so far by the rebuilds that are under way";
-        registry.register_with_unit("rebuilt", help, Unit::Bytes, rebuilt.clone());
-        let help = "What the rebuilds under way copy in all";
-        registry.register_with_unit("rebuild", help, Unit::Bytes, to_rebuild.clone());
-        let moved = Counter::default();
-        let help = "Data that rebuilds copied, counted as each is complete";
-        registry.register_with_unit("rebuild_moved", help, Unit::Bytes, moved.clone());
-        let pulled = Counter::default();
-        let help = "Data of snapshots that was read for exports";
-        registry.register_with_unit("snapshot_read", help, Unit::Bytes, pulled.clone());
-        let registry = Arc::new(registry);
-        let health = Health::starting(&["controller"]);
-        Metrics {
-            registry,
-            volumes,
-            clients,
-            retained,
-            requests,
-            read,
-            written,
-            failed,
-            clients_refused,
-            latency,
-            replicas,
-            replicas_slow,
-            dials,
-            waiting,
-            rebuilt,
-            to_rebuild,
-            moved,
-            pulled,
-            health,
-        }
+        Self { connected, refused, requests, latency, read, written, failed }
+    }
+
+    pub fn refused(&self) {
+        self.refused.inc();
     }
 
     /// Counts a request; its kind is passed back with its reply.
@@ -159,6 +118,61 @@ impl Metrics {
         }
         if reply.result.is_err() {
             self.failed.inc();
+        }
+    }
+}
+
+/// The numbers are for `/metrics` only.
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("quoin_target");
+        let (volumes, retained) = (Gauge::default(), Gauge::default());
+        registry.register("volumes", "Volumes served here", volumes.clone());
+        let clients = ClientMetrics::registered(&mut registry);
+        let help = "Entries kept in memory: not on media yet, or for replicas away or behind";
+        registry.register_with_unit("retained", help, Unit::Bytes, retained.clone());
+        let replicas = Family::<State, Gauge>::default();
+        registry.register("replicas", "Replicas of the volumes served here", replicas.clone());
+        let replicas_slow = Gauge::default();
+        let help = "Replicas that take writes much later than the others of their volume";
+        registry.register("replicas_slow", help, replicas_slow.clone());
+        let dials = Gauge::default();
+        let help = "Connections to replicas that are being made or wait for their turn";
+        registry.register("dials", help, dials.clone());
+        let (waiting, rebuilt, to_rebuild) = (Gauge::default(), Gauge::default(), Gauge::default());
+        registry.register("volumes_waiting", "Volumes whose IO waits", waiting.clone());
+        let help = "Copied so far by the rebuilds that are under way";
+        registry.register_with_unit("rebuilt", help, Unit::Bytes, rebuilt.clone());
+        let help = "What the rebuilds under way copy in all";
+        registry.register_with_unit("rebuild", help, Unit::Bytes, to_rebuild.clone());
+        let moved = Counter::default();
+        let help = "Data that rebuilds copied, counted as each is complete";
+        registry.register_with_unit("rebuild_moved", help, Unit::Bytes, moved.clone());
+        let pulled = Counter::default();
+        let help = "Data of snapshots that was read for exports";
+        registry.register_with_unit("snapshot_read", help, Unit::Bytes, pulled.clone());
+        let registry = Arc::new(registry);
+        let health = Health::starting(&["controller"]);
+        Metrics {
+            registry,
+            volumes,
+            clients,
+            retained,
+            replicas,
+            replicas_slow,
+            dials,
+            waiting,
+            rebuilt,
+            to_rebuild,
+            moved,
+            pulled,
+            health,
         }
     }
 
@@ -197,10 +211,6 @@ impl Metrics {
         self.health.replace("devices of volume ", served.iter().map(problem));
     }
 
-    pub fn refused_client(&self) {
-        self.clients_refused.inc();
-    }
-
     /// Returns the text that Prometheus scrapes.
     pub fn render(&self) -> String {
         let mut text = String::new();
@@ -223,20 +233,20 @@ mod tests {
     #[test]
     fn clients_that_are_refused_are_counted() {
         let metrics = Metrics::new();
-        metrics.refused_client();
-        metrics.refused_client();
-        assert_eq!(metrics.clients_refused.get(), 2);
+        metrics.clients.refused();
+        metrics.clients.refused();
+        assert_eq!(metrics.clients.refused.get(), 2);
     }
 
     #[test]
     fn requests_are_counted_by_their_kind() {
         let metrics = Metrics::new();
-        let kind = metrics.requested(&Request {
+        let kind = metrics.clients.requested(&Request {
             token: 1,
             operation: Operation::Read { offset: 0, length: 4096 },
         });
         let reply = Reply { token: 1, result: Err(quoin_types::block::BlockError::Damaged) };
-        metrics.replied(&reply, kind, Duration::from_micros(100));
+        metrics.clients.replied(&reply, kind, Duration::from_micros(100));
         let text = metrics.render();
         assert!(text.contains("quoin_target_requests_total{operation=\"read\"} 1"), "{text}");
         assert!(text.contains("quoin_target_read_bytes_total 4096"), "{text}");

@@ -169,7 +169,7 @@ impl NbdListener {
                 }
             };
             let Some(wait) = waiting.acquire(PeerAddress::Network(from)) else {
-                control.options.metrics.refused_client();
+                control.options.metrics.clients.refused();
                 continue;
             };
             let (control, policy) = (control.clone(), self.policy.clone());
@@ -177,11 +177,11 @@ impl NbdListener {
             tokio::spawn(async move {
                 let place = place(&negotiations, from).await;
                 drop(wait);
-                let Some(place) = place else { return control.options.metrics.refused_client() };
+                let Some(place) = place else { return control.options.metrics.clients.refused() };
                 tokio::task::spawn_blocking(move || {
                     let _place = place;
                     if let Err(why) = hear(socket.into_std(), policy, &control) {
-                        control.options.metrics.refused_client();
+                        control.options.metrics.clients.refused();
                         tracing::info!(%from, why, "an NBD client was turned away");
                     }
                 });

@@ -367,7 +367,9 @@ fn a_client_that_is_gone_leaves_no_write_behind_that_its_volumes_limits_held_bac
     }
     assert_eq!(gone.reply().1, 0);
     drop(gone);
-    eventually("it is noticed that the client is gone", || target.metrics.clients.get() == 1);
+    eventually("it is noticed that the client is gone", || {
+        target.metrics.clients.connected.get() == 1
+    });
     // It has its turn after what waits already.
     let is_untouched = stays.read(5 * 4096, 4096) == [0; 4096];
     assert!(is_untouched, "a write of a client that was gone came");

@@ -18,7 +18,9 @@ use crate::state::snapshot_records::{
 use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::volume::devices::Use;
 use crate::volume::sharing::Sharing;
-use crate::volume::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
+use crate::volume::verification::{
+    FindingRecord, ReplicaResult, VerifyCounts, VerifyRecord, VerifyState,
+};
 use quoin_api::volume::{
     BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
     Spread, VolumeOptions,
@@ -424,14 +426,16 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         began_ms: 1_700_000_000_000,
         ended_ms: 1_700_000_000_001,
         message: "in words".into(),
-        checked_bytes: 1 << 30,
-        total_bytes: 1 << 30,
-        read_bytes: 3 << 30,
-        bad: 2,
-        lost: 1,
-        differing: 1,
-        repaired: 1,
-        unsettled: 1,
+        found: VerifyCounts {
+            checked_bytes: 1 << 30,
+            total_bytes: 1 << 30,
+            read_bytes: 3 << 30,
+            bad: 2,
+            lost: 1,
+            differing: 1,
+            repaired: 1,
+            unsettled: 1,
+        },
         replicas: vec![replica],
         findings: vec![finding],
     };

@@ -417,7 +417,7 @@ impl Conditions {
     /// verification that ended after that and found none ends the condition.
     fn lost_blocks(&self, volume: &VolumeRecord) -> Option<u64> {
         let verified = self.state.verifications.get(&volume.id.0.to_string());
-        let counted = verified.as_ref().map_or(0, |record| record.lost);
+        let counted = verified.as_ref().map_or(0, |record| record.found.lost);
         if counted > 0 {
             return Some(counted);
         }

@@ -57,6 +57,15 @@ pub struct VerifyRecord {
     pub began_ms: u64,
     pub ended_ms: u64,
     pub message: String,
+    #[serde(flatten)]
+    pub found: VerifyCounts,
+    pub replicas: Vec<ReplicaResult>,
+    pub findings: Vec<FindingRecord>,
+}
+
+/// How far a verification is, and blocks that it found.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct VerifyCounts {
     pub checked_bytes: u64,
     pub total_bytes: u64,
     pub read_bytes: u64,
@@ -65,8 +74,6 @@ pub struct VerifyRecord {
     pub differing: u64,
     pub repaired: u64,
     pub unsettled: u64,
-    pub replicas: Vec<ReplicaResult>,
-    pub findings: Vec<FindingRecord>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -120,14 +127,16 @@ impl VerifyRecord {
     /// Takes over how far it is and what was found.
     fn take(&mut self, report: &api::Verification) {
         let short = |text: &str| text.chars().take(TEXT_BYTES_MAX).collect::<String>();
-        self.checked_bytes = report.checked_bytes;
-        self.total_bytes = report.total_bytes;
-        self.read_bytes = report.read_bytes;
-        self.bad = report.bad;
-        self.lost = report.lost;
-        self.differing = report.differing;
-        self.repaired = report.repaired;
-        self.unsettled = report.unsettled;
+        self.found = VerifyCounts {
+            checked_bytes: report.checked_bytes,
+            total_bytes: report.total_bytes,
+            read_bytes: report.read_bytes,
+            bad: report.bad,
+            lost: report.lost,
+            differing: report.differing,
+            repaired: report.repaired,
+            unsettled: report.unsettled,
+        };
         self.message = short(&report.message);
         let replica = |replica: &api::VerifiedReplica| ReplicaResult {
             replica_id: short(&replica.replica_id),
@@ -166,14 +175,14 @@ impl VerifyRecord {
             message: self.message.clone(),
             began_at: Some(timestamp(self.began_ms)),
             ended_at: (self.ended_ms > 0).then(|| timestamp(self.ended_ms)),
-            checked_bytes: self.checked_bytes,
-            total_bytes: self.total_bytes,
-            read_bytes: self.read_bytes,
-            bad: self.bad,
-            lost: self.lost,
-            differing: self.differing,
-            repaired: self.repaired,
-            unsettled: self.unsettled,
+            checked_bytes: self.found.checked_bytes,
+            total_bytes: self.found.total_bytes,
+            read_bytes: self.found.read_bytes,
+            bad: self.found.bad,
+            lost: self.found.lost,
+            differing: self.found.differing,
+            repaired: self.found.repaired,
+            unsettled: self.found.unsettled,
             replicas: self
                 .replicas
                 .iter()
@@ -209,20 +218,20 @@ impl VerifyRecord {
             return (Severity::Warning, format!("could not be verified: {}", self.message));
         }
         let mut found = Vec::new();
-        if self.bad > 0 {
+        if self.found.bad > 0 {
             let bad = self.replicas.iter().filter(|replica| replica.bad > 0);
             let pools: Vec<_> = bad.map(|r| format!("pool {}: {}", r.pool, r.bad)).collect();
-            found.push(format!("bad copies of blocks: {} ({})", self.bad, pools.join(", ")));
+            found.push(format!("bad copies of blocks: {} ({})", self.found.bad, pools.join(", ")));
         }
-        if self.lost > 0 {
-            found.push(format!("blocks without any good copy: {}", self.lost));
+        if self.found.lost > 0 {
+            found.push(format!("blocks without any good copy: {}", self.found.lost));
         }
-        if self.differing > 0 {
-            found.push(format!("blocks whose good copies differ: {}", self.differing));
+        if self.found.differing > 0 {
+            found.push(format!("blocks whose good copies differ: {}", self.found.differing));
         }
         let looked = format!(
             "{} of {} replicas compared",
-            text::bytes(self.checked_bytes),
+            text::bytes(self.found.checked_bytes),
             self.replicas.iter().filter(|replica| replica.checked_bytes > 0).count()
         );
         let left: Vec<_> = self
@@ -235,12 +244,12 @@ impl VerifyRecord {
         if found.is_empty() {
             return (Severity::Normal, format!("{looked}{left}: all are the same and good"));
         }
-        let wrong = self.bad + self.differing;
-        let severity = match self.lost == 0 && self.repaired >= wrong {
+        let wrong = self.found.bad + self.found.differing;
+        let severity = match self.found.lost == 0 && self.found.repaired >= wrong {
             true => Severity::Warning,
             false => Severity::Error,
         };
-        let repaired = format!("{} of {wrong} repaired", self.repaired);
+        let repaired = format!("{} of {wrong} repaired", self.found.repaired);
         (severity, format!("{looked}{left}: {}; {repaired}", found.join(", ")))
     }
 }

@@ -265,7 +265,7 @@ impl Primary {
 
     fn swap(&mut self, now: Time, next: Box<Next>, actions: &mut Vec<PrimaryAction>) {
         actions.push(PrimaryAction::SwapMembership {
-            epoch: self.epoch,
+            epoch: self.opening.epoch,
             version: self.members.membership.version,
             next: next.membership.clone(),
         });
@@ -296,7 +296,11 @@ impl Primary {
     ) {
         let version = self.members.membership.version;
         let same = Membership { version: version + 1, ..self.members.membership.clone() };
-        actions.push(PrimaryAction::SwapMembership { epoch: self.epoch, version, next: same });
+        actions.push(PrimaryAction::SwapMembership {
+            epoch: self.opening.epoch,
+            version,
+            next: same,
+        });
         self.change.state = State::Asking { next, since, retry_at: now + RETRY };
     }
 

@@ -159,7 +159,7 @@ impl Primary {
             }
             return;
         }
-        let id = self.incarnations.random();
+        let id = self.opening.incarnations.random();
         let asking =
             Asking { request, asked: None, tried: Vec::new(), is_bad: false, retry_at: now };
         self.changes.open.insert(id, asking);

@@ -160,7 +160,7 @@ impl Primary {
             None if unheld => None,
             None => return actions.push(note(point, PointOutcome::Released { unbroken: false })),
         };
-        let epoch = self.epoch;
+        let epoch = self.opening.epoch;
         if let Some((made, lsn)) = cut {
             // Another snapshot of the same point would be another content.
             if made == snapshot {

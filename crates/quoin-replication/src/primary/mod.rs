@@ -79,12 +79,11 @@ pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
 pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 pub use holds::{HOLD_MS_MAX, PointOutcome, PointWish};
-use incarnations::Incarnations;
 pub use options::LiveOptions;
 use peer::{Link, Peer};
 use quoin_types::VOLUME_BLOCKS_MAX;
 use quoin_types::block::{BlockError, Payload, Reply, Token};
-use quoin_types::ids::{Epoch, SessionKey, VolumeId};
+use quoin_types::ids::{SessionKey, VolumeId};
 use quoin_types::membership::{Durability, Member};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::time::Time;
@@ -177,8 +176,6 @@ enum Phase {
 pub struct Primary {
     config: PrimaryConfig,
     phase: Phase,
-    incarnations: Incarnations,
-    epoch: Epoch,
     members: members::Members,
     opening: opening::Opening,
     options: options::Options,
@@ -200,10 +197,8 @@ impl Primary {
     pub fn new(now: Time, config: PrimaryConfig, seed: u64) -> Self {
         Self {
             phase: Phase::Resting { until: now },
-            incarnations: Incarnations::new(seed),
-            epoch: Epoch::ZERO,
             members: members::Members::new(),
-            opening: opening::Opening::new(now),
+            opening: opening::Opening::new(now, seed),
             options: options::Options::default(),
             history: History::empty(config.volume_blocks),
             commit: commit::Commit::default(),
@@ -226,20 +221,26 @@ impl Primary {
         }
         match event {
             PrimaryEvent::Granted { incarnation, epoch, membership } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
+                if self.phase == Phase::Acquiring
+                    && incarnation == self.opening.incarnations.current()
+                {
                     self.granted(now, epoch, membership, actions);
                 }
             }
             PrimaryEvent::NotOwner { incarnation } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
+                if self.phase == Phase::Acquiring
+                    && incarnation == self.opening.incarnations.current()
+                {
                     actions.push(PrimaryAction::Note(PrimaryNote::Fenced {
-                        by: self.opening.refusals.newest().max(self.epoch),
+                        by: self.opening.refusals.newest().max(self.opening.epoch),
                     }));
                     self.stop(actions);
                 }
             }
             PrimaryEvent::GrantFailed { incarnation } => {
-                if self.phase == Phase::Acquiring && incarnation == self.incarnations.current() {
+                if self.phase == Phase::Acquiring
+                    && incarnation == self.opening.incarnations.current()
+                {
                     self.wait_for(WaitReason::Grant, actions);
                     self.rest(now);
                 }
@@ -294,11 +295,17 @@ impl Primary {
     }
 
     fn key(&self, nonce: u64) -> SessionKey {
-        SessionKey { epoch: self.epoch, incarnation: self.incarnations.current(), nonce }
+        SessionKey {
+            epoch: self.opening.epoch,
+            incarnation: self.opening.incarnations.current(),
+            nonce,
+        }
     }
 
     fn peer_of(&self, session: SessionKey) -> Option<usize> {
-        if session.epoch != self.epoch || session.incarnation != self.incarnations.current() {
+        if session.epoch != self.opening.epoch
+            || session.incarnation != self.opening.incarnations.current()
+        {
             return None;
         }
         self.members.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)

@@ -24,19 +24,19 @@ const FETCH_BYTES: u32 = 4 << 20;
 impl Primary {
     /// Step 1. Every attempt takes a new incarnation and a new epoch.
     pub(super) fn acquire(&mut self, actions: &mut Vec<PrimaryAction>) {
-        self.incarnations.begin_next();
+        self.opening.incarnations.begin_next();
         if mutant::is("epoch-reused") {
-            self.incarnations.repeat(self.config.volume.0);
+            self.opening.incarnations.repeat(self.config.volume.0);
         }
         self.phase = Phase::Acquiring;
         actions.push(PrimaryAction::AcquireEpoch {
-            incarnation: self.incarnations.current(),
+            incarnation: self.opening.incarnations.current(),
             at_least: self.opening.refusals.at_least(),
         });
     }
 
     pub(super) fn rest(&mut self, now: Time) {
-        let chance = self.incarnations.random();
+        let chance = self.opening.incarnations.random();
         self.phase = Phase::Resting { until: now + self.opening.pause(chance) };
     }
 
@@ -80,13 +80,13 @@ impl Primary {
             self.wait_for(WaitReason::UnsoundMembership(rule), actions);
             return self.rest(now);
         }
-        if epoch <= self.epoch {
+        if epoch <= self.opening.epoch {
             self.wait_for(WaitReason::UsedEpoch, actions);
-            self.opening.refusals.ask_above(self.epoch);
+            self.opening.refusals.ask_above(self.opening.epoch);
             return self.rest(now);
         }
-        let judged = self.opening.refusals.judge(now, self.epoch, epoch);
-        self.epoch = epoch;
+        let judged = self.opening.refusals.judge(now, self.opening.epoch, epoch);
+        self.opening.epoch = epoch;
         if self.requests.any(Waiting::Window) {
             self.opening.past.waits(epoch);
         }
@@ -149,7 +149,7 @@ impl Primary {
             // Accepting it would leave the record no epoch to grant.
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
-        if failure == Failure::Fenced && promised >= self.epoch {
+        if failure == Failure::Fenced && promised >= self.opening.epoch {
             if !self.opening.refusals.hear(now, self.members[index].member, promised) {
                 return self.shut_out(now, index, "PromiseMonotone", actions);
             }
@@ -212,7 +212,7 @@ impl Primary {
         if peer.link != Link::Opening {
             return;
         }
-        if let Err(what) = ack.check(self.epoch) {
+        if let Err(what) = ack.check(self.opening.epoch) {
             return self.shut_out(now, index, what, actions);
         }
         peer.link = Link::Answered;
@@ -411,7 +411,7 @@ impl Primary {
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
-        self.opening.past.appends(self.epoch);
+        self.opening.past.appends(self.opening.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
         self.commit.first_view = first;
@@ -440,7 +440,7 @@ impl Primary {
             assert!(rule.known.len() <= usize::from(rule.rf), "KnownAtMostRF");
         }
         let kind = EntryKind::View(Box::new(view.clone()));
-        let entry = self.history.append_bare(self.epoch, kind);
+        let entry = self.history.append_bare(self.opening.epoch, kind);
         self.commit.views.pending.push_back((entry.lsn, view));
     }
 
@@ -564,9 +564,9 @@ impl Primary {
         self.options.shown = Lsn::ZERO;
         self.wait_no_longer(actions);
         let at = self.history.last;
-        actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.epoch, at }));
+        actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.opening.epoch, at }));
         self.note_in_sync(actions);
-        let rewritten = self.opening.rewrite_orphans(self.epoch, &mut self.history);
+        let rewritten = self.opening.rewrite_orphans(self.opening.epoch, &mut self.history);
         self.requests.renumber(|lsn| rewritten.find(lsn));
         self.reads.owed = rewritten.find(self.reads.owed);
         // Growth comes before requests that waited: they know the volume in its present size.

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use super::history::History;
+use super::incarnations::Incarnations;
 use super::past::Past;
 use super::refusals::Refusals;
 use quoin_types::entry::{EntryKind, SharedEntry};
@@ -24,6 +25,9 @@ const REST_LAST_MS: u64 = 10_000;
 const ATTEMPTS_MAX: u32 = 7;
 
 pub(super) struct Opening {
+    /// The epoch of the last open that was granted one.
+    pub epoch: Epoch,
+    pub incarnations: Incarnations,
     pub refusals: Refusals,
     pub past: Past,
     attempts: u32,
@@ -41,8 +45,11 @@ pub(super) struct Opening {
 }
 
 impl Opening {
-    pub fn new(now: Time) -> Self {
+    /// `seed` determines the incarnations; it must not repeat for a volume.
+    pub fn new(now: Time, seed: u64) -> Self {
         Self {
+            epoch: Epoch::ZERO,
+            incarnations: Incarnations::new(seed),
             refusals: Refusals::default(),
             past: Past::default(),
             attempts: 0,
@@ -164,7 +171,7 @@ mod tests {
 
     #[test]
     fn pauses_double_up_to_the_longest_and_are_short_again_after_an_open_that_succeeded() {
-        let mut opening = Opening::new(at(0));
+        let mut opening = Opening::new(at(0), 1);
         let mut pauses: Vec<u64> = (0..9).map(|_| opening.pause(0).as_millis() as u64).collect();
         assert_eq!(pauses, [50, 100, 200, 400, 800, 1600, 3200, 5000, 5000]);
         assert_eq!(opening.pause(u64::MAX).as_millis() as u64, 5000 + u64::MAX % 5001);
@@ -177,7 +184,7 @@ mod tests {
 
     #[test]
     fn an_open_is_given_up_later_while_a_replica_owes_an_answer() {
-        let mut opening = Opening::new(at(0));
+        let mut opening = Opening::new(at(0), 1);
         opening.begin(at(1000));
         let [answers, none] = [true, false].map(|answers| opening.gives_up_at(answers));
         assert_eq!((answers, none), (at(121_000), at(21_000)));
@@ -190,7 +197,7 @@ mod tests {
         let (survives, orphan) = (write(&mut old, 1, 2), write(&mut old, 1, 3));
         old.append_bare(Epoch(1), EntryKind::Resize { blocks: 8 });
         let behind = write(&mut old, 1, 4);
-        let mut opening = Opening::new(at(0));
+        let mut opening = Opening::new(at(0), 1);
         opening.keep(&old, committed, committed);
 
         let mut new = History::empty(64);
@@ -211,7 +218,7 @@ mod tests {
         let mut old = History::empty(64);
         let first = write(&mut old, 1, 1);
         let second = write(&mut old, 1, 2);
-        let mut opening = Opening::new(at(0));
+        let mut opening = Opening::new(at(0), 1);
         assert!(!opening.is_commit_missing(&History::empty(64)), "it has served nothing");
         opening.keep(&old, first, second);
         assert!(!opening.is_commit_missing(&old));

@@ -346,7 +346,7 @@ impl Primary {
     fn append_boundary(&mut self, id: u64) -> ((SnapshotId, Lsn), Box<IncrementEnd>) {
         let id = SnapshotId::of_boundary(id);
         let kind = EntryKind::Snapshot { id, hidden: true };
-        let entry = self.history.append_bare(self.epoch, kind);
+        let entry = self.history.append_bare(self.opening.epoch, kind);
         self.commit.want_sync(entry.lsn);
         ((id, entry.lsn), Box::new(self.history.end(self.kept_snapshots())))
     }
@@ -390,7 +390,7 @@ impl Primary {
         if rebuild.base_source.is_some() || self.phase != Phase::Serving {
             return;
         }
-        let random = self.incarnations.random();
+        let random = self.opening.incarnations.random();
         let (boundary, end) = self.append_boundary(random);
         (rebuild.boundary, rebuild.end) = (Some(boundary), Some(end));
         rebuild.views = self.views_after(rebuild.from, rebuild.boundary);
@@ -469,7 +469,7 @@ impl Primary {
             return false;
         }
         let base = base.flatten();
-        let id = self.incarnations.random();
+        let id = self.opening.incarnations.random();
         let mut views: VecDeque<_> = VecDeque::new();
         let mut boundary = None;
         let mut end = None;
@@ -534,7 +534,7 @@ impl Primary {
             }
             let Some((view, _)) = rebuild.views.front().copied() else { return };
             let sources = self.sources_of(rebuild, view);
-            let id = self.incarnations.random();
+            let id = self.opening.incarnations.random();
             let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
             let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
             let (from, bytes_max) = (rebuild.from, self.rebuilds.pace.chunk_bytes());
@@ -737,7 +737,7 @@ impl Primary {
                     return true;
                 }
                 let fits = |end: &IncrementEnd| {
-                    end.check(self.epoch).is_ok()
+                    end.check(self.opening.epoch).is_ok()
                         && self.history.holds(end.position)
                         && end.position.lsn >= from
                 };

@@ -532,7 +532,7 @@ impl Primary {
         let blocks = self.config.volume_blocks;
         if blocks > self.history.blocks {
             let kind = EntryKind::Resize { blocks };
-            self.history.append_bare(self.epoch, kind);
+            self.history.append_bare(self.opening.epoch, kind);
         }
     }
 

@@ -103,13 +103,13 @@ impl Primary {
                 Some(true) if users >= USER_SNAPSHOTS_MAX => (Lsn::ZERO, SnapshotOutcome::TooMany),
                 Some(true) => {
                     let kind = EntryKind::Snapshot { id, hidden: false };
-                    let lsn = self.history.append_bare(self.epoch, kind).lsn;
+                    let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
                     (lsn, self.made(id, lsn))
                 }
             },
             (SnapshotWish::Delete, Some(_)) => {
                 let kind = EntryKind::DeleteSnapshot { id };
-                (self.history.append_bare(self.epoch, kind).lsn, SnapshotOutcome::Deleted)
+                (self.history.append_bare(self.opening.epoch, kind).lsn, SnapshotOutcome::Deleted)
             }
             (SnapshotWish::Confirm, None) => (last, SnapshotOutcome::Gone),
             (SnapshotWish::Delete, None) => (last, SnapshotOutcome::Deleted),
@@ -177,9 +177,10 @@ impl Primary {
                     if self.commit.stable < last {
                         return self.commit.want_sync(last);
                     }
-                    self.history.append_bare(self.epoch, EntryKind::Revert { id: snapshot });
+                    self.history
+                        .append_bare(self.opening.epoch, EntryKind::Revert { id: snapshot });
                     let kind = EntryKind::Snapshot { id: attempt, hidden: true };
-                    let lsn = self.history.append_bare(self.epoch, kind).lsn;
+                    let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
                     (lsn, self.reverted(attempt, lsn))
                 }
             },

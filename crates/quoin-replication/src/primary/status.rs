@@ -112,7 +112,7 @@ impl Primary {
             }
         });
         PrimaryStatus {
-            epoch: self.epoch,
+            epoch: self.opening.epoch,
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
             waiting: self

@@ -24,7 +24,7 @@ impl Primary {
             return;
         }
         if self.phase != Phase::Serving {
-            self.opening.past.waits(self.epoch);
+            self.opening.past.waits(self.opening.epoch);
             return self.requests.wait_for_window(request);
         }
         if let Err(error) = self.check(&request.operation) {
@@ -212,7 +212,10 @@ impl Primary {
         for at in (0..data.len()).step_by(step) {
             let part = data.slice(at..(at + step).min(data.len()));
             let blocks = (part.len() / BLOCK_SIZE) as u32;
-            lsn = self.history.append(self.epoch, EntryKind::Write, lba, blocks, part, fua).lsn;
+            lsn = self
+                .history
+                .append(self.opening.epoch, EntryKind::Write, lba, blocks, part, fua)
+                .lsn;
             lba += u64::from(blocks);
         }
         lsn
@@ -224,7 +227,7 @@ impl Primary {
         while lba < end {
             let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
             let kind = kind.clone();
-            lsn = self.history.append(self.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
+            lsn = self.history.append(self.opening.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
             lba += u64::from(blocks);
         }
         lsn

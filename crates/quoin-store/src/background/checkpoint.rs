@@ -330,7 +330,7 @@ impl Replica {
             }
             EntryKind::DeleteSnapshot { id } => {
                 work.snapshots.retain(|s| s.info.id != id);
-                self.count.request();
+                self.maintenance.count.request();
             }
             EntryKind::Revert { id } => {
                 let (cursor, blocks) = (0, work.head.volume_blocks);
@@ -339,7 +339,7 @@ impl Replica {
                     let (since, kept) = (s.info.lsn.0, s.root);
                     RevertFold { lsn, since, kept, cursor, blocks }
                 });
-                self.count.request();
+                self.maintenance.count.request();
             }
             _ => {}
         }
@@ -378,13 +378,13 @@ impl Replica {
         self.log.start().unwrap_or_else(|| LogStart {
             sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
             offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
-            index: self.end.next_index,
-            previous: self.end.previous,
+            index: self.family.log_end.next_index,
+            previous: self.family.log_end.previous,
         })
     }
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.count.is_too_high();
+        let too_high = self.maintenance.count.is_too_high();
         let segments =
             self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
         Checkpoint {

@@ -226,7 +226,7 @@ impl Replica {
                 self.family.segments.set_aside(job.unit);
                 if job.moved || job.copied {
                     // Moved blocks were counted in their new segment, and in this one as well.
-                    self.count.begin_anew();
+                    self.maintenance.count.begin_anew();
                 }
                 self.maintenance.dirty |= job.moved;
                 core.logical_of(self.family.guid).forget_copies(job.own);

@@ -69,7 +69,7 @@ impl ReplicaWork {
     fn of(replica: &Replica, options: &PoolOptions) -> Self {
         let work = &replica.maintenance;
         // One that waits for its rebuild is not worked on.
-        let is_workable = replica.quarantine.replica.is_none();
+        let is_workable = replica.maintenance.quarantined.is_none();
         let is_foldable = is_workable && replica.has_foldable();
         let may_fold = is_foldable && replica.log.bytes > 0;
         let may_commit = is_workable && replica.may_commit();

@@ -1,8 +1,9 @@
-//! Background work of one replica: jobs under way, and parts that the work leaves alone for now.
+//! Background work of one replica: jobs under way, and why it has none.
 
 use crate::background::checkpoint::{CheckpointJob, Commit};
 use crate::background::cleaner::CleanJob;
 use crate::background::look_ahead::HeadersRead;
+use crate::background::recount::LiveCount;
 use crate::clones::flatten::Flatten;
 use crate::format::relatives::BaseId;
 
@@ -27,6 +28,9 @@ pub struct Maintenance {
     /// Bases that the maps in memory do not show any more, and the last record still does.
     pub given_up_bases: Vec<BaseId>,
     pub headers_read: HeadersRead,
+    pub count: LiveCount,
+    /// The replica has no background work, for this reason.
+    pub quarantined: Option<Cause>,
 }
 
 impl Maintenance {
@@ -56,6 +60,11 @@ impl Maintenance {
         all
     }
 
+    /// Ends the quarantine of a replica that the disk refused to read, which may have passed.
+    pub fn try_again(&mut self) {
+        self.quarantined.take_if(|cause| *cause == Cause::Unreadable);
+    }
+
     /// All segments, `(first unit, units)`, that wait to be freed.
     pub fn into_frees(self) -> impl Iterator<Item = (u32, u32)> {
         let committing = self.commit.into_iter().flat_map(|c| c.frees);
@@ -72,20 +81,6 @@ pub enum Cause {
     Unreadable,
 }
 
-/// Parts of a replica that background work leaves alone.
-#[derive(Default)]
-pub struct Quarantine {
-    /// The whole replica.
-    pub replica: Option<Cause>,
-}
-
-impl Quarantine {
-    /// Ends the quarantine of a replica that the disk refused to read, which may have passed.
-    pub fn try_again(&mut self) {
-        self.replica.take_if(|cause| *cause == Cause::Unreadable);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,9 +88,9 @@ mod tests {
     #[test]
     fn what_the_disk_refused_is_tried_again_and_damage_waits_for_its_rebuild() {
         for (cause, left) in [(Cause::Unreadable, None), (Cause::Damaged, Some(Cause::Damaged))] {
-            let mut quarantine = Quarantine { replica: Some(cause) };
-            quarantine.try_again();
-            assert_eq!(quarantine.replica, left);
+            let mut work = Maintenance { quarantined: Some(cause), ..Maintenance::default() };
+            work.try_again();
+            assert_eq!(work.quarantined, left);
         }
     }
 

@@ -184,12 +184,12 @@ impl Replica {
     /// Whether its segments are to be counted, or are being counted.
     pub fn is_count_due(&self) -> bool {
         let follows = || {
-            self.count.after.is_some_and(|sequence| {
+            self.maintenance.count.after.is_some_and(|sequence| {
                 let folded = self.folded.head.position.lsn.0;
                 !self.has_log_above(sequence, folded, self.log_start().index)
             })
         };
-        self.count.due || self.count.job.is_some() || follows()
+        self.maintenance.count.due || self.maintenance.count.job.is_some() || follows()
     }
 
     /// Whether a segment of the log up to this sequence number holds what is not folded.
@@ -203,8 +203,8 @@ impl Replica {
     fn begin_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<Recount, StoreError> {
         // Nodes that wait are counted already, and have their places.
         self.io(core).flush()?;
-        let is_first = std::mem::take(&mut self.count.due);
-        self.count.after = None;
+        let is_first = std::mem::take(&mut self.maintenance.count.due);
+        self.maintenance.count.after = None;
         Ok(Recount {
             is_first,
             done: None,
@@ -233,7 +233,7 @@ impl Replica {
 
     /// Counts on; true when the estimates have been replaced.
     pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let mut job = match self.count.job.take() {
+        let mut job = match self.maintenance.count.job.take() {
             Some(job) => job,
             None => self.begin_recount(core)?,
         };
@@ -244,14 +244,14 @@ impl Replica {
                 return Ok(true);
             }
         }
-        self.count.job = Some(job);
+        self.maintenance.count.job = Some(job);
         Ok(false)
     }
 
     /// Looks at the leaves that the next step of a count reads.
     pub fn look_ahead_of_count<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
         let views = self.counted_views(core);
-        let job = self.count.job.as_ref();
+        let job = self.maintenance.count.job.as_ref();
         let done = job.and_then(|job| job.done);
         let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))
         else {
@@ -360,7 +360,7 @@ impl Replica {
             }
         });
         if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
-            self.count.after = Some(job.through_sequence);
+            self.maintenance.count.after = Some(job.through_sequence);
         }
         self.family.changes += 1;
     }

@@ -144,7 +144,8 @@ impl<D: Disk> Pool<D> {
     }
 
     pub(crate) fn due(&self) -> Due {
-        if self.core.failed.is_some() || self.waits_for_disk() || self.next_step().is_none() {
+        if self.core.faults.failed.is_some() || self.waits_for_disk() || self.next_step().is_none()
+        {
             return Due::Idle;
         }
         let (log, limit) = (self.log_bytes(), self.core.options.checkpoint_bytes);
@@ -252,7 +253,7 @@ impl<D: Disk> Pool<D> {
     #[cfg(any(test, debug_assertions))]
     fn victim_of_all(&self, limit: u64) -> Option<u32> {
         let limit = limit.max(self.sprawl_limit_percent());
-        let workable = self.replicas.values().filter(|r| r.quarantine.replica.is_none());
+        let workable = self.replicas.values().filter(|r| r.maintenance.quarantined.is_none());
         workable
             .flat_map(|r| r.victims().map(move |s| (r.family.segments.capacity(s.units), s)))
             .filter_map(|(capacity, s)| {
@@ -292,14 +293,14 @@ impl<D: Disk> Pool<D> {
                     if let Some(guid) = guid
                         && let Some(replica) = self.replicas.get_mut(&guid)
                     {
-                        replica.quarantine.replica = Some(Cause::Damaged);
-                        self.core.damaged.push((guid, what));
+                        replica.maintenance.quarantined = Some(Cause::Damaged);
+                        self.core.faults.damaged.push((guid, what));
                     }
                 }
                 // Waiting loses no data.
                 Err(error) if error.is_refused_read() => {
                     if let Some(replica) = guid.and_then(|g| self.replicas.get_mut(&g)) {
-                        replica.quarantine.replica = Some(Cause::Unreadable);
+                        replica.maintenance.quarantined = Some(Cause::Unreadable);
                     }
                 }
                 Err(error) if error.is_lack_of_room() => {
@@ -354,7 +355,7 @@ impl<D: Disk> Pool<D> {
         self.victim.set(None);
         self.touch_all();
         for replica in self.replicas.values_mut() {
-            replica.quarantine.try_again();
+            replica.maintenance.try_again();
             replica.maintenance.commit_waits = false;
         }
         // Segments that could not be read wait for the next commit. Where they are all that could
@@ -498,7 +499,7 @@ impl<D: Disk> Pool<D> {
         };
         if done.is_err() {
             // The counters include work towards a result that is dropped.
-            replica.count.begin_anew();
+            replica.maintenance.count.begin_anew();
         }
         done
     }

@@ -151,7 +151,7 @@ impl Replica {
         match part {
             Part::Hole { .. } => {}
             Part::Damaged { newest, .. } => {
-                let (start, known) = (start.max(at.cursor), core.bad.len());
+                let (start, known) = (start.max(at.cursor), core.faults.bad.len());
                 let many = (FANOUT * LEAF_BLOCKS) as u64;
                 for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
                     let bad = BadBlock::stretch(self.identity.guid, lba, Lsn(newest));
@@ -167,7 +167,7 @@ impl Replica {
                 self.scrub_nodes(core, root, start, at.cursor, done)?;
                 self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
                 core.forget_found();
-                let (mut slots, known) = (Vec::new(), core.bad.len());
+                let (mut slots, known) = (Vec::new(), core.faults.bad.len());
                 self.slots(core, view, start, Lsn(from), true, &mut slots)?;
                 done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
                 match is_folded {
@@ -215,7 +215,7 @@ impl Replica {
         core: &mut Core<D>,
         known: usize,
     ) -> Result<(), StoreError> {
-        for bad in core.bad.split_off(known.min(core.bad.len())) {
+        for bad in core.faults.bad.split_off(known.min(core.faults.bad.len())) {
             let Some(id) = bad.snapshot.filter(|_| bad.lba < self.head.volume_blocks) else {
                 core.note_bad(bad);
                 continue;
@@ -247,7 +247,7 @@ impl Replica {
         known: usize,
     ) -> Result<(), StoreError> {
         let folded = Source::Root(self.folded.root);
-        for bad in core.bad.split_off(known.min(core.bad.len())) {
+        for bad in core.faults.bad.split_off(known.min(core.faults.bad.len())) {
             let blocks = u64::from(bad.blocks).min(self.head.volume_blocks.saturating_sub(bad.lba));
             self.find(core, &folded, bad.lba, blocks as u32)?;
             let before = core.buffers.found.clone();
@@ -436,7 +436,7 @@ impl Replica {
         let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= size);
         let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
         let source = self.source(view).ok_or(StoreError::Rule("no such view"))?;
-        let known = core.bad.len();
+        let known = core.faults.bad.len();
         let (mut at, mut left) = (lba, u64::from(bytes_max));
         while at < end && (left > 0 || at == lba) {
             let leaf = LEAF_BLOCKS as u64;
@@ -458,7 +458,7 @@ impl Replica {
             at += count;
         }
         if !note {
-            core.bad.truncate(known);
+            core.faults.bad.truncate(known);
         }
         Ok(())
     }
@@ -536,7 +536,9 @@ impl Replica {
         }
         self.maintenance.dirty = true;
         let guid = self.identity.guid;
-        core.bad.retain(|b| (b.replica, b.lba, b.snapshot) != (guid, lba, id) || b.blocks == 1);
+        core.faults
+            .bad
+            .retain(|b| (b.replica, b.lba, b.snapshot) != (guid, lba, id) || b.blocks == 1);
         Ok(true)
     }
 }

@@ -116,7 +116,7 @@ impl<D: Disk> Pool<D> {
         };
         self.touch(keeper);
         let Some(replica) = self.replicas.get_mut(&keeper) else { return Err(UNREADABLE) };
-        if replica.meta.damaged || replica.quarantine.replica.is_some() {
+        if replica.meta.damaged || replica.maintenance.quarantined.is_some() {
             return Err(StoreError::Damaged("the replica that has the snapshot of a clone"));
         }
         let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == source.snapshot)
@@ -237,8 +237,8 @@ impl<D: Disk> Pool<D> {
             checkpoint.segments.iter().map(|s| s.counted().0.recorded(true)).collect();
         checkpoint.table = checkpoint.table.map(|table| TableState { too_high: true, ..table });
         checkpoint.log = LogStart {
-            index: replica.end.next_index,
-            previous: replica.end.previous,
+            index: replica.family.log_end.next_index,
+            previous: replica.family.log_end.previous,
             ..LogStart::default()
         };
         checkpoint.sequence = core.sequence;
@@ -265,7 +265,7 @@ impl<D: Disk> Pool<D> {
             let Some(replica) = self.replicas.get_mut(&keeper) else { continue };
             replica.family.relatives.kept_through = self.core.bases.kept_through(keeper);
             replica.family.changes += 1;
-            replica.count.request();
+            replica.maintenance.count.request();
             replica.maintenance.dirty = true;
             if replica.is_remnant() && !replica.keeps_bases() {
                 self.remove(keeper)?;
@@ -341,10 +341,10 @@ impl Replica {
         self.frozen.clear();
         self.synced = Synced { durable: Lsn(last.0), syncing: Lsn(last.0) };
         self.family.close(Stream::Log);
-        self.family.forget_log_before(self.end.next_index);
+        self.family.forget_log_before(self.family.log_end.next_index);
         self.family.changes += 1;
-        self.quarantine.replica = None;
-        self.count.begin_anew();
+        self.maintenance.quarantined = None;
+        self.maintenance.count.begin_anew();
         (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
     }
 }

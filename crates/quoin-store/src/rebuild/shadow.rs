@@ -155,7 +155,7 @@ impl Replica {
         };
         if self.shadow.take().is_some() {
             // Blocks and nodes that the abandoned shadow wrote are dead now.
-            self.count.request();
+            self.maintenance.count.request();
         }
         // The shadow's blocks and nodes begin in segments of their own, which an abandoned or a
         // complete shadow then gives back as a whole.
@@ -181,7 +181,7 @@ impl Replica {
     pub fn abandon_shadow(&mut self) {
         if self.shadow.take().is_some() {
             self.end_table_of_flip();
-            self.count.request();
+            self.maintenance.count.request();
             self.maintenance.dirty = true;
             self.family.changes += 1;
         }
@@ -224,7 +224,7 @@ impl Replica {
         };
         if let Err(error) = stepped {
             // The counters include work towards a result that is dropped.
-            self.count.begin_anew();
+            self.maintenance.count.begin_anew();
             return Err(error);
         }
         Ok(self.folded.head.position.lsn >= from)
@@ -428,8 +428,8 @@ impl Replica {
             false => (of.unrecorded(), self.table_state()),
         };
         let log = LogStart {
-            index: self.end.next_index,
-            previous: self.end.previous,
+            index: self.family.log_end.next_index,
+            previous: self.family.log_end.previous,
             ..LogStart::default()
         };
         let checkpoint = Checkpoint {
@@ -487,9 +487,9 @@ impl Replica {
         self.maintenance.fold_for_increment = None;
         self.maintenance.checkpoint = None;
         self.maintenance.clean = None;
-        self.quarantine.replica = None;
+        self.maintenance.quarantined = None;
         self.shadow = None;
-        self.count.begin_anew();
+        self.maintenance.count.begin_anew();
         self.maintenance.dirty = true;
         self.frozen.clear();
         self.stable = head.position.lsn;
@@ -715,7 +715,7 @@ impl Replica {
             .for_each(crate::background::cleaner::CleanJob::read_again);
         // Every view that shows this block has it mended.
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
-        core.bad.retain(|b| b.of(None) != bad);
+        core.faults.bad.retain(|b| b.of(None) != bad);
         Ok(true)
     }
 }

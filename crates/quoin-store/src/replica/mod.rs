@@ -12,8 +12,7 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{Content, ReadView, Slot, SnapshotHead, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant};
 
-use crate::background::maintenance::{Maintenance, Quarantine};
-use crate::background::recount::LiveCount;
+use crate::background::maintenance::Maintenance;
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
@@ -28,7 +27,7 @@ use crate::log::memtable::Log;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::frozen::FrozenViews;
 use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
-use crate::space::segments::Family;
+use crate::space::segments::{Family, LogEnd};
 use crate::testing::model::push_slot;
 
 /// Header bytes that a batch may take; more entries become several batches.
@@ -47,14 +46,6 @@ pub struct Image {
 pub struct Pin {
     pub root: Root,
     pub head: Head,
-}
-
-/// Where the next batch of the log goes on, and what of the log is not written out.
-#[derive(Clone, Copy, Default)]
-pub struct LogEnd {
-    pub next_index: u64,
-    /// The check of the batch before it.
-    pub previous: u64,
 }
 
 /// How far syncs of the log reach.
@@ -92,12 +83,9 @@ pub struct Replica {
     pub synced: Synced,
     pub family: Family,
     pub nodes: NodeBatch,
-    pub end: LogEnd,
     pub pins: BTreeMap<u64, Pin>,
     pub shadow: Option<Shadow>,
     pub maintenance: Maintenance,
-    pub quarantine: Quarantine,
-    pub count: LiveCount,
     /// Entries of epochs before this one are owed to it: others hold them.
     pub owed_before: Epoch,
 }
@@ -124,12 +112,9 @@ impl Replica {
             frozen: FrozenViews::default(),
             synced: Synced::default(),
             nodes: NodeBatch::default(),
-            end: LogEnd::default(),
             pins: BTreeMap::new(),
             shadow: None,
             maintenance: Maintenance::default(),
-            quarantine: Quarantine::default(),
-            count: LiveCount::default(),
             owed_before: Epoch::ZERO,
         }
     }
@@ -152,7 +137,7 @@ impl Replica {
             core,
             family: &mut self.family,
             batch: &mut self.nodes,
-            recount: self.count.job.as_mut(),
+            recount: self.maintenance.count.job.as_mut(),
             kept_through,
             gives_up: false,
             tree: Tree::Map,
@@ -238,6 +223,7 @@ impl Replica {
         let waits = self.head.is_media();
         self.family.log_waits = waits;
         let before = self.family.open[Stream::Log as usize];
+        let end = self.family.log_end;
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.buffers.header);
@@ -259,8 +245,8 @@ impl Replica {
         let check = writer.finish(&BatchHeader {
             stream: Stream::Log,
             sequence: state.sequence,
-            index: self.end.next_index,
-            previous: self.end.previous,
+            index: end.next_index,
+            previous: end.previous,
             guid_hash,
             watermark: self.stable.min(self.synced.durable).0,
             starts: core.superblock.starts,
@@ -286,7 +272,7 @@ impl Replica {
         segment.state.used_blocks += total;
         segment.state.live_bytes += u64::from(data_blocks) * BLOCK_SIZE as u64;
         segment.state.last_lsn = segment.state.last_lsn.max(last);
-        segment.state.last_index = self.end.next_index;
+        segment.state.last_index = end.next_index;
         match waits {
             true => segment.written_out_blocks = segment.state.used_blocks,
             false => segment.write_out(core),
@@ -294,11 +280,10 @@ impl Replica {
         let log_start = LogStart {
             sequence: state.sequence,
             offset_blocks: state.used_blocks,
-            index: self.end.next_index,
-            previous: self.end.previous,
+            index: end.next_index,
+            previous: end.previous,
         };
-        self.end.next_index += 1;
-        self.end.previous = check;
+        self.family.log_end = LogEnd { next_index: end.next_index + 1, previous: check };
         self.log.push_batch(last, log_start);
         if before != Some(state.unit) {
             // All of the log before may have been folded.
@@ -339,7 +324,7 @@ impl Replica {
         if keep == self.head.position.lsn {
             return Ok(());
         }
-        let (guid, index) = (self.identity.guid, self.end.next_index);
+        let (guid, index) = (self.identity.guid, self.family.log_end.next_index);
         if !mutant::is("cut-not-recorded") {
             core.record(Record::Cut { guid, index, keep })?;
         }

@@ -393,7 +393,7 @@ impl Replica {
         match self.merge_all_moved(core) {
             Err(StoreError::Full) => {
                 // Nodes on the way to what is dropped were counted.
-                self.count.begin_anew();
+                self.maintenance.count.begin_anew();
                 Ok(())
             }
             merged => merged,

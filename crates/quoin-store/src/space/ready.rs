@@ -20,19 +20,19 @@ const WARM_UNITS: u32 = 2;
 impl<D: Disk> Core<D> {
     /// Makes the unit that is ready free, as a used one.
     pub fn take_ready(&mut self) {
-        let Some((unit, units)) = self.readying else { return };
+        let Some((unit, units)) = self.allocator.readying else { return };
         match self.disk.made_ready() {
             None => return,
             Some(true) => self.allocator.give_warm(unit, units),
             Some(false) => self.allocator.give(unit, units),
         }
-        self.readying = None;
+        self.allocator.readying = None;
     }
 
     /// Begins to make ready what a log needs next, where room is plenty.
     pub fn ready_next(&mut self, large: bool) {
         let warm_enough = WARM_UNITS * if large { LARGE_UNITS } else { 1 };
-        if self.readying.is_some()
+        if self.allocator.readying.is_some()
             || !self.disk.notes_space()
             || self.allocator.warm_units() >= warm_enough
             || self.allocator.short_below
@@ -47,7 +47,7 @@ impl<D: Disk> Core<D> {
         let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let length = u64::from(units) * u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
         match self.disk.make_ready(offset, length) {
-            true => self.readying = Some((unit, units)),
+            true => self.allocator.readying = Some((unit, units)),
             false => self.allocator.give(unit, units),
         }
     }

@@ -52,6 +52,8 @@ pub struct Allocator {
     pub short_below: bool,
     /// The file system below has no room for clients: they get only warm units.
     pub full_below: bool,
+    /// Units that are being made ready: the first and how many.
+    pub readying: Option<(u32, u32)>,
 }
 
 impl Allocator {
@@ -67,6 +69,7 @@ impl Allocator {
             reserve_units: (reserve_units as u32).max(6).min(units / 3),
             short_below: false,
             full_below: false,
+            readying: None,
         };
         if let Some(last) = groups.checked_sub(1) {
             allocator.recount(last);
@@ -233,6 +236,14 @@ pub struct Segment {
 /// its file system note down a piece of new space, which costs more syncs than the write's own.
 const READY_BLOCKS: u32 = 64;
 
+/// Where the next batch of the log goes on, and what of the log is not written out.
+#[derive(Clone, Copy, Default)]
+pub struct LogEnd {
+    pub next_index: u64,
+    /// The check of the batch before it.
+    pub previous: u64,
+}
+
 /// A replica's segments. Its clones show blocks in them and own none.
 pub struct Family {
     pub guid: ReplicaGuid,
@@ -246,6 +257,7 @@ pub struct Family {
     /// Segments of the log, oldest first, by sequence number and unit; may name some that are
     /// gone.
     pub log_order: VecDeque<(u64, u32)>,
+    pub log_end: LogEnd,
     /// Grows with everything that may make another segment worth emptying.
     pub changes: u64,
 }
@@ -307,6 +319,7 @@ impl Family {
             open: [None; 3],
             log_waits: false,
             log_order: VecDeque::new(),
+            log_end: LogEnd::default(),
             changes: 0,
         }
     }

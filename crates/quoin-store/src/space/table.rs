@@ -254,7 +254,7 @@ impl Replica {
 
     /// What a record says of the table.
     pub fn table_state(&self) -> Option<TableState> {
-        self.family.segments.recorded.state(self.count.is_too_high())
+        self.family.segments.recorded.state(self.maintenance.count.is_too_high())
     }
 
     /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
@@ -281,7 +281,7 @@ impl Replica {
             }
             Err(StoreError::Full) => {
                 // The record has it. Nodes on the way to what is dropped were counted.
-                self.count.begin_anew();
+                self.maintenance.count.begin_anew();
                 Ok(true)
             }
             Err(error) => Err(error),
@@ -298,7 +298,7 @@ impl Replica {
         }
         self.family.segments.change_tables(Successor::AtLoss);
         // A count that went on beside it knows nothing of its nodes.
-        self.count.begin_anew();
+        self.maintenance.count.begin_anew();
         Ok(true)
     }
 
@@ -370,7 +370,7 @@ impl Replica {
         }
         match written {
             Err(StoreError::Full) => {
-                self.count.begin_anew();
+                self.maintenance.count.begin_anew();
                 Ok(NextStep::NoRoom)
             }
             written => self.next_table_is(which, written).map(|()| NextStep::GoesOn),
@@ -516,7 +516,7 @@ impl Replica {
         }
         if !found.lost.is_empty() {
             self.family.segments.recorded.is_lost = true;
-            self.count.request();
+            self.maintenance.count.request();
             self.maintenance.dirty = true;
         }
         Ok(Some(found))

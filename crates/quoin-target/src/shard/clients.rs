@@ -319,7 +319,7 @@ impl Shard {
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.export.clients.push(key);
         }
-        self.reports.metrics.clients.inc();
+        self.reports.metrics.clients.connected.inc();
         Some(key)
     }
 
@@ -386,7 +386,7 @@ impl Shard {
                     Some((throttle, _)) => throttle.admit(now, key, request),
                 };
                 if let Some(request) = request {
-                    let kind = self.reports.metrics.requested(&request);
+                    let kind = self.reports.metrics.clients.requested(&request);
                     volume.submit(now, key, kind, request, &mut self.actions);
                 }
             }
@@ -403,7 +403,7 @@ impl Shard {
         while let Some((throttle, _)) = &mut volume.export.throttle
             && let Some((client, request)) = throttle.next(now)
         {
-            let kind = self.reports.metrics.requested(&request);
+            let kind = self.reports.metrics.clients.requested(&request);
             volume.submit(now, client, kind, request, &mut self.actions);
         }
         volume.export.set_timer(&mut self.sources);
@@ -457,7 +457,11 @@ impl Shard {
         let Some(origin) = volume.export.tokens.redeem(reply.token) else { return };
         let Some(Slot::Client(client)) = self.sources.slots.get_mut(&origin.client) else { return };
         reply.result = volume.sealing.open(origin.offset, reply.result);
-        self.reports.metrics.replied(&reply, origin.kind, self.round.began().since(origin.came));
+        self.reports.metrics.clients.replied(
+            &reply,
+            origin.kind,
+            self.round.began().since(origin.came),
+        );
         reply.token = origin.token;
         client.complete(reply);
         if !client.dirty {
@@ -478,6 +482,6 @@ impl Shard {
                 self.event(self.now(), client.volume, PrimaryEvent::Abandon(left));
             }
         }
-        self.reports.metrics.clients.dec();
+        self.reports.metrics.clients.connected.dec();
     }
 }

@@ -84,7 +84,7 @@ impl Primary {
             && matches!(self.phase, Phase::Serving | Phase::Draining { closing: false, .. })
         {
             let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append_bare(self.epoch, kind);
+            self.history.append_bare(self.opening.epoch, kind);
         }
     }
 
@@ -173,7 +173,7 @@ impl Primary {
     fn delete_boundaries(&mut self, boundaries: BTreeSet<SnapshotId>) {
         for id in boundaries {
             let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append_bare(self.epoch, kind);
+            self.history.append_bare(self.opening.epoch, kind);
         }
     }
 }

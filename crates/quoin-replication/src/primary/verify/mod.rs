@@ -319,7 +319,7 @@ impl Primary {
 
     fn step(&mut self, now: Time, verify: &mut Verify, actions: &mut Vec<PrimaryAction>) {
         verify.report.total_blocks = self.history.blocks;
-        let epoch = self.epoch;
+        let epoch = self.opening.epoch;
         let is_here = |member: Member, nonce: u64| {
             let same = |p: &&super::Peer| p.member == member && p.nonce == nonce;
             self.members.peers.iter().find(same).is_some_and(|p| p.link == Link::Fed)
@@ -399,7 +399,7 @@ impl Primary {
                 ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot };
             self.send(index, message, actions);
         }
-        let (epoch, sent, answers) = (self.epoch, now, Vec::new());
+        let (epoch, sent, answers) = (self.opening.epoch, now, Vec::new());
         verify.round = Some(Round { id, epoch, sent, waits_for, answers });
     }
 
@@ -514,7 +514,7 @@ impl Primary {
         self.members[index].lease.sent_ping(now);
         let message = ToReplica::Read { id, view, lba, blocks, after, want_data, ping };
         self.send(index, message, actions);
-        let (nonce, epoch) = (self.members[index].nonce, self.epoch);
+        let (nonce, epoch) = (self.members[index].nonce, self.opening.epoch);
         verify.choice = Some(Choice { id, member, nonce, epoch, lba });
     }
 
@@ -551,7 +551,7 @@ impl Primary {
             Content::Hole => (EntryKind::Trim, Bytes::new()),
             Content::Data { .. } | Content::Bad => return true,
         };
-        self.history.append(self.epoch, kind, lba, 1, data, false);
+        self.history.append(self.opening.epoch, kind, lba, 1, data, false);
         true
     }
 }
