@@ -140,7 +140,7 @@ impl Assignments {
 
     /// The assignment of a volume to a node's target; `None`: it has nothing to do with it.
     fn target(&self, volume: &VolumeRecord, node: &str) -> Option<TargetAssignment> {
-        let owner = volume.owner.as_deref().filter(|_| volume.phase.is_kept())?;
+        let owner = volume.opened.owner.as_deref().filter(|_| volume.phase.is_kept())?;
         let attachment = volume.attachments.iter().find(|a| a.node == node);
         let is_owner = owner == node;
         if !is_owner && attachment.is_none() {

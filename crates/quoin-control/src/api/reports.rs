@@ -320,7 +320,7 @@ impl Reports {
         self.state.nodes.update(&report.node, change).await?;
         self.agent_events(&report.events, &about, |volume| {
             let used = volume.attachments.iter().any(|a| a.node == report.node);
-            let holds = volume.owner.as_deref() == Some(report.node.as_str());
+            let holds = volume.opened.owner.as_deref() == Some(report.node.as_str());
             used || holds || volume.grants.holder == report.node
         });
         let devices = report.knows_devices.then_some(&report.devices[..]);
@@ -435,13 +435,14 @@ impl Reports {
             .volumes
             .get(&volume.to_string())
             .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
-        if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
+        if report.epoch != 0 && report.epoch < record.opened.epoch && report.state != "stopped" {
             self.fences.stale(volume, &report.node).await?;
         }
         // A fenced target's last words must not pass for the present state, nor those of one that
         // never asked for an epoch: an epoch that a fence used up belongs to no target.
-        let is_over = report.epoch != record.epoch || (report.epoch != 0 && !record.is_granted());
-        if record.owner.as_deref() != Some(report.node.as_str()) || is_over {
+        let is_over =
+            report.epoch != record.opened.epoch || (report.epoch != 0 && !record.is_granted());
+        if record.opened.owner.as_deref() != Some(report.node.as_str()) || is_over {
             return Ok(Vec::new());
         }
         if report.replicas.len() > 64 {
@@ -491,7 +492,7 @@ impl Reports {
             waiting_kind: report.waiting_kind.clone(),
         };
         let confirms = (report.epoch, report.membership_version)
-            == (record.epoch, record.membership.version)
+            == (record.opened.epoch, record.membership.version)
             && report.state == "serving";
         self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
         let is_lost = |event: &api::AgentEvent| {

@@ -225,7 +225,7 @@ fn of_its_target<T>(
     let observed = state.observed();
     let seen = observed.volumes.get(&volume.id.0)?;
     let is_there = observed.node_online(&seen.node, state.settings.offline_after);
-    (is_there && seen.epoch == volume.epoch).then(|| what(seen))
+    (is_there && seen.epoch == volume.opened.epoch).then(|| what(seen))
 }
 
 /// The membership becomes [`Membership::reduced_to`] those that are kept; what the others hold is
@@ -247,7 +247,7 @@ fn reduce(
     volume.forget_retired();
     volume.fence(false, term)?;
     // A target that has it open finds that it is not its own any more, and opens it anew.
-    volume.owner = None;
+    volume.opened.owner = None;
     volume.may_have_lost_ms = now_ms();
     Ok(())
 }

@@ -30,7 +30,7 @@ impl Failover {
         }
         for node in self.silent_nodes() {
             for volume in self.state.volumes_of_node(&node) {
-                if volume.owner.as_deref() == Some(&node) && volume.attachments.len() > 1 {
+                if volume.opened.owner.as_deref() == Some(&node) && volume.attachments.len() > 1 {
                     self.move_from(&volume, &node).await?;
                 }
             }
@@ -59,10 +59,11 @@ impl Failover {
         let term = self.state.term();
         let change = |volume: &mut VolumeRecord| {
             let is_there = volume.attachments.iter().any(|a| a.node == next);
-            if volume.owner.as_deref() != Some(node) || !is_there || !volume.phase.is_kept() {
+            if volume.opened.owner.as_deref() != Some(node) || !is_there || !volume.phase.is_kept()
+            {
                 return Ok(false);
             }
-            volume.owner = Some(next.clone());
+            volume.opened.owner = Some(next.clone());
             replay::take_from(&mut volume.attachments, node);
             volume.fence(true, term)?;
             Ok(true)

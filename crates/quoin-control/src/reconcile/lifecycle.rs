@@ -241,7 +241,7 @@ fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
     let is_there =
         |status: &ReplicaStatus| ["InSync", "CatchingUp", "Rebuilding"].contains(&status.phase);
     volume.attachments.is_empty()
-        && volume.owner.is_some()
+        && volume.opened.owner.is_some()
         && status.replicas.iter().filter(|status| status.known).all(is_there)
 }
 

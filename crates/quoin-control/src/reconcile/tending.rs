@@ -100,11 +100,11 @@ impl Tender {
         }
         let status = crate::status::of(&self.state, &volume);
         let work = self.work(&volume, &status, now);
-        let next = match volume.owner.is_some() || work.is_some() || self.remembers(id) {
+        let next = match volume.opened.owner.is_some() || work.is_some() || self.remembers(id) {
             true => Next::After(LOOK_EVERY),
             false => Next::Rest,
         };
-        let owner = volume.owner.as_deref();
+        let owner = volume.opened.owner.as_deref();
         let node = match (owner, &work) {
             (None, None) => return Ok(next),
             (Some(_), None) => None,
@@ -116,9 +116,9 @@ impl Tender {
             return Ok(next);
         }
         let change = |volume: &mut VolumeRecord| {
-            let as_seen = volume.owner.as_deref() == owner && volume.attachments.is_empty();
+            let as_seen = volume.opened.owner.as_deref() == owner && volume.attachments.is_empty();
             if as_seen && volume.phase.is_kept() {
-                volume.owner.clone_from(&node);
+                volume.opened.owner.clone_from(&node);
             }
             Ok(as_seen)
         };
@@ -144,7 +144,7 @@ impl Tender {
     async fn give_back(&self, volume: &VolumeRecord, now: Instant) -> Result<Next, Error> {
         let id = volume.id.0;
         self.memory().lagging.remove(&id);
-        if volume.owner.is_some() {
+        if volume.opened.owner.is_some() {
             self.memory().opening.remove(&id);
             return Ok(Next::Rest);
         }
@@ -153,8 +153,8 @@ impl Tender {
             return Ok(Next::After(LOOK_EVERY));
         }
         let change = |volume: &mut VolumeRecord| {
-            if volume.owner.is_none() && volume.phase.is_kept() {
-                volume.owner = volume.attachments.first().map(|a| a.node.clone());
+            if volume.opened.owner.is_none() && volume.phase.is_kept() {
+                volume.opened.owner = volume.attachments.first().map(|a| a.node.clone());
             }
             Ok(())
         };
@@ -177,7 +177,7 @@ impl Tender {
                 false => lagging.remove(&volume.id.0).and(None),
             }
         };
-        if volume.owner.is_some() {
+        if volume.opened.owner.is_some() {
             // It is there: it stays until all that can be reached has everything.
             let behind = |phase| ["CatchingUp", "Rebuilding", "Creating"].contains(&phase);
             let behind = status.replicas.iter().any(|replica| behind(replica.phase));
@@ -218,8 +218,8 @@ impl Tender {
         let opens = {
             let observed = self.state.observed();
             observed.volumes.get(&volume.id.0).is_some_and(|seen| {
-                volume.owner.as_deref() == Some(&seen.node)
-                    && seen.epoch == volume.epoch
+                volume.opened.owner.as_deref() == Some(&seen.node)
+                    && seen.epoch == volume.opened.epoch
                     && seen.state != "stopped"
                     && observed.node_online(&seen.node, self.state.settings.offline_after)
             })
@@ -244,12 +244,12 @@ impl Tender {
         let nodes = state.nodes.list();
         let usable = nodes.iter().map(|node| node.name.clone()).filter(|node| {
             // Another one than now, if it is there but does not open it.
-            volume.owner.as_ref() != Some(node)
+            volume.opened.owner.as_ref() != Some(node)
                 && crate::reconcile::cordon::of_node(state, node).is_empty()
                 && state.observed().node_online(node, state.settings.offline_after)
         });
         let load = |node: &String| state.volumes.index(|index| index.owned(node));
         let best = usable.min_by_key(|node| (!hosts.contains(node), load(node), node.clone()));
-        best.or_else(|| volume.owner.clone())
+        best.or_else(|| volume.opened.owner.clone())
     }
 }

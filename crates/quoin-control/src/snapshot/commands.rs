@@ -325,7 +325,7 @@ impl Commands {
 }
 
 fn is_served_by(volume: &VolumeRecord, node: &str) -> bool {
-    volume.phase.is_kept() && volume.owner.as_deref() == Some(node)
+    volume.phase.is_kept() && volume.opened.owner.as_deref() == Some(node)
 }
 
 fn check_lsn(lsn: u64) -> Result<(), Error> {

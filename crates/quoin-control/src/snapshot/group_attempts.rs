@@ -141,7 +141,8 @@ impl Groups {
     }
 
     fn serves(&self, volume: VolumeId) -> Serves {
-        let owner = self.state.volumes.get(&volume.to_string()).and_then(|v| v.owner.clone());
+        let owner =
+            self.state.volumes.get(&volume.to_string()).and_then(|v| v.opened.owner.clone());
         let Some(node) = owner else { return Serves::NotYet };
         let is_serving = {
             let observed = self.state.observed();

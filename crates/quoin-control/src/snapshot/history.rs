@@ -304,7 +304,7 @@ impl History {
             let (id, answered) = pulls.begin(volume, pull.clone())?;
             let _asked = Asked { pulls, id };
             let served = self.state.volumes.get(&volume.to_string());
-            if served.is_none_or(|volume| volume.owner.is_none()) {
+            if served.is_none_or(|volume| volume.opened.owner.is_none()) {
                 // A target is lent to it.
                 self.state.tell_target(volume);
             }

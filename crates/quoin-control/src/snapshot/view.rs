@@ -91,7 +91,7 @@ fn group_waits_for(state: &State, group: &GroupRecord) -> String {
     for member in &group.members {
         let volume = state.volumes.get(&member.volume.0.to_string());
         let serves = volume.as_deref().is_some_and(|volume| {
-            volume.owner.is_some() && crate::status::waiting_for(state, volume).is_empty()
+            volume.opened.owner.is_some() && crate::status::waiting_for(state, volume).is_empty()
         });
         if !serves {
             let what = waiting_for(state, volume.as_deref());
@@ -104,7 +104,7 @@ fn group_waits_for(state: &State, group: &GroupRecord) -> String {
 /// The reason why a snapshot of the volume waits.
 pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> String {
     let Some(volume) = volume else { return "its volume, which is gone".to_owned() };
-    let Some(node) = &volume.owner else {
+    let Some(node) = &volume.opened.owner else {
         let waiting = crate::status::waiting_for(state, volume);
         return match waiting.as_str() {
             "" => "a node that opens the volume".to_owned(),

@@ -31,12 +31,12 @@ impl VolumeRecord {
     /// bounded time, unless `at_once` cuts it. `at_once` uses up an epoch also where none was
     /// granted since the last fence: former versions signed grants for the epoch of a fence itself.
     pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
-        if self.epoch == 0 || (self.grants.fenced == self.epoch && !at_once) {
+        if self.opened.epoch == 0 || (self.grants.fenced == self.opened.epoch && !at_once) {
             return Ok(());
         }
         self.use_up_epoch(Epoch::ZERO, term)?;
-        self.incarnation = Text::default();
-        (self.grants.fenced, self.grants.fenced_at_once) = (self.epoch, at_once);
+        self.opened.incarnation = Text::default();
+        (self.grants.fenced, self.grants.fenced_at_once) = (self.opened.epoch, at_once);
         Ok(())
     }
 
@@ -51,13 +51,13 @@ impl VolumeRecord {
                 Epoch(after)
             )));
         };
-        (self.epoch, self.grants.epochs_skipped) = (next.0, 0);
+        (self.opened.epoch, self.grants.epochs_skipped) = (next.0, 0);
         Ok(())
     }
 
     /// Returns true if there is a grant that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
-        self.grants.fenced < self.epoch
+        self.grants.fenced < self.opened.epoch
     }
 
     /// Returns true if this node may hold the current grant. Records of former versions and
@@ -75,8 +75,8 @@ mod tests {
 
     fn granted(epoch: u64) -> VolumeRecord {
         let mut volume = crate::state::recorded::volume();
-        (volume.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (epoch, 0, 0);
-        volume.incarnation = Text(Incarnation(9));
+        (volume.opened.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (epoch, 0, 0);
+        volume.opened.incarnation = Text(Incarnation(9));
         volume
     }
 
@@ -84,41 +84,44 @@ mod tests {
     fn a_fence_uses_up_an_epoch_of_no_target_and_only_while_a_grant_is_valid() {
         let mut volume = granted(7);
         volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.grants.fenced, volume.incarnation.0.0), (8, 8, 0));
+        assert_eq!(
+            (volume.opened.epoch, volume.grants.fenced, volume.opened.incarnation.0.0),
+            (8, 8, 0)
+        );
         volume.fence(false, Term::default()).unwrap();
         assert_eq!(
-            (volume.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
+            (volume.opened.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
             (8, 8, false)
         );
         // A former version may have signed a grant for the epoch of the fence itself.
         volume.fence(true, Term::default()).unwrap();
         assert_eq!(
-            (volume.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
+            (volume.opened.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
             (9, 9, true)
         );
         volume.fence(false, Term::default()).unwrap();
         assert_eq!(
-            (volume.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
+            (volume.opened.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
             (9, 9, true)
         );
         // After another grant and another fence, sessions have time to close again.
-        volume.epoch = 10;
+        volume.opened.epoch = 10;
         volume.fence(false, Term::default()).unwrap();
         assert_eq!(
-            (volume.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
+            (volume.opened.epoch, volume.grants.fenced, volume.grants.fenced_at_once),
             (11, 11, false)
         );
 
         let mut never_opened = granted(0);
         never_opened.fence(true, Term::default()).unwrap();
-        assert_eq!((never_opened.epoch, never_opened.grants.fenced), (0, 0));
+        assert_eq!((never_opened.opened.epoch, never_opened.grants.fenced), (0, 0));
 
         // Epochs that recovered records may not contain are fenced too.
         let mut recovered = granted(7);
         recovered.grants.epochs_skipped = 1000;
         recovered.fence(false, Term::default()).unwrap();
         assert_eq!(
-            (recovered.epoch, recovered.grants.fenced, recovered.grants.epochs_skipped),
+            (recovered.opened.epoch, recovered.grants.fenced, recovered.grants.epochs_skipped),
             (1008, 1008, 0)
         );
     }
@@ -141,7 +144,7 @@ mod tests {
         let mut fenced = granted(7);
         fenced.fence(false, term).unwrap();
         assert_eq!(fenced.epoch().to_string(), "2/1");
-        assert_eq!(fenced.grants.fenced, fenced.epoch);
+        assert_eq!(fenced.grants.fenced, fenced.opened.epoch);
         fenced.use_up_epoch(Epoch(1 << 30), term).unwrap();
         assert_eq!(
             fenced.epoch().to_string(),

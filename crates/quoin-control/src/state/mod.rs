@@ -195,7 +195,7 @@ impl State {
 
     /// Wakes the streams of the node whose target has the volume: there is something to do with it.
     pub(crate) fn tell_target(&self, volume: VolumeId) {
-        let owner = self.volumes.get(&volume.to_string()).and_then(|v| v.owner.clone());
+        let owner = self.volumes.get(&volume.to_string()).and_then(|v| v.opened.owner.clone());
         let nodes = Nodes::These(owner.into_iter().collect());
         self.changes.wake(&Concerned::Some { pools: BTreeSet::new(), nodes }, Some(volume));
         self.changes.hurry(volume);
@@ -288,7 +288,7 @@ impl State {
         let change = |volume: &mut VolumeRecord| {
             let before = volume.clone();
             let value = change(volume)?;
-            if before.owner.is_some() && before.owner != volume.owner {
+            if before.opened.owner.is_some() && before.opened.owner != volume.opened.owner {
                 volume.fence(false, term)?;
             }
             volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));

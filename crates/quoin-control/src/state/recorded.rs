@@ -112,9 +112,11 @@ pub(crate) fn volume() -> VolumeRecord {
             sharing: Default::default(),
             replay: Default::default(),
         }],
-        owner: Some("node-1".into()),
-        epoch: 7,
-        incarnation: Text(Incarnation(0x19)),
+        opened: Opened {
+            owner: Some("node-1".into()),
+            epoch: 7,
+            incarnation: Text(Incarnation(0x19)),
+        },
         consistency_factor: 2,
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
@@ -191,7 +193,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
             ..spec()
         },
         phase: VolumePhase::Pending,
-        owner: None,
+        opened: Opened { owner: None, ..volume().opened },
         replicas: vec![],
         ..volume()
     };

@@ -349,11 +349,8 @@ pub struct VolumeRecord {
     pub replicas: Vec<ReplicaRecord>,
     pub discarded: Vec<Discarded>,
     pub attachments: Vec<AttachmentRecord>,
-    /// The node whose target may acquire epochs.
-    pub owner: Option<String>,
-    pub epoch: u64,
-    /// Incarnation that acquired `epoch`.
-    pub incarnation: Text<Incarnation>,
+    #[serde(flatten)]
+    pub opened: Opened,
     /// The requested factor; 0: by the formula whenever RF changes.
     #[serde(default)]
     pub consistency_factor: u8,
@@ -372,6 +369,16 @@ pub struct VolumeRecord {
     pub grants: Grants,
     #[serde(flatten)]
     pub used: Use,
+}
+
+/// Who may open a volume, and its last open.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct Opened {
+    /// The node whose target may acquire epochs.
+    pub owner: Option<String>,
+    pub epoch: u64,
+    /// Incarnation that acquired `epoch`.
+    pub incarnation: Text<Incarnation>,
 }
 
 /// The snapshot that a volume was made from.
@@ -503,9 +510,7 @@ impl VolumeRecord {
             replicas: Vec::new(),
             discarded: Vec::new(),
             attachments: Vec::new(),
-            owner: None,
-            epoch: 0,
-            incarnation: Text(Incarnation(0)),
+            opened: Opened::default(),
             may_have_lost_ms: 0,
             generation: 0,
             source: None,
@@ -516,24 +521,13 @@ impl VolumeRecord {
 
     /// Without what an opening changes, which pools know themselves.
     pub(crate) fn unopened(&self) -> Self {
-        Self {
-            epoch: 0,
-            incarnation: Text(Incarnation(0)),
-            owner: None,
-            grants: Grants::default(),
-            ..self.clone()
-        }
+        Self { opened: Opened::default(), grants: Grants::default(), ..self.clone() }
     }
 
     /// Returns true if they differ in more than by openings.
     pub(crate) fn differs(&self, other: &Self) -> bool {
-        let opened = Self {
-            epoch: self.epoch,
-            incarnation: self.incarnation,
-            owner: self.owner.clone(),
-            grants: self.grants.clone(),
-            ..other.clone()
-        };
+        let opened =
+            Self { opened: self.opened.clone(), grants: self.grants.clone(), ..other.clone() };
         *self != opened
     }
 
@@ -553,7 +547,7 @@ impl VolumeRecord {
     }
 
     pub fn epoch(&self) -> Epoch {
-        Epoch(self.epoch)
+        Epoch(self.opened.epoch)
     }
 
     /// The known incarnation under this replica's id.
@@ -574,13 +568,13 @@ impl Record for VolumeRecord {
         self.id.0.to_string()
     }
     fn concerned(&self) -> Concerned {
-        let nodes = self.owner.iter().chain(self.attachments.iter().map(|a| &a.node));
+        let nodes = self.opened.owner.iter().chain(self.attachments.iter().map(|a| &a.node));
         let nodes = Nodes::These(nodes.cloned().collect());
         Concerned::Some { pools: self.pools().cloned().collect(), nodes }
     }
     fn concerned_by(before: Option<&Self>, after: Option<&Self>) -> Concerned {
         let concerned = Concerned::by(before.map(Self::concerned), after.map(Self::concerned));
-        let uses = |volume: Option<&Self>| volume.map(|v| (v.epoch, v.used.clone()));
+        let uses = |volume: Option<&Self>| volume.map(|v| (v.opened.epoch, v.used.clone()));
         // Any node may have a device of a volume that is served elsewhere by now.
         match uses(before) == uses(after) || before.is_none() {
             true => concerned,

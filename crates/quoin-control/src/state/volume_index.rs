@@ -120,7 +120,7 @@ impl VolumeIndex {
 }
 
 fn nodes(volume: &VolumeRecord) -> HashSet<&String> {
-    volume.owner.iter().chain(volume.attachments.iter().map(|a| &a.node)).collect()
+    volume.opened.owner.iter().chain(volume.attachments.iter().map(|a| &a.node)).collect()
 }
 
 fn enter<'a>(
@@ -174,7 +174,7 @@ impl VolumeIndex {
                 }
             }
         }
-        if let Some(owner) = &volume.owner {
+        if let Some(owner) = &volume.opened.owner {
             add(&mut self.owned, owner, false);
         }
         self.growing.remove(&name);
@@ -191,7 +191,7 @@ impl VolumeIndex {
             let bytes = self.promised_bytes.entry(replica.pool.clone()).or_default();
             *bytes += u128::from(volume.size_bytes);
         }
-        if let Some(owner) = &volume.owner {
+        if let Some(owner) = &volume.opened.owner {
             add(&mut self.owned, owner, true);
         }
         self.rebuilds.follow(volume, true);
@@ -248,7 +248,7 @@ mod tests {
             pool: pool.to_string(),
         };
         volume.discarded = gone.iter().map(discarded).collect();
-        volume.owner = (owner > 0).then(|| owner.to_string());
+        volume.opened.owner = (owner > 0).then(|| owner.to_string());
         volume.grants.holder = if owner == 2 { "2".to_owned() } else { String::new() };
         // The first replica is known; the others are on their way in, one in its place.
         let causes = [Cause::Asked, Cause::Healing, Cause::Balance, Cause::Drain];
@@ -296,7 +296,7 @@ mod tests {
                 };
                 let of_pool = named(&|volume| volume.pools().any(|pool| *pool == name));
                 prop_assert_eq!(index.of_pool(&name).cloned().unwrap_or_default(), of_pool);
-                let of_node = named(&|volume| volume.owner.as_ref() == Some(&name));
+                let of_node = named(&|volume| volume.opened.owner.as_ref() == Some(&name));
                 prop_assert_eq!(index.of_node(&name).cloned().unwrap_or_default(), of_node);
                 let in_pool = |volume: &VolumeRecord| {
                     let here = volume.replicas.iter().filter(|replica| replica.pool == name);
@@ -305,7 +305,7 @@ mod tests {
                 prop_assert_eq!(index.promised_bytes(&name), all.values().map(in_pool).sum::<u64>());
                 let of_holder = named(&|volume| volume.grants.holder == name);
                 prop_assert_eq!(index.of_holder(&name).cloned().unwrap_or_default(), of_holder);
-                let owned = all.values().filter(|volume| volume.owner.as_ref() == Some(&name));
+                let owned = all.values().filter(|volume| volume.opened.owner.as_ref() == Some(&name));
                 prop_assert_eq!(index.owned(&name), owned.count());
                 let newcomers = |volume: &VolumeRecord| {
                     let own = |r: &&ReplicaRecord| !volume.is_known(r) && r.cause != Cause::Asked;

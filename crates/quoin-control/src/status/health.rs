@@ -271,7 +271,7 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
     }
     if evidence.unopened_for.is_some_and(|time| time >= OPENING_MAX) && is_unopened(volume, serving)
     {
-        let node = volume.owner.as_deref().unwrap_or_default();
+        let node = volume.opened.owner.as_deref().unwrap_or_default();
         say(
             Reason::NotOpened,
             match waits {
@@ -327,7 +327,7 @@ fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
         seen.state == "opening" || (seen.state == "waiting" && seen.waiting_kind == "grant")
     };
     volume.phase == VolumePhase::Ready
-        && volume.owner.is_some()
+        && volume.opened.owner.is_some()
         && !volume.attachments.is_empty()
         && serving.is_none_or(opens)
 }

@@ -70,7 +70,7 @@ pub(crate) fn shown(state: &State, volume: &VolumeRecord) -> VolumeStatus {
     let serving = serving(state, &observed, volume);
     if is_opening(&observed, volume, serving) {
         // Some pools hold the beginning of the epoch that is opened, and others not yet.
-        let before = volume.epoch.saturating_sub(1);
+        let before = volume.opened.epoch.saturating_sub(1);
         let status = by(state, &observed, volume, None, before);
         if status.health == "Online" {
             let waits = serving.is_none_or(|seen| seen.state != "serving");
@@ -108,8 +108,9 @@ pub(crate) fn serving<'a>(
     volume: &VolumeRecord,
 ) -> Option<&'a VolumeSeen> {
     let seen = observed.volumes.get(&volume.id.0)?;
-    let owner = volume.owner.as_deref()?;
-    let current = seen.node == owner && seen.epoch == volume.epoch && seen.state != "stopped";
+    let owner = volume.opened.owner.as_deref()?;
+    let current =
+        seen.node == owner && seen.epoch == volume.opened.epoch && seen.state != "stopped";
     (current && observed.node_online(owner, state.settings.offline_after)).then_some(seen)
 }
 
@@ -194,7 +195,7 @@ fn replica_status(
             // While a target writes that has not reported yet (the controller has just
             // started), pools tell positions of different moments: only an epoch that a
             // replica missed says that it lags.
-            let behind = match volume.owner {
+            let behind = match volume.opened.owner {
                 Some(_) => {
                     let epoch = |p: Position| p.epoch.min(Epoch(epoch_max));
                     own.map(epoch) < best.map(epoch)
@@ -327,7 +328,7 @@ impl Status {
             health: status.health.to_owned(),
             r#use: if volume.attachments.is_empty() { "detached" } else { "attached" }.to_owned(),
             waiting_for: status.waiting_for,
-            epoch: volume.epoch,
+            epoch: volume.opened.epoch,
             membership: Some(assignments::membership(volume)),
             attachments: volume
                 .attachments
@@ -390,7 +391,7 @@ impl Status {
             None if online => ("Attaching", "the node's target opens it".to_owned()),
             None => ("Attaching", format!("node {} is offline", attachment.node)),
         };
-        let owner = volume.owner.as_deref().unwrap_or_default();
+        let owner = volume.opened.owner.as_deref().unwrap_or_default();
         let is_away = owner != attachment.node && !owner.is_empty();
         let has_address =
             || observed.nodes.get(owner).is_some_and(|seen| !seen.share_address.is_empty());
@@ -405,7 +406,7 @@ impl Status {
         let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
         let mut device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
         // A target reports of the volumes that it serves; a node that shares one reports its devices.
-        if attachment.device && volume.owner.as_deref() != Some(&attachment.node) {
+        if attachment.device && volume.opened.owner.as_deref() != Some(&attachment.node) {
             let seen = observed.nodes.get(&attachment.node).map_or(&[][..], |seen| seen.devices());
             let of_it = seen.iter().find(|device| device.volume == volume.id.0);
             device.path = of_it.map(|device| device.device.clone()).unwrap_or_default();
@@ -663,7 +664,7 @@ fn waits(
                 }
             }
             waits.extend(volume.is_full_of_retired());
-            if let (Some(owner), None) = (volume.owner.as_deref(), serving)
+            if let (Some(owner), None) = (volume.opened.owner.as_deref(), serving)
                 && health != "Unknown"
             {
                 waits.push(format!("the target on node {owner} to open it"));

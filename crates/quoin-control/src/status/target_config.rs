@@ -14,7 +14,7 @@ impl Status {
     /// by the volume.
     pub fn target_config(&self, volume: &Arc<VolumeRecord>) -> Result<api::TargetConfig, Error> {
         let name = &volume.spec.name;
-        let Some(owner) = volume.owner.as_deref().filter(|_| volume.phase.is_kept()) else {
+        let Some(owner) = volume.opened.owner.as_deref().filter(|_| volume.phase.is_kept()) else {
             return Err(Error::Precondition(format!(
                 "volume {name:?} is attached nowhere, so no target holds it: attach it (`quoin volume \
                  attach`), or see what the next one will be given with `quoin volume get`"

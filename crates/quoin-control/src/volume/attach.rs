@@ -186,12 +186,13 @@ impl Attachments {
             let before = volume.attachments.clone();
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
             replay::hand_on(&mut volume.attachments);
-            if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
-                volume.owner = volume.attachments.first().map(|a| a.node.clone());
+            if volume.opened.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node)
+            {
+                volume.opened.owner = volume.attachments.first().map(|a| a.node.clone());
             }
             // The target of another node that shares it may hold requests of one that has lost it.
             let is_shared = before.iter().any(|a| !a.sharing.is_exclusive());
-            if at_once && (volume.owner.is_none() || is_shared) {
+            if at_once && (volume.opened.owner.is_none() || is_shared) {
                 volume.fence(true, term)?;
             }
             let stays = |node: &String| volume.attachments.iter().any(|a| a.node == *node);
@@ -258,7 +259,7 @@ fn take_over(volume: &mut VolumeRecord, node: &str) -> bool {
     let is_held = matches!(volume.attachments.as_slice(), [one] if one.node == node);
     if is_held {
         volume.attachments.clear();
-        volume.owner = None;
+        volume.opened.owner = None;
     }
     is_held
 }
@@ -303,7 +304,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
     if !is_first {
         return Ok(true);
     }
-    volume.owner = Some(publish.node.clone());
+    volume.opened.owner = Some(publish.node.clone());
     let is_shared = !publish.sharing.is_exclusive();
     let goes_on = match is_shared {
         true => volume.used.is_shared(),
@@ -316,7 +317,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
         if !is_lent {
             volume.fence(false, term)?;
         }
-        let since_epoch = volume.epoch + u64::from(!is_lent);
+        let since_epoch = volume.opened.epoch + u64::from(!is_lent);
         match is_shared {
             true => volume.used.begin_shared(since_epoch),
             false => volume.used.begin(&publish.node, since_epoch),
@@ -332,8 +333,8 @@ mod tests {
     /// Volume that `holder` has opened under epoch 7; the last use is another node's.
     fn opened(holder: &str) -> VolumeRecord {
         let mut volume = crate::state::recorded::volume();
-        (volume.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (7, 0, 0);
-        (volume.owner, volume.grants.holder) = (Some("h2".to_owned()), holder.to_owned());
+        (volume.opened.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (7, 0, 0);
+        (volume.opened.owner, volume.grants.holder) = (Some("h2".to_owned()), holder.to_owned());
         volume.attachments.clear();
         volume.used.begin("h1", 3);
         volume
@@ -345,7 +346,7 @@ mod tests {
         let attached = |holder: &str| {
             let mut volume = opened(holder);
             assert!(attach(&mut volume, &publish, Term::default()).unwrap());
-            (volume.epoch, volume.grants.fenced, volume.used.since_of("h2"))
+            (volume.opened.epoch, volume.grants.fenced, volume.used.since_of("h2"))
         };
         assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");
         assert_eq!(attached("h3"), (8, 8, 9));
@@ -354,6 +355,6 @@ mod tests {
         let mut taken_back = opened("h1");
         taken_back.fence(false, Term::default()).unwrap();
         attach(&mut taken_back, &publish, Term::default()).unwrap();
-        assert_eq!((taken_back.epoch, taken_back.used.since_of("h2")), (8, 9));
+        assert_eq!((taken_back.opened.epoch, taken_back.used.since_of("h2")), (8, 9));
     }
 }

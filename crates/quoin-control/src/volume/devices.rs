@@ -126,7 +126,7 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
 /// Returns true if a device on a node was made for a use of the volume that is over.
 fn is_over(volume: &VolumeRecord, node: &str, made_for: u64) -> bool {
     let is_attached = volume.attachments.iter().any(|a| a.node == node);
-    volume.used.is_over(node, made_for, volume.epoch, is_attached)
+    volume.used.is_over(node, made_for, volume.opened.epoch, is_attached)
 }
 
 /// Devices of volumes, as nodes report them.

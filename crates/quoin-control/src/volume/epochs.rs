@@ -74,7 +74,7 @@ impl Epochs {
                 return Err(Error::invalid("at_least", rule));
             }
             volume.use_up_epoch(at_least, term)?;
-            volume.incarnation = Text(incarnation);
+            volume.opened.incarnation = Text(incarnation);
             node.clone_into(&mut volume.grants.holder);
             volume.forget_retired();
             Ok(Ok(()))
@@ -100,8 +100,11 @@ impl Epochs {
     /// Signs the record's current grant anew, if this node holds it. An epoch that a fence used up
     /// was granted to no node, also where the volume has an owner again.
     pub(crate) fn fresh_grant(&self, record: &VolumeRecord, node: &str, epoch: u64) -> Vec<u8> {
-        let is_holder = record.owner.as_deref() == Some(node) && record.may_be_held_by(node);
-        if !is_holder || record.epoch != epoch || record.incarnation.0 == Incarnation(0) {
+        let is_holder = record.opened.owner.as_deref() == Some(node) && record.may_be_held_by(node);
+        if !is_holder
+            || record.opened.epoch != epoch
+            || record.opened.incarnation.0 == Incarnation(0)
+        {
             return Vec::new();
         }
         // Records that do not rule grant nothing.
@@ -111,7 +114,7 @@ impl Epochs {
         let grant = Grant {
             volume: record.id.0,
             epoch: record.epoch(),
-            incarnation: record.incarnation.0,
+            incarnation: record.opened.incarnation.0,
             node: node.to_owned(),
             term: self.state.term(),
         };
@@ -141,7 +144,7 @@ fn owned(volume: &VolumeRecord, node: &str) -> Result<(), String> {
     if !volume.phase.is_kept() || !volume.membership.formed {
         return Err("the volume is not ready".to_owned());
     }
-    match volume.owner.as_deref() {
+    match volume.opened.owner.as_deref() {
         Some(owner) if owner == node => Ok(()),
         Some(owner) => Err(format!("node {owner} owns the volume")),
         None => Err("the volume is attached to no node".to_owned()),
@@ -154,7 +157,7 @@ type News = (&'static str, ReplicaId, String);
 /// made before, or the reason of a refusal.
 fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, String> {
     owned(volume, &asked.node)?;
-    if (volume.epoch(), volume.incarnation.0) != (asked.epoch, asked.incarnation) {
+    if (volume.epoch(), volume.opened.incarnation.0) != (asked.epoch, asked.incarnation) {
         return Err(format!("epoch {} is over, the record has {}", asked.epoch, volume.epoch()));
     }
     let now = Membership::from(&volume.membership);
@@ -268,8 +271,8 @@ mod tests {
         let asked = MembershipSwap {
             volume: volume.id.0,
             node: "node-1".to_owned(),
-            epoch: Epoch(volume.epoch),
-            incarnation: Incarnation(volume.incarnation.0.0),
+            epoch: Epoch(volume.opened.epoch),
+            incarnation: Incarnation(volume.opened.incarnation.0.0),
             version,
             rf,
             cf,
@@ -292,8 +295,8 @@ mod tests {
         let asked = MembershipSwap {
             volume: volume.id.0,
             node: "node-1".to_owned(),
-            epoch: Epoch(volume.epoch),
-            incarnation: Incarnation(volume.incarnation.0.0),
+            epoch: Epoch(volume.opened.epoch),
+            incarnation: Incarnation(volume.opened.incarnation.0.0),
             version,
             rf: 2,
             cf: 2,

@@ -23,16 +23,16 @@ impl Fences {
     pub(crate) async fn node(&self, node: &str, leaves: bool) -> Result<(), Error> {
         let term = self.state.term();
         let concerned = |volume: &VolumeRecord| {
-            let owns = volume.owner.as_deref() == Some(node);
+            let owns = volume.opened.owner.as_deref() == Some(node);
             owns || volume.grants.holder == node
         };
         let owned = self.state.volumes_of_node(node);
         let held = self.state.volumes.indexed(|index| index.of_holder(node));
         for volume in owned.iter().chain(&held).filter(|volume| concerned(volume)) {
             let fence = |volume: &mut VolumeRecord| {
-                let owns = volume.owner.as_deref() == Some(node);
+                let owns = volume.opened.owner.as_deref() == Some(node);
                 if leaves && owns && volume.attachments.is_empty() {
-                    volume.owner = None;
+                    volume.opened.owner = None;
                 }
                 // Records of former versions do not say which node holds the epoch.
                 if volume.grants.holder == node || (owns && volume.grants.holder.is_empty()) {
@@ -49,7 +49,7 @@ impl Fences {
     /// left the grant, or one of recovered records.
     pub(crate) async fn left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
         let left_over = |volume: &VolumeRecord| {
-            volume.phase.is_kept() && volume.owner.is_none() && volume.is_granted()
+            volume.phase.is_kept() && volume.opened.owner.is_none() && volume.is_granted()
         };
         if !left_over(volume) {
             return Ok(());
@@ -69,7 +69,7 @@ impl Fences {
     pub(crate) async fn stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
         let term = self.state.term();
         let stale = |volume: &VolumeRecord| {
-            volume.owner.as_deref() == Some(node)
+            volume.opened.owner.as_deref() == Some(node)
                 && volume.grants.holder == node
                 && !volume.is_granted()
         };

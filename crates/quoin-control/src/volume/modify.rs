@@ -97,7 +97,7 @@ impl Modifications {
     /// The reason why options of this version wait; `None`: they rule, or nobody has the volume
     /// open.
     fn waits_for(&self, volume: &VolumeRecord, version: u64) -> Option<String> {
-        let owner = volume.owner.as_deref()?;
+        let owner = volume.opened.owner.as_deref()?;
         let observed = self.state.observed();
         let seen = crate::status::serving(&self.state, &observed, volume);
         match seen {

@@ -361,7 +361,7 @@ impl Verifier {
             record.take(&told);
             return Some(api::Verification { state: "running".to_owned(), ..record.message() });
         }
-        record.message = match &volume.owner {
+        record.message = match &volume.opened.owner {
             None => "for a node that opens the volume".to_owned(),
             Some(node) => format!(
                 "for the target of node {node} (one of an older version never begins: update it)"

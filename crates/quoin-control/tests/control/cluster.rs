@@ -445,7 +445,7 @@ impl Cluster {
         }
         MembershipSwap {
             volume: volume.id.0,
-            node: volume.owner.clone().unwrap_or_default(),
+            node: volume.opened.owner.clone().unwrap_or_default(),
             epoch,
             incarnation: Incarnation(incarnation),
             version: membership.version,
@@ -482,8 +482,8 @@ impl Cluster {
         let volume = self.volume(name);
         VolumeReport {
             volume_id: volume.id.0.to_string(),
-            node: volume.owner.clone().unwrap(),
-            epoch: volume.epoch,
+            node: volume.opened.owner.clone().unwrap(),
+            epoch: volume.opened.epoch,
             state: state.into(),
             membership_version: volume.membership.version,
             ..VolumeReport::default()

@@ -21,7 +21,7 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
         }
         4 => {
             let id = cluster.volume("db").id.0;
-            let before = cluster.volume("db").epoch;
+            let before = cluster.volume("db").opened.epoch;
             let acquired = cluster
                 .controller
                 .volumes
@@ -44,7 +44,7 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
             let volume = cluster.volume("db");
             let known = volume.known_guid(volume.replicas[0].id.0).unwrap();
             if known != volume.replicas[0].guid.0 {
-                let (epoch, who) = (Epoch(volume.epoch), volume.incarnation.0.0);
+                let (epoch, who) = (Epoch(volume.opened.epoch), volume.opened.incarnation.0.0);
                 let new = volume.replicas[0].guid.0;
                 let asked = cluster.swap("db", epoch, who, |known| known[0].guid = new);
                 cluster

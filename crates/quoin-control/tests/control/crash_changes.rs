@@ -53,9 +53,9 @@ impl Run {
         cluster.controller.volumes.catalog.create(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
         cluster.attach("db", "n1").await.unwrap();
-        let before = VolumeRecord::clone(&cluster.volume("db"));
+        let mut before = VolumeRecord::clone(&cluster.volume("db"));
         let epoch = cluster.open_volume(before.id.0, "n1", 1).await;
-        let before = VolumeRecord { epoch: epoch.0, ..before };
+        before.opened.epoch = epoch.0;
         match story {
             Story::Replace => cluster.goes(&before.replicas[0].pool).await,
             Story::Recover => {
@@ -156,10 +156,12 @@ impl Run {
     /// Requests the next change of its list as the target, by its assignment.
     async fn target(&mut self) -> Result<(), Error> {
         let volume = self.cluster.volume("db");
-        if volume.owner.as_deref() != Some("n1") {
+        if volume.opened.owner.as_deref() != Some("n1") {
             return Ok(());
         }
-        if volume.epoch() != self.epoch || volume.incarnation.0 != Incarnation(self.incarnation) {
+        if volume.epoch() != self.epoch
+            || volume.opened.incarnation.0 != Incarnation(self.incarnation)
+        {
             self.incarnation += 1;
             let (id, who) = (volume.id.0, Incarnation(self.incarnation));
             let asked =

@@ -43,7 +43,7 @@ fn pools(volume: &VolumeRecord) -> Vec<String> {
 /// Carries out the declared changes, as a target would: newcomers in, leaving ones out.
 async fn carry_out(cluster: &mut Cluster) {
     let volume = cluster.volume("db");
-    if volume.owner.is_none() {
+    if volume.opened.owner.is_none() {
         cluster.attach("db", "n1").await.unwrap();
     }
     let epoch = cluster.open_volume(volume.id.0, "n1", 9).await;

@@ -108,7 +108,7 @@ async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_
     cluster.controller.volumes.replicas.scale(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    let lent = cluster.volume("db").owner.clone().unwrap();
+    let lent = cluster.volume("db").opened.owner.clone().unwrap();
     assert_ne!(lent, "n1");
     let epoch = cluster.open_volume(id, &lent, 10).await;
     assert!(reports(&cluster, "n1", vec![mounted.clone()]).await.is_empty(), "nobody uses it");
@@ -272,7 +272,7 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     let first = volume.replicas[0].guid.0.to_string();
     let pool = cluster.pools.iter().find(|pool| pool.holds.contains_key(&first)).unwrap();
     let mut report = pool.report();
-    let epoch = cluster.volume("db").epoch;
+    let epoch = cluster.volume("db").opened.epoch;
     report.replicas.iter_mut().filter(|replica| replica.guid == first).for_each(|replica| {
         (replica.position_epoch, replica.position_lsn) = (epoch, 3);
     });

@@ -141,7 +141,7 @@ async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_w
     assert!(!cluster.controller.reports.volume(&now).await.unwrap().is_empty());
     // A late report of before it changes nothing.
     cluster.controller.reports.volume(&old).await.unwrap();
-    assert_eq!(cluster.volume("db").epoch, now.epoch);
+    assert_eq!(cluster.volume("db").opened.epoch, now.epoch);
 }
 
 #[tokio::test]
@@ -161,14 +161,14 @@ async fn an_epoch_that_a_target_asks_for_may_not_be_far_above_the_record_s() {
         let asked = (volume.id.0, "n1", Incarnation(9), Epoch(epoch));
         cluster.controller.volumes.epochs.acquire(asked.0, asked.1, asked.2, asked.3)
     };
-    let farthest = volume.epoch + EPOCHS_AHEAD_MAX;
+    let farthest = volume.opened.epoch + EPOCHS_AHEAD_MAX;
     for epoch in [farthest + 1, farthest + 2, u64::MAX] {
         let refused = ask(epoch).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{epoch}");
     }
-    assert_eq!(cluster.volume("db").epoch, volume.epoch);
+    assert_eq!(cluster.volume("db").opened.epoch, volume.opened.epoch);
     assert!(ask(farthest).await.unwrap().is_ok());
-    assert!(cluster.volume("db").epoch > farthest);
+    assert!(cluster.volume("db").opened.epoch > farthest);
 }
 
 #[tokio::test]

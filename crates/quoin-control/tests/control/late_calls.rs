@@ -82,11 +82,11 @@ async fn an_epoch_is_granted_to_the_owner_alone_and_never_the_same_one_twice() {
             let before = cluster.controller.volumes.catalog.get(by_name("db").as_ref()).ok();
             let asked =
                 cluster.controller.volumes.epochs.acquire(id, "n1", Incarnation(OWN), epoch).await;
-            let owns = before.as_ref().is_some_and(|v| v.owner.as_deref() == Some("n1"));
+            let owns = before.as_ref().is_some_and(|v| v.opened.owner.as_deref() == Some("n1"));
             match asked.unwrap() {
                 Ok(granted) => {
                     assert!(owns, "{since:?}");
-                    assert!(granted.epoch > last && granted.epoch.0 > before.unwrap().epoch);
+                    assert!(granted.epoch > last && granted.epoch.0 > before.unwrap().opened.epoch);
                     last = granted.epoch;
                 }
                 Err(_) => {

@@ -60,7 +60,11 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert_eq!((membership.rf, membership.cf, membership.drf), (1, 1, 3));
     assert_eq!(membership.known.len(), 1);
     assert_eq!(membership.retired, [volume.replicas[1].guid, volume.replicas[2].guid]);
-    assert!(recovered.epoch() > old && recovered.owner.is_none() && recovered.may_have_lost_ms > 0);
+    assert!(
+        recovered.epoch() > old
+            && recovered.opened.owner.is_none()
+            && recovered.may_have_lost_ms > 0
+    );
     // The target that had it open may change nothing any more.
     let late = cluster.swap("db", old, 5, |_| {});
     let late = quoin_control::MembershipSwap { node: "n1".into(), ..late };
@@ -68,10 +72,10 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     // It is given back to the node that it is attached to, for a new epoch.
     let now = tokio::time::Instant::now();
     cluster.controller.work.tender.look_at_all(now).await.unwrap();
-    assert!(cluster.volume("db").owner.is_none(), "its target has not seen it yet");
+    assert!(cluster.volume("db").opened.owner.is_none(), "its target has not seen it yet");
     let later = now + std::time::Duration::from_secs(4);
     cluster.controller.work.tender.look_at_all(later).await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n1"));
     let target = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert!(!target.maintenance && target.desired_replication_factor == 3);
     assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);

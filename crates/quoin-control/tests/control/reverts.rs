@@ -46,8 +46,8 @@ impl Cluster {
     /// Looks until a target is lent to the volume, which serves it then.
     async fn lent(&self) -> String {
         self.look().await;
-        let node = self.volume("db").owner.clone().expect("a target is lent");
-        let incarnation = 100 + u128::from(self.volume("db").epoch);
+        let node = self.volume("db").opened.owner.clone().expect("a target is lent");
+        let incarnation = 100 + u128::from(self.volume("db").opened.epoch);
         self.open_volume(self.volume("db").id.0, &node, incarnation).await;
         self.serving("db", &[]).await;
         node
@@ -176,15 +176,15 @@ async fn the_use_before_a_revert_is_over_also_for_the_node_that_had_the_volume()
 async fn a_volume_that_goes_back_is_lent_a_target_until_that_is_done() {
     let (cluster, _) = Cluster::detached().await;
     cluster.look().await;
-    assert!(cluster.volume("db").owner.is_none(), "its snapshot is made");
+    assert!(cluster.volume("db").opened.owner.is_none(), "its snapshot is made");
     cluster.revert("db", "s").await.unwrap();
     let node = cluster.lent().await;
     cluster.obey(&node).await.unwrap();
     cluster.look().await;
-    assert!(cluster.volume("db").owner.is_some(), "its record is to be removed yet");
+    assert!(cluster.volume("db").opened.owner.is_some(), "its record is to be removed yet");
     cluster.obey(&node).await.unwrap();
     cluster.look().await;
-    assert!(cluster.volume("db").owner.is_none());
+    assert!(cluster.volume("db").opened.owner.is_none());
 }
 
 #[tokio::test]

@@ -86,8 +86,8 @@ async fn a_volume_is_taken_from_its_node_only_once_neither_controller_nor_pools_
     cluster.let_n1_be_silent(Hearing::Silent).await;
     cluster.publish(&elsewhere).await.unwrap();
     let volume = cluster.volume("db");
-    assert_eq!((volume.owner.as_deref(), volume.attachments.len()), (Some("n2"), 1));
-    assert!(volume.epoch > epoch.0 && volume.grants.fenced_at_once);
+    assert_eq!((volume.opened.owner.as_deref(), volume.attachments.len()), (Some("n2"), 1));
+    assert!(volume.opened.epoch > epoch.0 && volume.grants.fenced_at_once);
     assert!(cluster.reasons().contains(&"VolumeTakenOver".to_owned()));
     let refused = cluster.refused(&publish("n1", Sharing::Exclusive, false)).await;
     assert!(refused.contains("node n2"), "{refused}");
@@ -159,18 +159,18 @@ async fn the_target_of_a_shared_volume_moves_from_a_node_that_is_lost_and_its_at
     let failover = &cluster.controller.work.failover;
     cluster.let_n1_be_silent(Hearing::Hears).await;
     failover.look().await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"), "its pools hear it");
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n1"), "its pools hear it");
     cluster.let_n1_be_silent(Hearing::Silent).await;
     failover.look().await.unwrap();
     let volume = cluster.volume("db");
-    assert_eq!((volume.owner.as_deref(), volume.attachments.len()), (Some("n2"), 2));
-    assert!(volume.epoch > epoch.0);
+    assert_eq!((volume.opened.owner.as_deref(), volume.attachments.len()), (Some("n2"), 2));
+    assert!(volume.opened.epoch > epoch.0);
     assert!(cluster.reasons().contains(&"TargetMoved".to_owned()));
     // It is back, and led to the other one.
     let led = cluster.controller.assignments.of_node("n1").targets.remove(0);
     assert_eq!(led.served_at.unwrap().node, "n2");
     failover.look().await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n2"));
 }
 
 #[tokio::test]
@@ -184,6 +184,6 @@ async fn a_node_that_loses_a_shared_volume_by_force_loses_what_the_target_holds_
     let attachments = &cluster.controller.volumes.attachments;
     attachments.detach(by_name("db").as_ref(), "n2", true).await.unwrap();
     let volume = cluster.volume("db");
-    assert_eq!((volume.owner.as_deref(), volume.attachments.len()), (Some("n1"), 1));
+    assert_eq!((volume.opened.owner.as_deref(), volume.attachments.len()), (Some("n1"), 1));
     assert!(volume.grants.fenced > epoch.0, "the target opens it anew, without that node");
 }

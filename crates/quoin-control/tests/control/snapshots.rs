@@ -214,7 +214,7 @@ async fn a_volume_attached_nowhere_is_lent_a_target_until_its_snapshot_is_made()
         async move { tender.look_at_all(Instant::now()).await.unwrap() }
     };
     look(&cluster).await;
-    let node = cluster.volume("db").owner.clone().expect("a target is lent");
+    let node = cluster.volume("db").opened.owner.clone().expect("a target is lent");
     assert!(cluster.volume("db").attachments.is_empty());
     let epoch = cluster.open_volume(cluster.volume("db").id.0, &node, 9).await;
     cluster.serving("db", &[]).await;
@@ -222,7 +222,7 @@ async fn a_volume_attached_nowhere_is_lent_a_target_until_its_snapshot_is_made()
     assert_eq!(cluster.snapshot("s").unwrap().phase, SnapshotPhase::Ready);
     look(&cluster).await;
     let volume = cluster.volume("db");
-    assert!(volume.owner.is_none(), "it is taken back: {epoch} {volume:?}");
+    assert!(volume.opened.owner.is_none(), "it is taken back: {epoch} {volume:?}");
 }
 
 /// Proves CSI-CREATESNAPSHOT-24: of a volume that has no place for another one.
@@ -365,7 +365,7 @@ async fn a_volume_that_is_kept_for_its_snapshots_shows_the_newest_of_those_that_
         let now = Instant::now();
         cluster.controller.work.tender.look_at_all(now).await.unwrap();
         let volume = cluster.controller.volumes.catalog.get(by_id(id.0).as_ref()).unwrap();
-        let node = volume.owner.clone().expect("a target is lent");
+        let node = volume.opened.owner.clone().expect("a target is lent");
         let told = cluster.commands(&node);
         let reverts = told.iter().filter_map(|command| match &command.what {
             Some(Told::RevertTo(to)) => Some(to.snapshot_id.clone()),

@@ -147,7 +147,7 @@ async fn a_volume_that_waits_for_an_unknown_change_goes_on_by_the_word_of_a_pers
     assert_eq!(recovered.membership.version, volume.membership.version + 2);
     assert_eq!(recovered.membership.retired, [newcomer.guid]);
     assert!(recovered.replicas.iter().all(|r| r.guid != newcomer.guid));
-    assert!(recovered.epoch > volume.epoch && recovered.may_have_lost_ms > 0);
+    assert!(recovered.opened.epoch > volume.opened.epoch && recovered.may_have_lost_ms > 0);
 }
 
 #[tokio::test]

@@ -30,10 +30,10 @@ fn told(cluster: &Cluster, node: &str) -> Vec<bool> {
 #[tokio::test]
 async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_change() {
     let mut cluster = growing().await;
-    assert!(cluster.volume("db").owner.is_none());
+    assert!(cluster.volume("db").opened.owner.is_none());
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let volume = cluster.volume("db");
-    let node = volume.owner.clone().unwrap();
+    let node = volume.opened.owner.clone().unwrap();
     assert!(volume.attachments.is_empty() && cluster.shown("db").r#use == "detached");
     let hosts: Vec<_> = volume.replicas.iter().map(|r| r.pool.replace('p', "h")).collect();
     assert!(hosts.contains(&node), "where a replica is: {node}");
@@ -43,11 +43,11 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
     let member = quoin_types::Member { id: new.id.0, guid: new.guid.0 };
     let swap = cluster.swap("db", epoch, 9, |known| known.push(member));
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    assert_eq!(cluster.volume("db").owner, Some(node.clone()), "it is not done");
+    assert_eq!(cluster.volume("db").opened.owner, Some(node.clone()), "it is not done");
     cluster.controller.volumes.epochs.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    assert!(cluster.volume("db").owner.is_none(), "done, it is closed");
+    assert!(cluster.volume("db").opened.owner.is_none(), "done, it is closed");
     assert!(told(&cluster, &node).is_empty());
 }
 
@@ -56,7 +56,7 @@ async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
     let mut cluster = growing().await;
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
     let volume = cluster.volume("db");
-    let node = volume.owner.clone().unwrap();
+    let node = volume.opened.owner.clone().unwrap();
     cluster.open_volume(volume.id.0, &node, 9).await;
     let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
     let event = |reason: &str| AgentEvent {
@@ -96,14 +96,14 @@ async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
 async fn who_attaches_it_meanwhile_takes_over_and_lets_clients_in() {
     let cluster = growing().await;
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    let lender = cluster.volume("db").owner.clone().unwrap();
+    let lender = cluster.volume("db").opened.owner.clone().unwrap();
     cluster.attach("db", "n2").await.unwrap();
     assert_eq!((told(&cluster, "n2"), told(&cluster, &lender)), (vec![false], vec![]));
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n2"));
     cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n2").await.unwrap();
     cluster.controller.work.tender.look_at_all(tokio::time::Instant::now()).await.unwrap();
-    assert_eq!(told(&cluster, &cluster.volume("db").owner.clone().unwrap()), [true]);
+    assert_eq!(told(&cluster, &cluster.volume("db").opened.owner.clone().unwrap()), [true]);
     // Deleting asks nobody: it is attached nowhere.
     cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
 }
@@ -118,7 +118,7 @@ async fn a_node_that_does_not_open_it_is_given_up_for_another_one_and_a_cordoned
     }
     let now = Instant::now();
     cluster.controller.work.tender.look_at_all(now).await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n2"));
     cluster
         .controller
         .work
@@ -127,7 +127,7 @@ async fn a_node_that_does_not_open_it_is_given_up_for_another_one_and_a_cordoned
         .await
         .unwrap();
     cluster.controller.work.tender.look_at_all(now + Duration::from_secs(29)).await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n2"));
     cluster.controller.work.tender.look_at_all(now + Duration::from_secs(31)).await.unwrap();
-    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n1"));
 }

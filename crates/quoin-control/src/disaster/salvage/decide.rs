@@ -280,7 +280,7 @@ impl Evidence<'_> {
     /// The replicas whose pools are believed, and the others with what they cannot have seen.
     fn sifted(&self) -> (Vec<Held>, Vec<(Held, String)>) {
         let own = |number: fn(&VolumeRecord) -> u64| self.record.map_or(0, number);
-        let recorded = own(|record| record.epoch);
+        let recorded = own(|record| record.opened.epoch);
         let granted_max = recorded.max(self.term.floor().0).saturating_add(EPOCHS_AHEAD_MAX);
         let is_granted = |epoch: Epoch| match epoch.term_number().cmp(&self.term.number) {
             std::cmp::Ordering::Less => true,
@@ -499,7 +499,7 @@ fn decide_by(evidence: &Evidence<'_>) -> Finding {
         );
     }
     let news = evidence.record.is_none_or(|old| {
-        record.epoch > old.epoch
+        record.opened.epoch > old.opened.epoch
             || record.grants.fenced != old.grants.fenced
             || record.membership.version > old.membership.version
             || record.generation > old.generation + 1
@@ -559,9 +559,9 @@ fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -
     finding.outcome = if done { Outcome::AsRecorded } else { Outcome::Deleted };
     let mut record = VolumeRecord { phase: VolumePhase::Deleting, ..base };
     record.attachments.clear();
-    record.owner = None;
+    record.opened.owner = None;
     record.generation = evidence.next_generation();
-    record.epoch = evidence.record.map_or(0, |old| old.epoch);
+    record.opened.epoch = evidence.record.map_or(0, |old| old.opened.epoch);
     let is_held = |guid: Text<ReplicaGuid>| evidence.held.iter().any(|h| h.member.guid == guid.0);
     record.replicas.retain(|replica| evidence.record.is_some() && is_held(replica.guid));
     for held in &evidence.held {
@@ -664,20 +664,21 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let blocks = rule.known.iter().flat_map(|m| held.iter().filter(move |h| h.member == *m));
     let blocks = blocks.map(|h| h.blocks).max().unwrap_or(0);
     record.size_bytes = record.size_bytes.max(blocks.saturating_mul(BLOCK_SIZE as u64));
-    let own = evidence.record.map(|r| (r.epoch(), r.incarnation.0));
+    let own = evidence.record.map(|r| (r.epoch(), r.opened.incarnation.0));
     let promised = held.iter().map(|h| (h.promised, h.incarnation));
     let (epoch, incarnation) = own.into_iter().chain(promised).max().unwrap_or_default();
     let written = held.iter().map(|h| h.position.epoch).max().unwrap_or_default();
-    record.epoch = epoch.max(written).0;
-    record.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
-    if record.grants.fenced == record.epoch && record.incarnation.0 != Incarnation(0) {
+    record.opened.epoch = epoch.max(written).0;
+    record.opened.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
+    if record.grants.fenced == record.opened.epoch && record.opened.incarnation.0 != Incarnation(0)
+    {
         // The record took back an epoch of this number that another controller of the term granted.
         record.grants.fenced = 0;
     }
-    let behind = evidence.record.is_none_or(|r| r.epoch < record.epoch);
+    let behind = evidence.record.is_none_or(|r| r.opened.epoch < record.opened.epoch);
     record.grants.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
-    record.owner = match evidence.record {
-        Some(old) if old.attachments == record.attachments => old.owner.clone(),
+    record.opened.owner = match evidence.record {
+        Some(old) if old.attachments == record.attachments => old.opened.owner.clone(),
         _ => record.attachments.first().map(|attachment| attachment.node.clone()),
     };
     record.generation = evidence.next_generation();

@@ -162,7 +162,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         .into_iter()
         .chain(view.iter().chain(&joint).map(|rule| rule.membership_version))
         .chain(membership.iter().map(|membership| membership.version))
-        .chain(note.iter().flat_map(|n| [n.generation, n.epoch, n.membership.version]));
+        .chain(note.iter().flat_map(|n| [n.generation, n.opened.epoch, n.membership.version]));
     if let Some(number) = numbers.into_iter().find(|number| *number > NUMBER_MAX) {
         return Err(bad(format!("{number} is no epoch, LSN, version or generation of a volume")));
     }
@@ -237,13 +237,13 @@ mod tests {
         let mut record =
             VolumeRecord::new(VolumeId(7), complete(&asked, defaults).unwrap(), 1 << 20);
         record.membership.drf = record.membership.rf;
-        record.epoch = 9;
+        record.opened.epoch = 9;
         let noted = |record: &VolumeRecord| {
             let keepsake = Keepsake { record: encode(record), generation: 1 };
             held("p", &holding(keepsake.encode_to_vec())).unwrap().note
         };
         assert_eq!(
-            noted(&record).expect("it is sound").epoch,
+            noted(&record).expect("it is sound").opened.epoch,
             0,
             "an opening is no word of a record"
         );

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use quoin_types::{Lsn, ReplicaId, TermId};
 
-use crate::state::records::{AttachmentRecord, Grants, Spec};
+use crate::state::records::{AttachmentRecord, Grants, Opened, Spec};
 use quoin_api::volume::{Durability, Spread};
 
 mod hostile;
@@ -63,9 +63,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         replicas: replicas.collect(),
         discarded: Vec::new(),
         attachments: Vec::new(),
-        owner: None,
-        epoch: 5,
-        incarnation: Text(Incarnation(1)),
+        opened: Opened { owner: None, epoch: 5, incarnation: Text(Incarnation(1)) },
         consistency_factor: 0,
         may_have_lost_ms: 0,
         generation,
@@ -149,14 +147,12 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
     let finding = judged(None, all, &[]);
     assert_eq!((finding.outcome, finding.answered, finding.needed), (Outcome::Created, 3, 2));
     let written = *finding.write.clone().unwrap();
-    assert_eq!((written.epoch, written.incarnation.0), (6, Incarnation(4)));
+    assert_eq!((written.opened.epoch, written.opened.incarnation.0), (6, Incarnation(4)));
     assert_eq!((written.grants.epochs_skipped, written.generation), (EPOCHS_SKIPPED, 10));
     // The target that serves it serves on: the attachment is there, and the epoch is its own.
-    assert_eq!(written.owner.as_deref(), Some("n1"));
+    assert_eq!(written.opened.owner.as_deref(), Some("n1"));
     let expected = VolumeRecord {
-        epoch: 6,
-        incarnation: Text(Incarnation(4)),
-        owner: Some("n1".into()),
+        opened: Opened { owner: Some("n1".into()), epoch: 6, incarnation: Text(Incarnation(4)) },
         grants: Grants { epochs_skipped: EPOCHS_SKIPPED, ..told.grants.clone() },
         generation: 10,
         ..told
@@ -169,7 +165,7 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
 fn an_epoch_that_was_taken_back_is_not_the_one_that_a_rival_granted() {
     let current = rule(2, &[1, 2, 3]);
     let mut own = record(2, &[1, 2, 3], 9);
-    (own.epoch, own.incarnation, own.grants.fenced) = (7, Text(Incarnation(0)), 7);
+    (own.opened.epoch, own.opened.incarnation, own.grants.fenced) = (7, Text(Incarnation(0)), 7);
     let mut all: Vec<Held> = (1..=3).map(|n| held(n, &current, None)).collect();
     for one in &mut all {
         (one.promised, one.incarnation) = (Epoch(7), Incarnation(0));
@@ -178,7 +174,7 @@ fn an_epoch_that_was_taken_back_is_not_the_one_that_a_rival_granted() {
     assert_eq!(heeded.outcome, Outcome::AsRecorded, "{}", heeded.message);
     all[1].incarnation = Incarnation(4);
     let written = *judged(Some(&own), all, &[]).write.unwrap();
-    assert_eq!((written.epoch, written.incarnation.0), (7, Incarnation(4)));
+    assert_eq!((written.opened.epoch, written.opened.incarnation.0), (7, Incarnation(4)));
     assert!(
         written.is_granted(),
         "it is taken back by the next epoch where nobody owns the volume"
@@ -507,11 +503,11 @@ proptest! {
             let membership = Membership::from(&written.membership);
             prop_assert!(membership.check().is_ok());
             if let Some(own) = &own {
-                prop_assert!(written.epoch >= own.epoch && written.generation > own.generation);
+                prop_assert!(written.opened.epoch >= own.opened.epoch && written.generation > own.generation);
                 prop_assert!(written.membership.version >= own.membership.version);
             }
             let highest = all.iter().map(|h| h.promised.0).max().unwrap_or(0);
-            prop_assert!(written.phase == VolumePhase::Deleting || written.epoch >= highest);
+            prop_assert!(written.phase == VolumePhase::Deleting || written.opened.epoch >= highest);
             // Only what a pool told of is ordered deleted.
             let ordered = written.replicas.iter().filter(|r| r.phase == ReplicaPhase::Delete);
             for guid in ordered.map(|r| r.guid.0).chain(written.discarded.iter().map(|d| d.guid.0)) {

@@ -103,7 +103,11 @@ fn an_epoch_of_a_term_that_nobody_proved_and_numbers_far_beyond_all_others_are_n
         assert_eq!((finding.answered, finding.standings[2].1), (2, "not-believed"));
         assert!(finding.message.contains(&format!("it tells of {what}")), "{}", finding.message);
         let made = judged(None, beside_two(lie), &[]).write.unwrap();
-        assert_eq!((made.epoch, made.generation, made.membership.version), (5, 10, 2), "{what}");
+        assert_eq!(
+            (made.opened.epoch, made.generation, made.membership.version),
+            (5, 10, 2),
+            "{what}"
+        );
     }
     // Epochs of a former term are as far as they are.
     let last = Epoch((1 << 40) - 1);
