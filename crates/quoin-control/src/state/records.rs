@@ -371,7 +371,7 @@ pub struct VolumeRecord {
     pub used: Use,
 }
 
-/// Who may open a volume, and its last open.
+/// The node that may open a volume, and its last open.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct Opened {
     /// The node whose target may acquire epochs.
