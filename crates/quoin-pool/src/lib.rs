@@ -288,7 +288,7 @@ where
         reporting.abort();
         return Err(Error::Removed(why));
     }
-    // Nobody takes it where reports have failed.
+    // The receiver is gone only where the reporting task panicked.
     let _ = shard_ended.send(());
     let _ = reporting.await;
     match ended {

@@ -120,7 +120,7 @@ pub struct Core<D> {
     pub buffers: Buffers,
 }
 
-/// What the disk refused, and what was found bad on it.
+/// Refusals of the disk, and data found bad on it.
 #[derive(Default)]
 pub struct Faults {
     /// The last sync failed: nothing is written any more.

@@ -236,7 +236,7 @@ pub struct Segment {
 /// its file system note down a piece of new space, which costs more syncs than the write's own.
 const READY_BLOCKS: u32 = 64;
 
-/// Where the next batch of the log goes on.
+/// Position of the next batch of the log in its chain.
 #[derive(Clone, Copy, Default)]
 pub struct LogEnd {
     pub next_index: u64,
