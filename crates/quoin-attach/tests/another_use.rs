@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use crate::daemon::{Daemon, SIZE, asked, blocking, have_requirements, sh};
+use crate::daemon::{Bound, Daemon, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{Kind, ServedElsewhere};
 use quoin_attach::{AttachClient, Error, Options, run};
@@ -66,6 +66,7 @@ async fn users_of_a_device_whose_volume_moved_to_another_node_get_errors() {
     let server = Server::start(&socket, volume(SIZE as usize), since(5));
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
+    let bound = Bound::of(&device);
     let at = directory.path().join("mounted");
     let (on, under) = (device.clone(), at.clone());
     blocking(move || mounted(&on, &under)).await;
@@ -89,7 +90,7 @@ async fn users_of_a_device_whose_volume_moved_to_another_node_get_errors() {
     assert!(matches!(again, Err(Error::Refused { kind: Kind::Busy, .. })), "{again:?}");
     blocking(move || sh(&format!("umount {}", at.display()))).await;
     daemon.client.detach("17").await.unwrap();
-    assert!(LoopDevice::at(device).backing_file().is_none());
+    assert!(!bound.is_left());
     daemon.stop().await.unwrap();
 }
 
@@ -156,8 +157,8 @@ async fn a_device_in_use_is_ended_by_force_and_the_actions_are_reported() {
     assert!(did.contains("is freed") && !did.contains("last user"), "{did}");
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
     let at = directory.path().join("mounted");
-    let (on, under) = (device.clone(), at.clone());
-    blocking(move || mounted(&on, &under)).await;
+    let (bound, under) = (Bound::of(&device), at.clone());
+    blocking(move || mounted(&device, &under)).await;
     blocking(move || server.stop()).await;
     let mut program = waiting_program(&at);
     until_it_waits(&daemon).await;
@@ -167,8 +168,7 @@ async fn a_device_in_use_is_ended_by_force_and_the_actions_are_reported() {
     assert!(!blocking(move || program.wait().unwrap()).await.success());
     assert!(daemon.client.list().await.unwrap().is_empty());
     blocking(move || sh(&format!("umount {}", at.display()))).await;
-    let device = LoopDevice::at(device);
-    while device.backing_file().is_some() {
+    while bound.is_left() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     daemon.stop().await.unwrap();
@@ -301,6 +301,7 @@ async fn two_daemons_with_one_path_in_two_mount_namespaces_keep_their_own_device
     let device = first.1.attach(asked("17", &socket)).await.unwrap().device;
     let second = IsolatedDaemon::start(&run_directory).await;
     assert!(second.1.list().await.unwrap().is_empty());
+    let bound = Bound::of(&device);
     let backing = LoopDevice::at(device.clone()).backing_file();
     assert_eq!(backing.as_deref(), Some(&*run_directory.join("volumes/17")));
     let other = second.1.attach(asked("17", &socket)).await.unwrap().device;
@@ -318,7 +319,7 @@ async fn two_daemons_with_one_path_in_two_mount_namespaces_keep_their_own_device
     .await;
     assert_eq!(block, [4; 4096]);
     first.1.detach("17").await.unwrap();
-    assert!(LoopDevice::at(device).backing_file().is_none());
+    assert!(!bound.is_left());
     // The killed daemon's devices ended with its connection; this device is removed by hand.
     let left = LoopDevice::at(other);
     left.release().unwrap();

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use quoin_attach::fuse::mount::mounts_under;
+use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::AttachVolume;
 use quoin_attach::{AttachClient, Error, Options, run};
 use tokio::sync::watch;
@@ -51,6 +52,21 @@ impl Daemon {
         let result = self.task.await.unwrap();
         assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount is left");
         result
+    }
+}
+
+/// A loop device and the file that it was bound to. Once it is free another test may have it.
+pub struct Bound(LoopDevice, PathBuf);
+
+impl Bound {
+    pub fn of(device: &Path) -> Self {
+        let device = LoopDevice::at(device.to_owned());
+        let file = device.backing_file().unwrap();
+        Self(device, file)
+    }
+
+    pub fn is_left(&self) -> bool {
+        self.0.backing_file().is_some_and(|file| file == self.1)
     }
 }
 

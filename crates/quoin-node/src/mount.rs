@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -149,12 +150,25 @@ fn existing_flags(target: &Path) -> Result<MountFlags, Error> {
     Ok(parsed.flags)
 }
 
-/// Unmounts the topmost mount at `target`. Symbolic links are not followed.
+/// Time for which a use may pass that lasts an instant: a process that was just forked has the files
+/// of its parent open until it becomes its program, and monitors look at mounts.
+const BUSY_FOR: Duration = Duration::from_millis(500);
+
+/// Unmounts the topmost mount at `target`. Symbolic links are not followed. Blocks for half a second
+/// at most while it is in use.
 ///
 /// # Errors
 /// [`Error::Busy`] if it is in use, [`Error::NotPermitted`] without root.
 pub fn unmount(target: &Path) -> Result<(), Error> {
-    rustix::mount::unmount(target, UnmountFlags::NOFOLLOW).map_err(|errno| match errno {
+    let began = Instant::now();
+    let unmounted = loop {
+        let unmounted = rustix::mount::unmount(target, UnmountFlags::NOFOLLOW);
+        if unmounted != Err(Errno::BUSY) || began.elapsed() >= BUSY_FOR {
+            break unmounted;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    unmounted.map_err(|errno| match errno {
         Errno::BUSY => Error::Busy { path: target.to_owned() },
         Errno::PERM if !is_root() => Error::NotPermitted { path: target.to_owned() },
         other => Error::io("unmounting", target)(other.into()),

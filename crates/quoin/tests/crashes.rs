@@ -82,27 +82,30 @@ fn a_hanging_pool_does_not_delay_io_and_catches_up_when_it_continues() {
     dev.stop();
 }
 
-/// Returns the rate of operations while one pool runs for a tenth of the time only, as a share of
-/// the rate while it runs freely. Both are measured in turns, because of other load on the machine.
+/// Lets one pool run for a tenth of the time only. Returns the rate of operations while it stands
+/// still, as a share of the rate while it runs freely. Both are measured in turns, because of other
+/// load on the machine.
 fn rate_beside_a_slow_one(load: &Load, pool: i64) -> f64 {
-    const TURN: Duration = Duration::from_millis(150);
+    const STILL: Duration = Duration::from_millis(54);
     let pid = Pid::from_raw(pool as i32).unwrap();
-    let (mut free, mut slow) = (0, 0);
-    for _ in 0..24 {
-        let before = load.done();
-        std::thread::sleep(TURN);
-        let between = load.done();
-        let began = Instant::now();
-        while began.elapsed() < TURN {
+    let rate_of = |work: &dyn Fn()| {
+        let (done, began) = (load.done(), Instant::now());
+        work();
+        ((load.done() - done) as f64, began.elapsed().as_secs_f64())
+    };
+    let (mut free, mut slow) = ((0.0, 0.0), (0.0, 0.0));
+    for _ in 0..20 {
+        let (done, seconds) = rate_of(&|| std::thread::sleep(3 * STILL));
+        free = (free.0 + done, free.1 + seconds);
+        for _ in 0..3 {
             kill_process(pid, Signal::STOP).unwrap();
-            std::thread::sleep(Duration::from_millis(18));
+            let (done, seconds) = rate_of(&|| std::thread::sleep(STILL));
+            slow = (slow.0 + done, slow.1 + seconds);
             kill_process(pid, Signal::CONT).unwrap();
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(STILL / 9);
         }
-        free += between - before;
-        slow += load.done() - between;
     }
-    slow as f64 / free as f64
+    (slow.0 / slow.1) / (free.0 / free.1)
 }
 
 /// Proves: a slow replica never slows the volume while CF others answer.
