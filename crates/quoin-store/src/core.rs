@@ -453,6 +453,25 @@ pub enum Tree {
     Logical,
 }
 
+/// What other views keep of the blocks and nodes that a map gives up.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Kept {
+    /// All up to this version.
+    pub through: u64,
+    /// All up to a version from an LBA on: what a view keeps that is leaving.
+    pub leaving: Option<(u64, u64)>,
+}
+
+impl Kept {
+    /// Everything is kept.
+    pub const ALL: Kept = Kept { through: u64::MAX, leaving: None };
+
+    fn has(&self, lba: u64, version: u64) -> bool {
+        let is_leaving = |(through, from)| version <= through && lba >= from;
+        version <= self.through || self.leaving.is_some_and(is_leaving)
+    }
+}
+
 /// A replica's view of [`Nodes`].
 pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
@@ -460,8 +479,8 @@ pub struct NodeIo<'a, D> {
     pub batch: &'a mut NodeBatch,
     /// The count that goes on beside an update of the map.
     pub recount: Option<&'a mut Recount>,
-    /// Blocks that left the map are counted as dead unless a view as new as this may keep them.
-    pub kept_through: u64,
+    /// Blocks that left the map are counted as dead unless a view keeps them.
+    pub kept: Kept,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
     pub gives_up: bool,
     pub tree: Tree,
@@ -625,7 +644,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         if self.tree != Tree::Map || mutant::is("trim-frees-nothing") {
             return;
         }
-        if version > self.kept_through {
+        if !self.kept.has(lba, version) {
             let bytes = BLOCK_SIZE as u64;
             let held = self.family.sub_live(self.core, place, bytes);
             if let (Some((unit, block)), Some(recount)) = (held, &mut self.recount) {
@@ -638,7 +657,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
-        if node.newest > self.kept_through || self.tree != Tree::Map {
+        if self.tree != Tree::Map || !self.kept.has(base, node.newest) {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let held = self.family.sub_live(self.core, block, bytes);
             if let (Some((unit, _)), Some(recount)) = (held, &mut self.recount) {

@@ -9,9 +9,10 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
+use crate::background::difference::LeavingView;
 use crate::background::reverts::RevertFold;
 use crate::clones::Relatives;
-use crate::core::Core;
+use crate::core::{Core, Kept};
 use crate::disk::Disk;
 use crate::format::checkpoint::{Checkpoint, LogStart, SnapshotState};
 use crate::format::node::LEAF_SHIFT;
@@ -41,17 +42,12 @@ pub struct CheckpointJob {
     cursor: u64,
     /// The entry that ends the stage.
     special: Option<u64>,
+    /// Snapshots that the job's entries deleted.
+    leaving: Vec<LeavingView>,
     /// A Revert that ended the stage and is not in `work` yet.
     pub(super) revert: Option<RevertFold>,
     /// Edits of a step, kept from step to step.
     pub(super) part: Edits,
-}
-
-impl CheckpointJob {
-    /// The newest version that a snapshot of the job's state may hold.
-    pub(super) fn kept_through(&self) -> u64 {
-        self.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0)
-    }
 }
 
 /// Part of a stage on its way into the map.
@@ -117,6 +113,7 @@ impl Replica {
                 newest,
                 cursor: u64::MAX,
                 special: None,
+                leaving: Vec::new(),
                 revert: None,
                 part: Edits::default(),
             };
@@ -133,6 +130,7 @@ impl Replica {
             Ok(true) => {
                 core.keep_memtable(std::mem::take(&mut job.newest));
                 self.finish_checkpoint(job);
+                self.map_changed(core);
                 Ok(true)
             }
             Ok(false) => {
@@ -230,9 +228,9 @@ impl Replica {
         let nodes_max = nodes_a_step(core);
         let mut part = self.part_of(core, job, nodes_max);
         part.made_for = None;
-        let kept_through = job.kept_through();
+        let kept = self.kept_beside_fold(job);
         let mut io = self.io(core);
-        io.kept_through = kept_through.max(io.family.relatives.kept_through);
+        io.kept = kept;
         let (root, stopped) =
             tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
         job.work.root = root;
@@ -329,8 +327,8 @@ impl Replica {
                 });
             }
             EntryKind::DeleteSnapshot { id } => {
-                work.snapshots.retain(|s| s.info.id != id);
-                self.maintenance.count.request();
+                let gone = work.snapshots.extract_if(.., |s| s.info.id == id);
+                job.leaving.extend(gone.map(|s| LeavingView::new(s.root, s.info.lsn.0)));
             }
             EntryKind::Revert { id } => {
                 let (cursor, blocks) = (0, work.head.volume_blocks);
@@ -345,8 +343,17 @@ impl Replica {
         }
     }
 
+    /// What views keep of what the job's map gives up.
+    pub(super) fn kept_beside_fold(&self, job: &CheckpointJob) -> Kept {
+        let mut kept = self.kept_beside(&job.work);
+        let leaving = job.leaving.iter().map(|view| view.lsn);
+        kept.through = leaving.fold(kept.through, u64::max);
+        kept
+    }
+
     fn finish_checkpoint(&mut self, job: CheckpointJob) {
         self.folded = job.work;
+        self.maintenance.count.leave(job.leaving);
         self.log.drop_through(job.target);
         let first_needed = self.log_start().index;
         self.family.forget_log_before(first_needed);

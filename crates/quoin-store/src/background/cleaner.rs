@@ -15,8 +15,9 @@ use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
+use crate::background::difference::LeavingView;
 use crate::background::relocation::MovedBlock;
-use crate::core::{BadBlock, Core};
+use crate::core::{BadBlock, Core, Kept};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
@@ -48,6 +49,25 @@ impl Candidate {
             true => (self.name, self.place, 0),
             false => (0, self.lba, self.version),
         }
+    }
+}
+
+/// A view whose blocks must survive.
+struct KeptView {
+    root: Root,
+    /// The newest version that it can hold.
+    newest: u64,
+    /// The first LBA that it shows still.
+    from: u64,
+}
+
+impl KeptView {
+    fn whole(root: Root, newest: u64) -> Self {
+        KeptView { root, newest, from: 0 }
+    }
+
+    fn may_show(&self, lba: u64, version: u64) -> bool {
+        version <= self.newest && lba >= self.from
     }
 }
 
@@ -270,21 +290,21 @@ impl Replica {
         let (views, mut lacking) = (self.views(core), Ok(()));
         let mut lbas: Vec<_> = candidates.iter().map(|c| (c.lba, c.version)).collect();
         lbas.sort_unstable();
-        for (root, newest) in &views {
-            let of_view = lbas.iter().filter(|(_, version)| *version <= *newest);
+        for view in &views {
+            let of_view = lbas.iter().filter(|(lba, version)| view.may_show(*lba, *version));
             let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
             let io = &mut self.io(core);
-            lacking = lacking.and(tree::look_ahead(io, *root, stretches, BLOCKS_A_STEP));
-            lacking = lacking.and(tree::look_ahead_of_renewals(io, *root, nodes));
+            lacking = lacking.and(tree::look_ahead(io, view.root, stretches, BLOCKS_A_STEP));
+            lacking = lacking.and(tree::look_ahead_of_renewals(io, view.root, nodes));
         }
         let names = candidates.iter().map(|candidate| candidate.name);
         lacking = lacking.and(self.look_ahead_of_names(core, names));
         lacking?;
         for candidate in candidates {
-            for (root, newest) in &views {
+            for view in &views {
                 let mut found = [BlockAt::default()];
-                if candidate.version <= *newest {
-                    tree::blocks(&mut self.io(core), *root, candidate.lba, &mut found)?;
+                if view.may_show(candidate.lba, candidate.version) {
+                    tree::blocks(&mut self.io(core), view.root, candidate.lba, &mut found)?;
                 }
                 if found[0].place == candidate.name {
                     lacking = lacking.and(job.data.look_ahead(core, candidate.place));
@@ -295,22 +315,31 @@ impl Replica {
         lacking
     }
 
-    /// Every view that must survive, with the newest version it can hold.
-    fn views<D: Disk>(&self, core: &Core<D>) -> Vec<(Root, u64)> {
+    /// Every view that must survive.
+    fn views<D: Disk>(&self, core: &Core<D>) -> Vec<KeptView> {
         if mutant::is("views-forgotten-by-clean-up") {
-            return vec![(self.folded.root, u64::MAX)];
+            return vec![KeptView::whole(self.folded.root, u64::MAX)];
         }
-        let mut views: Vec<(Root, u64)> =
-            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        let snapshots = self.folded.snapshots.iter();
+        let mut views: Vec<KeptView> =
+            snapshots.map(|s| KeptView::whole(s.root, s.info.lsn.0)).collect();
         if !mutant::is("pinned-base-forgotten-by-clean-up") {
-            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+            let pins = self.pins.values();
+            views.extend(pins.map(|p| KeptView::whole(p.root, p.head.position.lsn.0)));
         }
         if !mutant::is("bases-forgotten-by-clean-up") {
-            views.extend(core.bases.of(self.identity.guid).map(|(_, b)| (b.root, b.lsn)));
+            let bases = core.bases.of(self.identity.guid);
+            views.extend(bases.map(|(_, base)| KeptView::whole(base.root, base.lsn)));
         }
-        views.push((self.folded.root, u64::MAX));
+        let leaving = self.maintenance.count.leaving.iter();
+        views.extend(leaving.map(|view| KeptView {
+            root: view.root,
+            newest: view.lsn,
+            from: view.cursor,
+        }));
+        views.push(KeptView::whole(self.folded.root, u64::MAX));
         if let Some(shadow) = &self.shadow {
-            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+            views.extend(shadow.roots().map(|root| KeptView::whole(root, u64::MAX)));
         }
         views
     }
@@ -340,16 +369,16 @@ impl Replica {
         let mut by_lba: Vec<&Candidate> = standing.map(|(candidate, _)| candidate).collect();
         by_lba.sort_unstable_by_key(|candidate| (candidate.lba, candidate.version));
         for candidate in by_lba {
-            for (root, newest) in &views {
+            for view in &views {
                 if mutant::is("moved-block-overwrites-a-newer-one") {
                     live.push(*candidate);
                     break;
                 }
-                if candidate.version > *newest {
+                if !view.may_show(candidate.lba, candidate.version) {
                     continue;
                 }
                 let mut found = [BlockAt::default()];
-                tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
+                tree::blocks(&mut io, view.root, candidate.lba, &mut found)?;
                 if found[0].place == BAD_PLACE {
                     let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
                     if lost.last().is_none_or(|edit| edit.lba != leaf) {
@@ -470,16 +499,27 @@ impl Replica {
         let mut old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let own = old.len();
         old.extend(core.bases.of(guid).map(|(_, base)| base.root));
+        let leaving: Vec<LeavingView> = self.maintenance.count.leaving.iter().copied().collect();
         let mut new = Vec::with_capacity(old.len());
         let mut io = self.io(core);
         // All views give the node up together, so none keeps it alive.
-        io.kept_through = 0;
+        io.kept = Kept::default();
         for root in old {
             new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
+        }
+        let mut new_leaving = Vec::with_capacity(leaving.len());
+        for view in leaving {
+            // Below its cursor it is no view any more.
+            let edits = edits.iter().filter(|edit| edit.reach() > view.cursor);
+            let edits: Vec<Edit> = edits.copied().collect();
+            new_leaving.push(tree::update(&mut io, view.root, &edits, crcs, Some(&mut memo))?);
         }
         if new.len() > own {
             // Clones read them from the disk: they know nothing of what waits here to be written.
             io.flush()?;
+        }
+        for (view, new) in self.maintenance.count.leaving.iter_mut().zip(new_leaving) {
+            view.root = new;
         }
         for (root, new) in self.views_mut().into_iter().zip(&new) {
             *root = *new;

@@ -24,6 +24,8 @@ pub enum Fact {
     /// A fold or a clean-up is under way.
     AtWork,
     CountDue,
+    /// A view went away, and what it leaves dead can be counted.
+    ViewLeaving,
     /// Its log is rotten in a place that only a fold makes harmless.
     FoldWanted,
     /// Trims wait in its log that free more than is kept of it, or the end of a view: a Revert, which
@@ -81,6 +83,7 @@ impl ReplicaWork {
         set(Fact::Folding, is_workable && work.checkpoint.is_some());
         set(Fact::AtWork, is_workable && work.has_job());
         set(Fact::CountDue, is_workable && replica.is_count_due());
+        set(Fact::ViewLeaving, is_workable && replica.is_difference_due());
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
         let gone = replica.log.first_view_gone().is_some_and(|lsn| lsn <= replica.foldable());
         set(Fact::Trimmed, (trimmed > options.log_keep_bytes || gone) && may_fold);

@@ -78,6 +78,7 @@ impl Replica {
                 self.look_ahead_of_merge(core)?;
                 self.look_ahead_of_headers(core, segment)
             }
+            Step::Difference(_) => self.look_ahead_of_difference(core),
             Step::Recount(_) => self.look_ahead_of_count(core),
             Step::Flatten(_) => self.look_ahead_of_flatten(core),
         }

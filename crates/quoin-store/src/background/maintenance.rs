@@ -27,6 +27,8 @@ pub struct Maintenance {
     pub flatten: Option<Flatten>,
     /// Bases that the maps in memory do not show any more, and the last record still does.
     pub given_up_bases: Vec<BaseId>,
+    /// The newest segment when a map was changed last by anything but clean-up.
+    pub changed_at_sequence: u64,
     pub headers_read: HeadersRead,
     pub count: LiveCount,
     /// The replica has no background work, for this reason.

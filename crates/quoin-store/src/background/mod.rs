@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod cleaner;
+pub mod difference;
 pub mod due_work;
 pub mod look_ahead;
 pub mod maintenance;

@@ -1,12 +1,13 @@
-//! Counting anew how much of each segment is live, after what only such a count can tell: a view
-//! went away, or a step failed on its way.
+//! Counting anew how much of each segment is live, after what only such a count can tell: a Revert,
+//! the end of a rebuild, a crash, or a step that failed on its way. (What a deleted snapshot leaves
+//! dead is counted by what it differs in: [`crate::background::difference`].)
 //!
 //! The count walks every leaf of every view, which takes minutes where there are millions. So it is
 //! the last of all background work and stops at any leaf: folds, commits and clean-up go on beside
 //! it and find its result right, by two rules.
 //!
-//! * Only space that grows no more is counted: closed segments, the part of open ones that was
-//!   written as the count began ([`OpenPart`]), and the log that was folded then.
+//! * Only space that grows no more is counted: closed segments and the part of open ones that was
+//!   written as the count began ([`OpenPart`]), less log of which something was not folded then.
 //!   Later writes go elsewhere, and are counted as they are written, as ever.
 //! * Counted space only loses. Blocks that a view gives up behind the place of the count
 //!   ([`Recount::gone`]) are subtracted; before that place the count does not meet them any more.
@@ -14,20 +15,22 @@
 //! Each version of a block belongs to the oldest view that shows it, and is counted there. The
 //! views are walked in the order of the newest version that each can hold. In each view only
 //! versions count that are newer than the view before can hold. Snapshots taken meanwhile come
-//! before the folded map, which they were when it was walked. A deleted snapshot makes another
-//! count due, as ever.
+//! before the folded map, which they were when it was walked. A snapshot that is deleted meanwhile
+//! stays a view until the count is done.
 //!
-//! Log that was not folded yet as the count began is left out and keeps its counters. Another
-//! count follows once all of it is folded.
+//! Log that was not folded yet as the count began is left out and keeps its counters, also where it is
+//! folded meanwhile. Another count follows once all of it is folded.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
+use crate::background::difference::{LeavingView, LeavingViews};
 use crate::core::{Core, Tree};
 use crate::disk::Disk;
 use crate::format::batch::Stream;
+use crate::format::checkpoint::SegmentState;
 use crate::format::node::{LEAF_BLOCKS, Node, Root};
 use crate::map::tree::{self, Nodes, Part};
 use crate::replica::Replica;
@@ -45,11 +48,10 @@ pub struct Recount {
     cursor: u64,
     live: BTreeMap<u32, u64>,
     through_sequence: u64,
-    /// Segments of moved blocks and of nodes that were open as the count began.
+    /// Segments that were open as the count began, less the log that was not folded.
     open: BTreeMap<u32, OpenPart>,
-    folded: u64,
-    /// Log before this is needed by no view, whatever LSNs it holds: they may have been cut away.
-    first_needed: u64,
+    /// Segments of log that was not folded as the count began.
+    log: BTreeSet<u32>,
     /// Whether the count was requested, and does not follow another one.
     is_first: bool,
     /// Moved blocks up to this one are known; `None`: all are.
@@ -71,8 +73,9 @@ struct OpenPart {
 /// The need to count the live bytes of a replica's segments anew.
 #[derive(Default)]
 pub struct LiveCount {
-    /// Counters are too high since a view went away.
     due: bool,
+    /// Views that went away, of which it is not counted yet what they leave dead.
+    pub leaving: LeavingViews,
     pub job: Option<Recount>,
     /// Another count is due once the log up to this segment sequence number is folded.
     after: Option<u64>,
@@ -82,16 +85,25 @@ impl LiveCount {
     /// Another count is due; one that is under way stays right and ends first.
     pub fn request(&mut self) {
         self.due = true;
+        self.leaving.clear();
+    }
+
+    /// These views went away.
+    pub fn leave(&mut self, views: impl IntoIterator<Item = LeavingView>) {
+        if !self.due {
+            self.leaving.add(views);
+        }
     }
 
     /// A count that is under way is worth nothing any more.
     pub fn begin_anew(&mut self) {
-        (self.due, self.job) = (true, None);
+        self.request();
+        self.job = None;
     }
 
     /// The counters are recorded as too high, so that a start after a crash counts anew.
     pub fn is_too_high(&self) -> bool {
-        self.due || self.job.is_some() || self.after.is_some()
+        self.due || self.job.is_some() || self.after.is_some() || !self.leaving.is_empty()
     }
 }
 
@@ -158,10 +170,12 @@ impl Replica {
     fn counted_views<D: Disk>(&self, core: &Core<D>) -> Vec<(ViewKey, Root)> {
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
-        for (_, base) in core.bases.of(self.identity.guid) {
-            // The snapshot that it was made from is counted as such.
-            if !views.contains(&(base.root, base.lsn)) {
-                views.push((base.root, base.lsn));
+        let bases = core.bases.of(self.identity.guid).map(|(_, base)| (base.root, base.lsn));
+        let leaving = self.maintenance.count.leaving.iter().map(|view| (view.root, view.lsn));
+        for view in bases.chain(leaving) {
+            // The snapshot that a base was made from is counted as such.
+            if !views.contains(&view) {
+                views.push(view);
             }
         }
         views.push((self.folded.root, u64::MAX));
@@ -185,19 +199,10 @@ impl Replica {
     pub fn is_count_due(&self) -> bool {
         let follows = || {
             self.maintenance.count.after.is_some_and(|sequence| {
-                let folded = self.folded.head.position.lsn.0;
-                !self.has_log_above(sequence, folded, self.log_start().index)
+                !self.unfolded_log().any(|state| state.sequence <= sequence)
             })
         };
         self.maintenance.count.due || self.maintenance.count.job.is_some() || follows()
-    }
-
-    /// Whether a segment of the log up to this sequence number holds what is not folded.
-    fn has_log_above(&self, sequence: u64, folded: u64, first_needed: u64) -> bool {
-        self.family.segments.all_busy().map(|segment| &segment.state).any(|state| {
-            let is_old = state.sequence <= sequence && matches!(state.stream, Stream::Log);
-            is_old && state.last_index >= first_needed && state.last_lsn > folded
-        })
     }
 
     fn begin_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<Recount, StoreError> {
@@ -205,6 +210,7 @@ impl Replica {
         self.io(core).flush()?;
         let is_first = std::mem::take(&mut self.maintenance.count.due);
         self.maintenance.count.after = None;
+        self.maintenance.count.leaving.clear();
         Ok(Recount {
             is_first,
             done: None,
@@ -213,8 +219,7 @@ impl Replica {
             live: BTreeMap::new(),
             through_sequence: core.sequence,
             open: self.open_parts(core),
-            folded: self.folded.head.position.lsn.0,
-            first_needed: self.log_start().index,
+            log: self.unfolded_log().map(|state| state.unit).collect(),
             learned_to: (!core.logical_of(self.family.guid).is_learned()).then_some(0),
             table_cursor: 0,
             logical_cursor: 0,
@@ -222,13 +227,27 @@ impl Replica {
     }
 
     fn open_parts<D: Disk>(&self, core: &Core<D>) -> BTreeMap<u32, OpenPart> {
-        let open = [Stream::Moved, Stream::Nodes].map(|stream| self.family.open_segment(stream));
-        let parts = open.into_iter().flatten().map(|segment| {
-            let state = &segment.state;
+        let streams = [Stream::Log, Stream::Moved, Stream::Nodes];
+        let open = streams.map(|stream| self.family.open_segment(stream)).into_iter().flatten();
+        let open = open.map(|segment| &segment.state);
+        let is_folded =
+            |state: &&SegmentState| !self.unfolded_log().any(|log| log.unit == state.unit);
+        let parts = open.filter(is_folded).map(|state| {
             let end = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
             (state.unit, OpenPart { end, counter: state.live_bytes })
         });
         parts.collect()
+    }
+
+    /// Segments of log of which something is not folded.
+    fn unfolded_log(&self) -> impl Iterator<Item = &SegmentState> {
+        let (folded, first_needed) = (self.folded.head.position.lsn.0, self.log_start().index);
+        let busy = self.family.segments.all_busy().map(|segment| &segment.state);
+        // What was cut away is needed by no view, whatever LSNs it has.
+        busy.filter(move |state| {
+            let is_needed = state.last_index >= first_needed && state.last_lsn > folded;
+            matches!(state.stream, Stream::Log) && is_needed
+        })
     }
 
     /// Counts on; true when the estimates have been replaced.
@@ -241,6 +260,7 @@ impl Replica {
         for _ in 0..core.options.step_nodes.max(1) {
             if !self.count_part(core, &mut job, &views)? {
                 self.finish_recount(&job);
+                self.map_changed(core);
                 return Ok(true);
             }
         }
@@ -348,20 +368,18 @@ impl Replica {
                 return None;
             }
             let live = job.live.get(&state.unit).copied().unwrap_or(0);
-            let is_folded = state.last_index < job.first_needed || state.last_lsn <= job.folded;
+            let is_settled = state.last_lsn == 0;
+            let is_folded = !job.log.contains(&state.unit)
+                || is_settled && mutant::is("log-folded-beside-a-count-is-counted");
             match job.open.get(&state.unit) {
                 Some(_) if mutant::is("open-segments-not-counted") => None,
-                Some(part) => {
-                    let too_much = part.counter.saturating_sub(live);
-                    Some(state.live_bytes.saturating_sub(too_much))
-                }
+                Some(part) => Some((state.live_bytes + live).saturating_sub(part.counter)),
                 None if state.stream != Stream::Log || is_folded => Some(live),
                 None => None,
             }
         });
-        if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
+        if job.is_first && !job.log.is_empty() {
             self.maintenance.count.after = Some(job.through_sequence);
         }
-        self.family.changes += 1;
     }
 }

@@ -47,9 +47,9 @@ impl Replica {
                 break;
             }
         }
-        let kept_through = job.kept_through();
+        let kept = self.kept_beside_fold(job);
         let mut io = self.io(core);
-        io.kept_through = kept_through.max(io.family.relatives.kept_through);
+        io.kept = kept;
         job.work.root = tree::update(&mut io, job.work.root, &part.edits, &part.crcs, None)?;
         for edit in &part.edits {
             // The snapshot and the map both show the block from now on, as two views do.

@@ -75,6 +75,9 @@ pub(crate) enum Step {
     Commit(ReplicaGuid),
     Fold(ReplicaGuid, u64),
     Empty(ReplicaGuid, SegmentState),
+    /// Counts what a view that went away leaves dead.
+    Difference(ReplicaGuid),
+    /// Counts all that is live.
     Recount(ReplicaGuid),
     Flatten(ReplicaGuid),
 }
@@ -88,6 +91,7 @@ impl Step {
             | Step::Commit(guid)
             | Step::Fold(guid, _)
             | Step::Empty(guid, _)
+            | Step::Difference(guid)
             | Step::Recount(guid)
             | Step::Flatten(guid) => Some(*guid),
         }
@@ -210,7 +214,7 @@ impl<D: Disk> Pool<D> {
                 segments.oldest_of_classes().map(move |(class, s)| (guid, class, s))
             })
             .filter_map(|(guid, class, s)| {
-                let benefit = self.benefit(class.live_percent.into(), limit, &s)?;
+                let benefit = self.benefit(guid, class.live_percent.into(), limit, &s)?;
                 Some((benefit, guid, s))
             })
             .max_by_key(|(benefit, _, s)| (*benefit, std::cmp::Reverse(s.sequence)))
@@ -218,19 +222,40 @@ impl<D: Disk> Pool<D> {
     }
 
     /// What emptying a segment gains, if it may be emptied.
-    fn benefit(&self, live_percent: u64, limit: u64, segment: &SegmentState) -> Option<u64> {
+    fn benefit(
+        &self,
+        guid: ReplicaGuid,
+        live_percent: u64,
+        limit: u64,
+        segment: &SegmentState,
+    ) -> Option<u64> {
         let newest = self.core.sequence;
         let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
         let limit = match segment.stream {
             Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
             Stream::Log | Stream::Moved => limit,
         };
-        let may = live_percent <= limit && (segment.live_bytes == 0 || self.has_room(segment));
+        let may = live_percent <= limit
+            && (segment.live_bytes == 0 || self.has_room(segment))
+            && !self.is_of_clean_up(guid, segment);
         may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
             // Next to nothing to move, or no time to lose: the emptiest.
             true => (1 << 50) - live_percent,
             false => (100 - live_percent) * age / (100 + live_percent),
         })
+    }
+
+    /// Whether a segment of nodes is younger than all changes of the map. Clean-up alone made dead what
+    /// is dead of it, as nodes that are written anew leave those above them dead. Where leaves have a few
+    /// blocks each, those are most of it: without a limit two such segments would have each other
+    /// emptied, for ever, in a pool that rests.
+    fn is_of_clean_up(&self, guid: ReplicaGuid, segment: &SegmentState) -> bool {
+        let changed = self.replicas.get(&guid).map_or(0, |r| r.maintenance.changed_at_sequence);
+        segment.stream == Stream::Nodes
+            && segment.live_bytes > 0
+            && segment.sequence > changed
+            && self.live_limit_percent() <= EAGER_LIVE_PERCENT
+            && !mutant::is("clean-up-follows-itself")
     }
 
     /// Compares a choice with one by a look at all segments; where these are many, a choice of many.
@@ -255,10 +280,11 @@ impl<D: Disk> Pool<D> {
         let limit = limit.max(self.sprawl_limit_percent());
         let workable = self.replicas.values().filter(|r| r.maintenance.quarantined.is_none());
         workable
-            .flat_map(|r| r.victims().map(move |s| (r.family.segments.capacity(s.units), s)))
-            .filter_map(|(capacity, s)| {
+            .flat_map(|r| r.victims().map(move |s| (r, s)))
+            .filter_map(|(r, s)| {
+                let capacity = r.family.segments.capacity(s.units);
                 let live_percent = (s.live_bytes * 100 / capacity).min(100);
-                Some((self.benefit(live_percent, limit, &s)?, s))
+                Some((self.benefit(r.identity.guid, live_percent, limit, &s)?, s))
             })
             .max_by_key(|(benefit, s)| (*benefit, std::cmp::Reverse(s.sequence)))
             .map(|(_, s)| s.unit)
@@ -282,7 +308,7 @@ impl<D: Disk> Pool<D> {
             if guid.is_some_and(|guid| self.lacks(guid, &step)) {
                 return Ok(false);
             }
-            self.counts_next = !matches!(step, Step::Recount(_));
+            self.counts_next = !matches!(step, Step::Difference(_) | Step::Recount(_));
             self.victim.set(None);
             if let Some(guid) = guid {
                 self.touch(guid);
@@ -381,10 +407,11 @@ impl<D: Disk> Pool<D> {
         let live_limit = self.live_limit_percent();
         let short = live_limit > EAGER_LIVE_PERCENT;
         // Counts that are too high hide what can be gained, and clean-up need not wait for them.
+        let difference = || work.first(Fact::ViewLeaving).map(Step::Difference);
         let recount = || work.first(Fact::CountDue).map(Step::Recount);
         let first = short && self.counts_next && work.first(Fact::Folding).is_none();
         if (first || mutant::is("count-before-all-else"))
-            && let Some(step) = recount()
+            && let Some(step) = difference().or_else(recount)
         {
             return Some(step);
         }
@@ -418,6 +445,10 @@ impl<D: Disk> Pool<D> {
                 return Some(Step::Fold(guid, 0));
             }
         }
+        // Its cost follows what it makes known, and clean-up goes by it.
+        if !short && let Some(step) = difference() {
+            return Some(step);
+        }
         if !short && self.core.discard_due() {
             return Some(Step::Discard);
         }
@@ -450,7 +481,7 @@ impl<D: Disk> Pool<D> {
         {
             return Some(Step::Flatten(guid));
         }
-        recount()
+        difference().or_else(recount)
     }
 
     /// The replica whose fold lets the most be gained, if that is at least so many units.
@@ -494,6 +525,7 @@ impl<D: Disk> Pool<D> {
                     replica.family.segments.set_aside(segment.unit);
                 }
             }),
+            Step::Difference(_) => replica.step_difference(core),
             Step::Recount(_) => replica.step_recount(core).map(drop),
             Step::Flatten(_) => replica.step_flatten(core),
         };

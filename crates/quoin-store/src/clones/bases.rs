@@ -139,7 +139,7 @@ impl Bases {
     }
 
     /// Takes a base out that no one shows any more.
-    pub fn take_unused(&mut self) -> Option<BaseId> {
+    pub fn take_unused(&mut self) -> Option<(BaseId, Base)> {
         if !self.has_unused {
             return None;
         }
@@ -148,10 +148,11 @@ impl Bases {
             self.has_unused = false;
             return None;
         };
-        if let Some(Base { parent: Some(parent), .. }) = self.all.remove(&id) {
+        let base = self.all.remove(&id)?;
+        if let Some(parent) = base.parent {
             self.end_use(parent);
         }
-        Some(id)
+        Some((id, base))
     }
 }
 
@@ -177,11 +178,12 @@ mod tests {
         add(&mut bases, id(2, 1), 9, Some(id(1, 1)));
         bases.begin_use(id(2, 1));
         bases.begin_use(id(2, 1));
-        assert_eq!(bases.take_unused(), None);
+        assert!(bases.take_unused().is_none());
         bases.end_use(id(2, 1));
-        assert_eq!(bases.take_unused(), None, "another clone shows it");
+        assert!(bases.take_unused().is_none(), "another clone shows it");
         bases.end_use(id(2, 1));
-        assert_eq!([bases.take_unused(), bases.take_unused()], [Some(id(2, 1)), Some(id(1, 1))]);
+        let mut taken = || bases.take_unused().map(|(id, _)| id);
+        assert_eq!([taken(), taken()], [Some(id(2, 1)), Some(id(1, 1))]);
         assert!(bases.take_unused().is_none() && bases.is_empty());
     }
 

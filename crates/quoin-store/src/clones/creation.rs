@@ -19,6 +19,7 @@ use quoin_types::{
 };
 
 use crate::api::Cloned;
+use crate::background::difference::LeavingView;
 use crate::clones::Relatives;
 use crate::clones::bases::BASES_DEEP_MAX;
 use crate::core::Core;
@@ -260,12 +261,12 @@ impl<D: Disk> Pool<D> {
 
     /// Gives up bases that no clone shows any more, and remnants that have none left.
     pub(crate) fn drop_unused_bases(&mut self) -> Result<(), StoreError> {
-        while let Some(BaseId { replica: keeper, .. }) = self.core.bases.take_unused() {
+        while let Some((BaseId { replica: keeper, .. }, base)) = self.core.bases.take_unused() {
             self.touch(keeper);
             let Some(replica) = self.replicas.get_mut(&keeper) else { continue };
             replica.family.relatives.kept_through = self.core.bases.kept_through(keeper);
             replica.family.changes += 1;
-            replica.maintenance.count.request();
+            replica.maintenance.count.leave([LeavingView::new(base.root, base.lsn)]);
             replica.maintenance.dirty = true;
             if replica.is_remnant() && !replica.keeps_bases() {
                 self.remove(keeper)?;

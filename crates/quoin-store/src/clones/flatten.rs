@@ -123,6 +123,7 @@ impl Replica {
             self.maintenance.flatten = None;
             return Ok(());
         };
+        self.map_changed(core);
         let end = match self.next_to_flatten(core, base, cursor)? {
             Stretch::Hole { start, end, version } => {
                 let blocks = (end - start) as u32;

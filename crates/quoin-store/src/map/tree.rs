@@ -127,6 +127,14 @@ impl Edit {
         }
     }
 
+    /// The LBA behind all that it may change.
+    pub fn reach(&self) -> u64 {
+        match self.change {
+            Change::Renew { level, .. } => self.lba.saturating_add(span(level)),
+            _ => self.end(),
+        }
+    }
+
     fn renews(&self, node: &NodeRef) -> bool {
         matches!(self.change, Change::Renew { place, .. } if place == node.place)
     }
@@ -465,6 +473,103 @@ fn find(
         }
     }
     Ok(None)
+}
+
+/// Blocks that a leaf covers.
+pub const LEAF_SPAN: u64 = LEAF_BLOCKS as u64;
+
+/// Place in which a map differs from a later one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Difference {
+    Leaf {
+        /// Nodes above the leaf that the later map does not have, and under which this is the first
+        /// difference.
+        above: Vec<NodeRef>,
+        /// The first LBA of the leaf.
+        start: u64,
+        node: NodeRef,
+        /// What the later map has in its place.
+        later: Child,
+    },
+    /// A node of one of the two cannot be read.
+    Damaged,
+}
+
+/// The first leaf at or after `cursor` that may hold versions above `from` and that the later map
+/// does not have. Nodes that both maps have are not read. `cursor` is zero or the end of the leaf
+/// before.
+pub fn next_difference(
+    nodes: &mut impl Nodes,
+    root: Root,
+    later: Root,
+    from: u64,
+    cursor: u64,
+) -> Result<Option<Difference>, StoreError> {
+    // A map grows at its top: the smaller one is at the left edge of the larger one.
+    let (mut level, mut child) = (later.level, later.child);
+    while level > root.level {
+        let Child::Node(node) = child else { break };
+        let loaded = nodes.load(level, &node)?;
+        let Some(Node::Interior(children)) = loaded.as_deref() else {
+            return Ok(Some(Difference::Damaged));
+        };
+        (level, child) = (level - 1, children[0]);
+    }
+    let mut comparison = Comparison { nodes, later: Root { level, child }, from, cursor };
+    comparison.find(root.child, Child::EMPTY, root.level, 0)
+}
+
+struct Comparison<'a, N> {
+    nodes: &'a mut N,
+    later: Root,
+    from: u64,
+    cursor: u64,
+}
+
+impl<N: Nodes> Comparison<'_, N> {
+    fn find(
+        &mut self,
+        child: Child,
+        later: Child,
+        level: u8,
+        start: u64,
+    ) -> Result<Option<Difference>, StoreError> {
+        let is_its_top = level == self.later.level && start == 0;
+        let later = if is_its_top { self.later.child } else { later };
+        let Child::Node(node) = child else { return Ok(None) };
+        let is_seen = self.cursor >= start + span(level);
+        if is_seen || node.newest <= self.from || child == later || !node.is_possible() {
+            return Ok(None);
+        }
+        if level == 0 {
+            return Ok(Some(Difference::Leaf { above: Vec::new(), start, node, later }));
+        }
+        let own = self.nodes.load(level, &node)?;
+        let others = match later {
+            Child::Node(later) if later.is_possible() => self.nodes.load(level, &later)?,
+            _ => Some(Arc::new(Node::Interior(Box::new([later; FANOUT])))),
+        };
+        let (Some(Node::Interior(own)), Some(Node::Interior(others))) =
+            (own.as_deref(), others.as_deref())
+        else {
+            return Ok(Some(Difference::Damaged));
+        };
+        let child_span = span(level - 1);
+        let first = (self.cursor.saturating_sub(start) / child_span) as usize;
+        for (index, (child, later)) in own.iter().zip(others.iter()).enumerate().skip(first) {
+            let child_start = start + index as u64 * child_span;
+            let mut found = self.find(*child, *later, level - 1, child_start)?;
+            if let Some(Difference::Leaf { above, .. }) = &mut found
+                && start >= self.cursor
+            {
+                above.push(node);
+            }
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// State in the map of `out.len()` blocks from `lba` on.

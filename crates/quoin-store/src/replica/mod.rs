@@ -13,7 +13,7 @@ use quoin_types::message::{Content, ReadView, Slot, SnapshotHead, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant};
 
 use crate::background::maintenance::Maintenance;
-use crate::core::{BadBlock, Core, NodeBatch, NodeIo, Tree};
+use crate::core::{BadBlock, Core, Kept, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
 use crate::format::batch::{
@@ -119,6 +119,12 @@ impl Replica {
         }
     }
 
+    /// A map was changed, or it became known what is dead, by something else than clean-up.
+    pub fn map_changed<D: Disk>(&mut self, core: &Core<D>) {
+        self.maintenance.changed_at_sequence = core.sequence;
+        self.family.changes += 1;
+    }
+
     pub fn state(&self) -> StoreState {
         StoreState {
             position: self.head.position,
@@ -130,15 +136,21 @@ impl Replica {
         }
     }
 
+    /// What views keep that are no part of the live map of this image.
+    pub fn kept_beside(&self, image: &Image) -> Kept {
+        let snapshots = image.snapshots.iter().map(|s| s.info.lsn.0);
+        let through = snapshots.fold(self.family.relatives.kept_through, u64::max);
+        self.maintenance.count.leaving.kept(through)
+    }
+
     pub fn io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        let snapshots = self.folded.snapshots.iter().map(|s| s.info.lsn.0);
-        let kept_through = snapshots.fold(self.family.relatives.kept_through, u64::max);
+        let kept = self.kept_beside(&self.folded);
         NodeIo {
             core,
             family: &mut self.family,
             batch: &mut self.nodes,
             recount: self.maintenance.count.job.as_mut(),
-            kept_through,
+            kept,
             gives_up: false,
             tree: Tree::Map,
         }
@@ -424,8 +436,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes: batch, upper, frozen, log, folded, .. } = self;
-        let (kept_through, recount, gives_up, tree) = (u64::MAX, None, false, Tree::Map);
-        let mut io = NodeIo { core, family, batch, recount, kept_through, gives_up, tree };
+        let (kept, recount, gives_up, tree) = (Kept::ALL, None, false, Tree::Map);
+        let mut io = NodeIo { core, family, batch, recount, kept, gives_up, tree };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
