@@ -475,9 +475,6 @@ fn find(
     Ok(None)
 }
 
-/// Blocks that a leaf covers.
-pub const LEAF_SPAN: u64 = LEAF_BLOCKS as u64;
-
 /// Place in which a map differs from a later one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Difference {
