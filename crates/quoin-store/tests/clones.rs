@@ -228,6 +228,35 @@ fn blocks_that_only_a_clone_shows_are_moved_and_stay() {
     family.check();
 }
 
+/// A base and its snapshot are one view, and the base goes with its last clone.
+#[test]
+fn what_only_a_deleted_clone_showed_of_its_source_is_counted_as_dead() {
+    let mut family = Family::new(11, 32 << 20);
+    for lba in (0..600).step_by(20) {
+        family.append(1, EntryKind::Write, lba, 20);
+    }
+    let snapshot = family.snapshot(1).expect("room");
+    let clones = [0, 0].map(|more| family.clone_of(1, snapshot, more).expect("room"));
+    for lba in (0..200).step_by(20) {
+        family.append(1, EntryKind::Write, lba, 20);
+    }
+    let live_blocks = |family: &mut Family| {
+        family.work();
+        let stats = family.pool().replica_stats(ReplicaGuid(1)).expect("it");
+        stats.live_bytes / BLOCK_SIZE as u64
+    };
+    let all = 800..806;
+    assert!(all.contains(&live_blocks(&mut family)), "600 of the snapshot, 200 since");
+    family.append(1, EntryKind::DeleteSnapshot { id: snapshot }, 0, 0);
+    assert!(all.contains(&live_blocks(&mut family)), "clones show it");
+    family.delete(clones[0]);
+    assert!(all.contains(&live_blocks(&mut family)), "a clone shows it");
+    family.delete(clones[1]);
+    let left = live_blocks(&mut family);
+    assert!((600..606).contains(&left), "{left} blocks, none of them overwritten, and nodes");
+    family.check();
+}
+
 /// A clone that took over its base outlives all loss of its source, and gives the base up.
 #[test]
 fn a_flattened_clone_shares_nothing_and_shows_what_it_showed() {
