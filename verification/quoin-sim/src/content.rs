@@ -28,13 +28,15 @@ fn word(run: u64, tag: Tag, sector: u64) -> u64 {
 }
 
 fn fill(run: u64, tag: Tag, sector: u64, out: &mut [u8]) {
-    let filler = word(run, tag, sector).to_le_bytes();
-    for (i, chunk) in out.chunks_exact_mut(8).enumerate() {
-        chunk.copy_from_slice(&match i {
-            0 => u64::from(tag).to_le_bytes(),
-            1 => sector.to_le_bytes(),
-            _ => filler,
-        });
+    out[..8].copy_from_slice(&u64::from(tag).to_le_bytes());
+    out[8..16].copy_from_slice(&sector.to_le_bytes());
+    let filler = &mut out[16..];
+    filler[..8].copy_from_slice(&word(run, tag, sector).to_le_bytes());
+    let mut done = 8;
+    while done < filler.len() {
+        let next = done.min(filler.len() - done);
+        filler.copy_within(..next, done);
+        done += next;
     }
 }
 
@@ -47,14 +49,10 @@ pub fn make(run: u64, tag: Tag, first_sector: u64, sectors: u64) -> Bytes {
     bytes.freeze()
 }
 
-/// Returns true if all words of `bytes` are this one; without a branch for each, as every byte that
-/// is ever read goes through here.
+/// Returns true if all words of `bytes` are this one: the first is, and each is like the one before
+/// it. Every byte that is ever read goes through here, and two slices are compared at once.
 fn holds(bytes: &[u8], word: [u8; 8]) -> bool {
-    let differs = |word: u64, other: &[u8]| {
-        word ^ u64::from_le_bytes(other.try_into().expect("chunks of 8 bytes"))
-    };
-    let word = u64::from_le_bytes(word);
-    bytes.chunks_exact(8).fold(0, |all, other| all | differs(word, other)) == 0
+    bytes[..8] == word && bytes[8..] == bytes[..bytes.len() - 8]
 }
 
 /// Which write one sector is of.
