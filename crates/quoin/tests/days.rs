@@ -42,10 +42,13 @@ fn damage(file: &Path, block: &[u8]) -> usize {
         let end = seek(&file, SeekFrom::Hole(data)).unwrap();
         let mut extent = vec![0; (end - data) as usize];
         file.read_exact_at(&mut extent, data).unwrap();
-        for (at, _) in extent.windows(64).enumerate().filter(|(_, bytes)| *bytes == &block[..64]) {
-            let byte = extent[at + 100];
-            file.write_all_at(&[!byte], data + at as u64 + 100).unwrap();
-            found += 1;
+        // Blocks lie at multiples of their length.
+        for (number, bytes) in extent.chunks(block.len()).enumerate() {
+            if bytes.starts_with(&block[..64]) {
+                let at = data + (number * block.len()) as u64 + 100;
+                file.write_all_at(&[!bytes[100]], at).unwrap();
+                found += 1;
+            }
         }
         from = end;
     }
@@ -60,7 +63,7 @@ fn contains_block(file: &Path, block: &[u8]) -> bool {
         from = seek(&file, SeekFrom::Hole(data)).unwrap();
         let mut extent = vec![0; (from - data) as usize];
         file.read_exact_at(&mut extent, data).unwrap();
-        if extent.windows(block.len()).any(|bytes| bytes == block) {
+        if extent.chunks(block.len()).any(|bytes| bytes == block) {
             return true;
         }
     }
