@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_nbd::client::{Address, Client, ClientOptions, RequestError};
-use rustix::fs::{SeekFrom, seek};
 
+use crate::support::blocks_of;
 use running::{Dev, Scratch, eventually, is_online, signal};
 
 const BLOCK: u64 = 4096;
@@ -33,41 +33,18 @@ fn block(number: u64) -> Bytes {
 }
 
 /// Flips a byte of every copy of `block` that a pool's file holds; returns their number.
-fn damage(file: &Path, block: &[u8]) -> usize {
-    let file = File::options().read(true).write(true).open(file).unwrap();
-    let mut found = 0;
-    let mut from = 0;
-    // Most of the file is a hole.
-    while let Ok(data) = seek(&file, SeekFrom::Data(from)) {
-        let end = seek(&file, SeekFrom::Hole(data)).unwrap();
-        let mut extent = vec![0; (end - data) as usize];
-        file.read_exact_at(&mut extent, data).unwrap();
-        // Blocks lie at multiples of their length.
-        for (number, bytes) in extent.chunks(block.len()).enumerate() {
-            if bytes.starts_with(&block[..64]) {
-                let at = data + (number * block.len()) as u64 + 100;
-                file.write_all_at(&[!bytes[100]], at).unwrap();
-                found += 1;
-            }
-        }
-        from = end;
+fn damage(path: &Path, block: &[u8]) -> usize {
+    let copies = blocks_of(path, |found| found.starts_with(&block[..64]).then_some(found[100]));
+    let file = File::options().write(true).open(path).unwrap();
+    for (offset, byte) in &copies {
+        file.write_all_at(&[!byte], offset + 100).unwrap();
     }
-    found
+    copies.len()
 }
 
 /// Returns whether a pool's file holds a copy of `block` with every byte of it.
-fn contains_block(file: &Path, block: &[u8]) -> bool {
-    let file = File::open(file).unwrap();
-    let mut from = 0;
-    while let Ok(data) = seek(&file, SeekFrom::Data(from)) {
-        from = seek(&file, SeekFrom::Hole(data)).unwrap();
-        let mut extent = vec![0; (from - data) as usize];
-        file.read_exact_at(&mut extent, data).unwrap();
-        if extent.chunks(block.len()).any(|bytes| bytes == block) {
-            return true;
-        }
-    }
-    false
+fn contains_block(path: &Path, block: &[u8]) -> bool {
+    !blocks_of(path, |found| (found == block).then_some(())).is_empty()
 }
 
 fn pool_file(dev: &Dev, pool: &str) -> std::path::PathBuf {
