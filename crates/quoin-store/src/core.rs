@@ -436,6 +436,8 @@ pub struct NodeBatch {
     next: Vec<u8>,
     /// (byte place, length, level, first LBA, newest version)
     nodes: Vec<(u64, u32, u8, u64, u64)>,
+    /// Bytes of all nodes that were ever written by way of it.
+    pub written_bytes: u64,
 }
 
 /// Nodes whose entries fit in a header of one block.
@@ -601,6 +603,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let (length, newest) = (length as u32, node.newest());
         let crc = quoin_types::crc32c(&self.batch.bytes[at..]);
         self.batch.nodes.push((place, length, level, base, newest));
+        self.batch.written_bytes += u64::from(length);
         self.family.add_live(self.core, place / BLOCK_SIZE as u64, length.into());
         self.core.cache.insert(place, node);
         Ok(NodeRef { place, length, crc, newest })

@@ -125,7 +125,7 @@ pub fn recover<D: Disk>(
         found = read?.ok_or(PoolError::MetadataLost)?;
         found.newest = checkpoint.sequence;
     }
-    replica.maintenance.changed_at_sequence = checkpoint.sequence;
+    replica.maintenance.node_gain.changed(checkpoint.sequence);
     let folded = checkpoint.head.position.lsn;
     replica.folded =
         Image { head: checkpoint.head, root: checkpoint.root, snapshots: checkpoint.snapshots };

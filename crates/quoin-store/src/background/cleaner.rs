@@ -82,6 +82,8 @@ pub struct CleanJob {
     /// Some of it was copied, and is read here until all of it was.
     copied: bool,
     moves: Moves,
+    /// Bytes of nodes that the replica had written when the job began.
+    written_before: u64,
     /// Logical places of its own blocks.
     own: Range<u64>,
     data: SegmentData,
@@ -196,7 +198,9 @@ impl Replica {
         let own = own.map_or(0..0, |first| first..first + end);
         let moves = Moves::default();
         let (done, moved, copied) = (0, false, false);
-        let mut job = CleanJob { unit, blocks, nodes, done, moved, copied, moves, own, data };
+        let written_before = self.nodes.written_bytes;
+        let mut job =
+            CleanJob { unit, blocks, nodes, done, moved, copied, moves, written_before, own, data };
         let complete = walk(core, &segment, self.family.guid_hash, |at, batch| {
             let mut place = at + u64::from(batch.header_blocks);
             for entry in batch.entries() {
@@ -266,6 +270,11 @@ impl Replica {
         if let Some(segment) = self.family.segments.remove(job.unit) {
             self.emptied(core, &segment, job.blocks.iter().map(|block| block.name), &job.moves);
             self.maintenance.pending_free.push((job.unit, segment.units));
+            if segment.stream == Stream::Nodes {
+                let freed = u64::from(segment.used_blocks) * BLOCK_SIZE as u64;
+                let written = self.nodes.written_bytes.saturating_sub(job.written_before);
+                self.maintenance.node_gain.emptied(segment.sequence, freed, written);
+            }
         }
         self.maintenance.dirty = true;
         Ok(true)

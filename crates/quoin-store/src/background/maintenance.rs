@@ -27,8 +27,7 @@ pub struct Maintenance {
     pub flatten: Option<Flatten>,
     /// Bases that the maps in memory do not show any more, and the last record still does.
     pub given_up_bases: Vec<BaseId>,
-    /// The newest segment when a map was changed last by anything but clean-up.
-    pub changed_at_sequence: u64,
+    pub node_gain: NodeGain,
     pub headers_read: HeadersRead,
     pub count: LiveCount,
     /// The replica has no background work, for this reason.
@@ -74,6 +73,35 @@ impl Maintenance {
     }
 }
 
+/// Whether emptying segments of nodes gains anything. With nodes that are written anew those above them
+/// are, and leave as much dead where they were. Where leaves have a block or two each that is most of
+/// what is written: two segments could have each other emptied for ever.
+#[derive(Clone, Copy, Default)]
+pub struct NodeGain {
+    /// The newest segment when a map was changed last by anything but clean-up. What is dead in younger
+    /// segments clean-up left there.
+    changed_at_sequence: u64,
+    /// Emptying a younger one has written more than half of what it made free.
+    is_spent: bool,
+}
+
+impl NodeGain {
+    /// Something else than clean-up changed a map, or made known what is dead of it.
+    pub fn changed(&mut self, sequence: u64) {
+        *self = NodeGain { changed_at_sequence: sequence, is_spent: false };
+    }
+
+    /// A segment of nodes was emptied.
+    pub fn emptied(&mut self, sequence: u64, freed_bytes: u64, written_bytes: u64) {
+        self.is_spent |= sequence > self.changed_at_sequence && 2 * written_bytes > freed_bytes;
+    }
+
+    /// Whether nothing is to be gained by emptying the segment.
+    pub fn is_none_of(&self, sequence: u64) -> bool {
+        self.is_spent && sequence > self.changed_at_sequence
+    }
+}
+
 /// Why a replica has no background work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cause {
@@ -94,6 +122,20 @@ mod tests {
             work.try_again();
             assert_eq!(work.quarantined, left);
         }
+    }
+
+    #[test]
+    fn segments_that_clean_up_made_are_emptied_as_long_as_that_gains_half_of_each() {
+        let mut gain = NodeGain::default();
+        gain.changed(7);
+        gain.emptied(7, 1000, 2000);
+        assert!(!gain.is_none_of(8), "that one was older");
+        gain.emptied(8, 1000, 500);
+        assert!(!gain.is_none_of(9));
+        gain.emptied(9, 1000, 501);
+        assert!(gain.is_none_of(8) && !gain.is_none_of(7));
+        gain.changed(8);
+        assert!(!gain.is_none_of(8) && !gain.is_none_of(9));
     }
 
     #[test]

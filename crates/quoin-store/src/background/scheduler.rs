@@ -237,7 +237,7 @@ impl<D: Disk> Pool<D> {
         };
         let may = live_percent <= limit
             && (segment.live_bytes == 0 || self.has_room(segment))
-            && !self.is_of_clean_up(guid, segment);
+            && !self.gains_nothing(guid, segment);
         may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
             // Next to nothing to move, or no time to lose: the emptiest.
             true => (1 << 50) - live_percent,
@@ -245,15 +245,13 @@ impl<D: Disk> Pool<D> {
         })
     }
 
-    /// Whether a segment of nodes is younger than all changes of the map. Clean-up alone made dead what
-    /// is dead of it, as nodes that are written anew leave those above them dead. Where leaves have a few
-    /// blocks each, those are most of it: without a limit two such segments would have each other
-    /// emptied, for ever, in a pool that rests.
-    fn is_of_clean_up(&self, guid: ReplicaGuid, segment: &SegmentState) -> bool {
-        let changed = self.replicas.get(&guid).map_or(0, |r| r.maintenance.changed_at_sequence);
+    /// Whether emptying a segment of nodes would gain nothing. Where space is short it is emptied
+    /// nevertheless.
+    fn gains_nothing(&self, guid: ReplicaGuid, segment: &SegmentState) -> bool {
+        let gain = self.replicas.get(&guid).map(|replica| replica.maintenance.node_gain);
         segment.stream == Stream::Nodes
             && segment.live_bytes > 0
-            && segment.sequence > changed
+            && gain.is_some_and(|gain| gain.is_none_of(segment.sequence))
             && self.live_limit_percent() <= EAGER_LIVE_PERCENT
             && !mutant::is("clean-up-follows-itself")
     }

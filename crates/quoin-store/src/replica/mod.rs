@@ -121,7 +121,7 @@ impl Replica {
 
     /// A map was changed, or it became known what is dead, by something else than clean-up.
     pub fn map_changed<D: Disk>(&mut self, core: &Core<D>) {
-        self.maintenance.changed_at_sequence = core.sequence;
+        self.maintenance.node_gain.changed(core.sequence);
         self.family.changes += 1;
     }
 
