@@ -455,7 +455,7 @@ pub enum Tree {
     Logical,
 }
 
-/// What other views keep of the blocks and nodes that a map gives up.
+/// Blocks and nodes that other views keep when a map gives them up.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Kept {
     /// All up to this version.

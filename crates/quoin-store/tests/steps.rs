@@ -446,7 +446,7 @@ fn counters_after_deleted_snapshots_are_those_of_a_count_of_all_views() {
     }
 }
 
-/// What a Revert brought back has another version than in the snapshot, and counts for each.
+/// A block that a Revert brought back has another version than in the snapshot, and counts for each.
 #[test]
 fn a_block_that_a_revert_brought_back_outlives_its_snapshot() {
     let mut volume = Volume::new(24 << 20, 1024);

@@ -343,7 +343,7 @@ impl Replica {
         }
     }
 
-    /// What views keep of what the job's map gives up.
+    /// Blocks and nodes that views keep when the job's map gives them up.
     pub(super) fn kept_beside_fold(&self, job: &CheckpointJob) -> Kept {
         let mut kept = self.kept_beside(&job.work);
         let leaving = job.leaving.iter().map(|view| view.lsn);

@@ -66,7 +66,7 @@ impl LeavingViews {
         self.0.iter_mut()
     }
 
-    /// What they keep beside other views, which keep all versions up to `through`.
+    /// Blocks and nodes that they keep beside other views, which keep all versions up to `through`.
     pub fn kept(&self, through: u64) -> Kept {
         if mutant::is("leaving-view-keeps-nothing") {
             return Kept { through, ..Kept::default() };
@@ -86,7 +86,7 @@ struct Compared {
     later: Root,
 }
 
-/// What became of one step of the comparison.
+/// Result of one step of the comparison.
 enum Counted {
     Part,
     All,
@@ -95,8 +95,8 @@ enum Counted {
 }
 
 impl Replica {
-    /// Whether a view that went away can be counted now: not beside a fold, whose map is not in place
-    /// yet, and not where all views are to be counted.
+    /// Returns true if a view that went away can be counted now: not beside a fold, whose map is not in
+    /// place yet, and not where all views are to be counted.
     pub fn is_difference_due(&self) -> bool {
         let work = &self.maintenance;
         !work.count.leaving.is_empty() && work.checkpoint.is_none() && !self.is_count_due()
@@ -228,6 +228,7 @@ mod tests {
     use super::*;
     use crate::format::batch::Stream;
     use crate::format::checkpoint::SegmentState;
+    use crate::format::node::FANOUT;
     use crate::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     struct Volume {
@@ -325,8 +326,8 @@ mod tests {
             replica.step_difference(&mut volume.pool.core).expect("a step");
         }
         let reads = volume.disk.reads() - before;
-        // Each with a node above it, as they are far apart, and those of the top.
-        let different = 2 * DIFFERENT + 1;
+        // The leaves are spread over all nodes of the level above, and there is one more above those.
+        let different = DIFFERENT + LEAVES.div_ceil(FANOUT as u64) + 1;
         assert!(reads <= 3 * different, "{reads} reads for {different} nodes");
         let (left_blocks, left_nodes) = volume.counters();
         assert_eq!(blocks - left_blocks, DIFFERENT * BLOCK_SIZE as u64);

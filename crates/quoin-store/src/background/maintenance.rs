@@ -73,7 +73,7 @@ impl Maintenance {
     }
 }
 
-/// Whether emptying segments of nodes gains anything. With nodes that are written anew those above them
+/// Gain of emptying segments of nodes. With nodes that are written anew those above them
 /// are, and leave as much dead where they were. Where leaves have a block or two each that is most of
 /// what is written: two segments could have each other emptied for ever.
 #[derive(Clone, Copy, Default)]
@@ -96,7 +96,7 @@ impl NodeGain {
         self.is_spent |= sequence > self.changed_at_sequence && 2 * written_bytes > freed_bytes;
     }
 
-    /// Whether nothing is to be gained by emptying the segment.
+    /// Returns true if nothing is to be gained by emptying the segment.
     pub fn is_none_of(&self, sequence: u64) -> bool {
         self.is_spent && sequence > self.changed_at_sequence
     }

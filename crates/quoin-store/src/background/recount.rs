@@ -243,7 +243,7 @@ impl Replica {
     fn unfolded_log(&self) -> impl Iterator<Item = &SegmentState> {
         let (folded, first_needed) = (self.folded.head.position.lsn.0, self.log_start().index);
         let busy = self.family.segments.all_busy().map(|segment| &segment.state);
-        // What was cut away is needed by no view, whatever LSNs it has.
+        // Entries that were cut away are needed by no view, whatever their LSNs.
         busy.filter(move |state| {
             let is_needed = state.last_index >= first_needed && state.last_lsn > folded;
             matches!(state.stream, Stream::Log) && is_needed

@@ -245,8 +245,7 @@ impl<D: Disk> Pool<D> {
         })
     }
 
-    /// Whether emptying a segment of nodes would gain nothing. Where space is short it is emptied
-    /// nevertheless.
+    /// Returns true if emptying a segment of nodes would gain nothing and space is not short.
     fn gains_nothing(&self, guid: ReplicaGuid, segment: &SegmentState) -> bool {
         let gain = self.replicas.get(&guid).map(|replica| replica.maintenance.node_gain);
         segment.stream == Stream::Nodes

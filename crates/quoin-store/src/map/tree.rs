@@ -485,7 +485,7 @@ pub enum Difference {
         /// The first LBA of the leaf.
         start: u64,
         node: NodeRef,
-        /// What the later map has in its place.
+        /// The later map's child in its place.
         later: Child,
     },
     /// A node of one of the two cannot be read.

@@ -136,7 +136,7 @@ impl Replica {
         }
     }
 
-    /// What views keep that are no part of the live map of this image.
+    /// Blocks and nodes that other views keep when this image's live map gives them up.
     pub fn kept_beside(&self, image: &Image) -> Kept {
         let snapshots = image.snapshots.iter().map(|s| s.info.lsn.0);
         let through = snapshots.fold(self.family.relatives.kept_through, u64::max);
