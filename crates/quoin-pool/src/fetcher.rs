@@ -9,9 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use bytes::Bytes;
 use quoin_reactor::Waker;
-use quoin_replication::replica::store::IoFault;
 use quoin_store::disk::Reader;
 use quoin_store::disk::fetch::{Fetch, UNDER_WAY_MAX};
 
@@ -123,9 +121,7 @@ impl Queue {
 impl Work {
     fn read(&self, fetch: Fetch) {
         let began = Instant::now();
-        let mut bytes = vec![0; fetch.length];
-        let result: Result<(), IoFault> = (self.reader)(fetch.offset, &mut bytes);
-        let result = result.map(|()| Bytes::from(bytes));
+        let result = (self.reader)(&fetch);
         // The shard may have ended.
         let _ = self.inputs.send(Input::Fetched { id: fetch.id, result, took: began.elapsed() });
         self.waker.wake();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::IoSlice;
 use std::sync::Arc;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{FetchTicket, IoFault, StoreError, SyncTicket};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, SnapshotId, mutant};
 
@@ -112,6 +112,8 @@ pub struct Core<D> {
     pub logical: BTreeMap<ReplicaGuid, Logical>,
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
+    /// Writes in place so far: what was read before one of them may be older.
+    pub writes_in_place: u64,
     pub tickets: Tickets,
     /// Sequence number of the newest segment.
     pub sequence: u64,
@@ -226,6 +228,7 @@ impl<D: Disk> Core<D> {
     pub fn write(&mut self, block: u64, parts: &[IoSlice<'_>]) -> Result<(), StoreError> {
         let bytes: usize = parts.iter().map(|part| part.len()).sum();
         self.fetches.forget(block, bytes.div_ceil(BLOCK_SIZE) as u64);
+        self.writes_in_place += 1;
         self.disk.write_at(block * BLOCK_SIZE as u64, parts).map_err(StoreError::Io)
     }
 
@@ -267,15 +270,29 @@ impl<D: Disk> Core<D> {
                 if read.map_err(StoreError::Io)? {
                     return Ok(());
                 }
-                self.fetches.want(stretch);
+                self.fetches.want(stretch, false);
                 Err(LACKING)
             }
         }
     }
 
     /// Reads blocks that are not read again soon.
-    pub fn read_once(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.disk.read_once(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
+    pub fn read_once(&self, stretch: Stretch) -> Result<Bytes, StoreError> {
+        let read = self.disk.read_once(stretch.first * BLOCK_SIZE as u64, stretch.bytes());
+        read.map_err(StoreError::Io)
+    }
+
+    /// Reads blocks that are not read again soon, in a call that may wait. They are fetched beside
+    /// whatever the disk has at hand, and the caller keeps them: they are found in one call.
+    pub fn take_once(&mut self, stretch: Stretch) -> Result<Bytes, StoreError> {
+        match self.fetches.look(stretch, true) {
+            Looked::Arrived(bytes) => bytes.map_err(StoreError::Io),
+            Looked::Awaited => Err(LACKING),
+            Looked::Unknown => {
+                self.fetches.want(stretch, true);
+                Err(LACKING)
+            }
+        }
     }
 
     /// Reads blocks from the media, whatever the kernel has cached.

@@ -147,6 +147,7 @@ impl<D: Disk> Pool<D> {
             bases: Bases::default(),
             logical: BTreeMap::new(),
             fetches: Fetches::default(),
+            writes_in_place: 0,
             options,
             ring,
             mark: Mark::found(durable.mark),

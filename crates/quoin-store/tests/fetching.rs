@@ -1,9 +1,10 @@
 //! Reads that nobody waits for: the disk has next to nothing at hand, and gives the rest later.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::IoSlice;
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
@@ -11,19 +12,57 @@ use quoin_replication::replica::store::{
 };
 use quoin_store::disk::Syncer;
 use quoin_store::disk::fetch::{Fetch, Owner};
-use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_store::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::message::{Content, ReadView, Slot};
-use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position};
+use quoin_types::{BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, View};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::common::{GUID, break_a_rule, format_options, identity, options};
+use crate::common::{GUID, break_a_rule, format_options, identity, options, some_view};
 
 /// A disk that has nothing at hand, and counts the reads that were waited for.
 #[derive(Clone)]
 struct ColdDisk {
     inner: MemoryDisk,
     waited: Arc<AtomicU64>,
+    log: Arc<Mutex<Log>>,
+}
+
+/// Blocks that were written past the cache, and how they were read since.
+#[derive(Default)]
+struct Log {
+    written: BTreeSet<u64>,
+    /// Reads of each through the cache, and past it.
+    reads: BTreeMap<u64, (u32, u32)>,
+}
+
+fn blocks_of(offset: u64, length: usize) -> Range<u64> {
+    offset / BLOCK_SIZE as u64..(offset + length as u64) / BLOCK_SIZE as u64
+}
+
+impl ColdDisk {
+    fn of(inner: MemoryDisk) -> Self {
+        ColdDisk { inner, waited: Arc::default(), log: Arc::default() }
+    }
+
+    fn note_read(&self, offset: u64, length: usize, is_once: bool) {
+        let log = &mut *self.log.lock().expect("no thread died");
+        for block in blocks_of(offset, length).filter(|block| log.written.contains(block)) {
+            let (cached, once) = log.reads.entry(block).or_default();
+            *(if is_once { once } else { cached }) += 1;
+        }
+    }
+
+    fn note_write(&self, offset: u64, parts: &[IoSlice<'_>], is_past_the_cache: bool) {
+        let log = &mut *self.log.lock().expect("no thread died");
+        for block in blocks_of(offset, parts.iter().map(|part| part.len()).sum()) {
+            log.reads.remove(&block);
+            match is_past_the_cache {
+                true => log.written.insert(block),
+                false => log.written.remove(&block),
+            };
+        }
+    }
 }
 
 impl Disk for ColdDisk {
@@ -32,16 +71,34 @@ impl Disk for ColdDisk {
     }
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.waited.fetch_add(1, Ordering::Relaxed);
+        self.note_read(offset, buffer.len(), false);
         self.inner.read_at(offset, buffer)
     }
     fn may_lack(&self) -> bool {
         true
     }
-    fn read_now(&self, _offset: u64, _buffer: &mut [u8]) -> Result<bool, IoFault> {
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, IoFault> {
+        self.note_read(offset, buffer.len(), false);
         Ok(false)
     }
+    fn fetch(&self, fetch: &Fetch) -> Result<Bytes, IoFault> {
+        if fetch.is_once {
+            self.note_read(fetch.offset, fetch.length, true);
+        }
+        self.inner.fetch(fetch)
+    }
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        self.note_write(offset, parts, false);
         self.inner.write_at(offset, parts)
+    }
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        spare: usize,
+    ) -> Result<(), IoFault> {
+        self.note_write(offset, parts, true);
+        self.inner.write_with_sync(offset, parts, spare)
     }
     fn sync(&self) -> Result<(), IoFault> {
         self.inner.sync()
@@ -70,24 +127,33 @@ struct Volume {
 
 impl Volume {
     fn new(pool_bytes: u64, blocks: u64, options: PoolOptions) -> Self {
+        Self::with(pool_bytes, blocks, options, &format_options())
+    }
+
+    fn with(pool_bytes: u64, blocks: u64, options: PoolOptions, format: &FormatOptions) -> Self {
         break_a_rule();
-        let disk = ColdDisk { inner: MemoryDisk::new(pool_bytes), waited: Arc::default() };
-        Pool::format(&disk, &format_options()).expect("a fit disk");
+        let disk = ColdDisk::of(MemoryDisk::new(pool_bytes));
+        Pool::format(&disk, format).expect("a fit disk");
         let mut pool = Pool::open(disk.clone(), options).expect("a fresh pool");
         pool.create(identity(GUID), ReplicaMeta::default(), blocks).expect("room");
         Volume { disk, pool, chain: Chain(0), lsn: 0, written: BTreeMap::new() }
     }
 
     fn write(&mut self, lba: u64, byte: u8) -> Result<(), StoreError> {
+        self.append(EntryKind::Write, lba, Bytes::from(vec![byte; BLOCK_SIZE]))?;
+        self.written.insert(lba, byte);
+        Ok(())
+    }
+
+    fn append(&mut self, kind: EntryKind, lba: u64, data: Bytes) -> Result<(), StoreError> {
         let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn + 1) };
-        let data = Bytes::from(vec![byte; BLOCK_SIZE]);
-        let entry = Entry::after(self.chain, position, EntryKind::Write, lba, 1, data, false);
+        let blocks = (data.len() / BLOCK_SIZE) as u32;
+        let entry = Entry::after(self.chain, position, kind, lba, blocks, data, false);
         let (chain, lsn) = (entry.chain, entry.lsn);
         let mut replica = self.pool.replica(GUID).expect("it");
         replica.append(&[Arc::new(entry)])?;
         replica.set_stable(lsn);
         (self.chain, self.lsn) = (chain, lsn.0);
-        self.written.insert(lba, byte);
         Ok(())
     }
 
@@ -134,9 +200,7 @@ impl Volume {
 
     /// The bytes that the disk has for a read now.
     fn bytes_of(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
-        let mut bytes = vec![0; fetch.length];
-        self.disk.inner.read_at(fetch.offset, &mut bytes)?;
-        Ok(bytes.into())
+        self.disk.fetch(&fetch)
     }
 
     fn begun(&mut self) -> Vec<Fetch> {
@@ -336,4 +400,123 @@ fn a_place_that_is_used_again_is_never_answered_with_bytes_that_it_held_before()
         let bad = volume.pool.take_bad_blocks();
         assert!(bad.is_empty(), "seed {seed}: found bad: {bad:?}");
     }
+}
+
+/// Block that no other one is equal to; it is not overwritten.
+const MENDED: u64 = 27;
+
+/// A volume under durability `media` with segments of four pieces, most of whose log is dead.
+fn media_volume_to_clean() -> Volume {
+    let format = FormatOptions { unit_blocks: 256, ..format_options() };
+    let mut volume = Volume::with(64 << 20, 4096, options(), &format);
+    let view = View { durability: Durability::Media, ..some_view() };
+    volume.append(EntryKind::View(Box::new(view)), 0, Bytes::new()).expect("room");
+    for lba in 0..1000 {
+        let byte = if lba == MENDED { 251 } else { 1 + (lba % 100) as u8 };
+        volume.write(lba, byte).expect("room");
+    }
+    for lba in (0..1000).filter(|lba| lba % 20 != 7) {
+        volume.write(lba, 101 + (lba % 100) as u8).expect("room");
+    }
+    // Where the last segment is closed.
+    for lba in 2000..2200 {
+        volume.write(lba, 250).expect("room");
+    }
+    volume.sync();
+    volume.pool.settle().expect("folded");
+    volume
+}
+
+/// Does all background work that there is, with none of its reads waited for. Compares the log's reads
+/// with what is expected of each block: reads through the cache, and past it.
+fn empty_past_the_cache(volume: &mut Volume, expected: impl Fn((u32, u32)) -> bool) {
+    volume.disk.log.lock().expect("no thread died").reads.clear();
+    let waited = volume.disk.waited.load(Ordering::Relaxed);
+    let used = volume.pool.stats().used_bytes;
+    volume.settle();
+    assert!(volume.pool.stats().used_bytes < used, "segments were emptied");
+    assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+    let log = volume.disk.log.lock().expect("no thread died");
+    let other = log.reads.iter().find(|(_, reads)| !expected(**reads));
+    assert_eq!(other, None, "a block and its reads through the cache and past it");
+}
+
+#[test]
+fn a_log_that_was_written_past_the_cache_is_emptied_by_one_read_of_each_block_past_it() {
+    let mut volume = media_volume_to_clean();
+    empty_past_the_cache(&mut volume, |reads| reads == (0, 1));
+    let read = volume.disk.log.lock().expect("no thread died").reads.len();
+    assert!(read > 7 * 256, "{read} blocks of seven segments");
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, 1000, true, &mut slots).expect("a read");
+    volume.check(0, 1000, &slots);
+}
+
+#[test]
+fn a_block_that_is_mended_while_its_segment_is_emptied_is_moved_as_mended() {
+    let mut volume = media_volume_to_clean();
+    // Behind the View.
+    let lsn = Lsn(1 + MENDED + 1);
+    let data = Bytes::from(vec![volume.written[&MENDED]; BLOCK_SIZE]);
+    let rotten = volume.disk.inner.written_blocks().into_iter().find(|block| {
+        let mut bytes = vec![0; BLOCK_SIZE];
+        let offset = block * BLOCK_SIZE as u64;
+        volume.disk.inner.read_at(offset, &mut bytes).expect("a read");
+        bytes == data
+    });
+    let rotten = rotten.expect("it is on the disk");
+    volume.disk.inner.rot(rotten * BLOCK_SIZE as u64 + 99, 1);
+    let is_read = |volume: &Volume| {
+        let log = volume.disk.log.lock().expect("no thread died");
+        log.reads.contains_key(&rotten)
+    };
+    volume.disk.log.lock().expect("no thread died").reads.clear();
+    while !is_read(&volume) {
+        assert_ne!(volume.pool.background_due(), Due::Idle, "the segment is not emptied");
+        volume.sync();
+        volume.pool.background(1).expect("background work");
+        for fetch in volume.begun() {
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        volume.ready();
+    }
+    // It takes what was read.
+    volume.pool.background(1).expect("background work");
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let crc = quoin_types::crc32c(&data);
+    assert_eq!(replica.repair(ReadView::Live, MENDED, lsn, crc, &data), Ok(true));
+    volume.settle();
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, 1000, true, &mut slots).expect("a read");
+    volume.check(0, 1000, &slots);
+}
+
+#[test]
+fn a_segment_that_is_larger_than_what_is_kept_of_one_is_emptied_through_a_window() {
+    const BLOCKS: u64 = 64;
+    let format = FormatOptions { unit_blocks: 4096, ..format_options() };
+    let mut volume = Volume::with(512 << 20, 1 << 20, options(), &format);
+    let view = View { durability: Durability::Media, ..some_view() };
+    volume.append(EntryKind::View(Box::new(view)), 0, Bytes::new()).expect("room");
+    let write = |volume: &mut Volume, n: u64, byte: u8| {
+        let data = Bytes::from(vec![byte; BLOCKS as usize * BLOCK_SIZE]);
+        volume.append(EntryKind::Write, n * BLOCKS, data).expect("room");
+        volume.written.extend((n * BLOCKS..(n + 1) * BLOCKS).map(|lba| (lba, byte)));
+    };
+    // Two segments of 16 MiB, of which every twentieth write is left, and some of another one.
+    (0..130).for_each(|n| write(&mut volume, n, n as u8 + 1));
+    (0..130).filter(|n| n % 20 != 7).for_each(|n| write(&mut volume, n, n as u8 + 101));
+    volume.sync();
+    volume.pool.settle().expect("folded");
+    // Once for the headers, and once more where it is moved.
+    empty_past_the_cache(&mut volume, |(cached, once)| cached == 0 && (1..=2).contains(&once));
+    let read = volume.disk.log.lock().expect("no thread died").reads.len();
+    assert!(read > 8000, "{read} blocks of two segments");
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, 130 * BLOCKS as u32, true, &mut slots).expect("a read");
+    volume.check(0, 130 * BLOCKS as u32, &slots);
 }

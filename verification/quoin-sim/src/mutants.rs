@@ -218,6 +218,7 @@ pub const ALL: &[Defect] = &[
     store("cookie-without-its-mount", Swarm::PowerCuts),
     store("new-form-without-its-bit", Swarm::Pressure),
     store("prefetch-of-another-generation", Swarm::Pressure),
+    store("clean-up-keeps-what-it-read", Swarm::Damage),
     store("switch-of-the-ring-not-noted", Swarm::Damage),
     store("note-of-a-switch-that-does-not-count-kept", Swarm::PowerCuts),
     store("generation-of-an-unfinished-state-used-again", Swarm::PowerCuts),

@@ -160,9 +160,7 @@ impl RealStorage {
     }
 
     fn read(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
-        let mut bytes = vec![0; fetch.length];
-        quoin_store::Disk::read_at(&self.disk, fetch.offset, &mut bytes)?;
-        Ok(bytes.into())
+        quoin_store::Disk::fetch(&self.disk, &fetch)
     }
 
     fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
@@ -459,23 +457,27 @@ impl Storage for RealStorage {
 
     fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
         let unit_blocks = self.shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
-        // Nothing waits for the disk any more.
+        // Everything is in a cache, but for what is read past it.
         self.disk.set_uncached(Random::new(0), 0);
-        self.end_fetches();
         if self.source.is_some() {
             // The source's blocks stay for the clone, trimmed or not.
             return Ok(None);
         }
-        let pool = self.pool()?;
-        pool.look_again();
+        self.pool()?.look_again();
         // The next round may write to units that one round frees, and records those that it
         // empties.
         for _ in 0..ROUNDS_OF_CLEAN_UP {
-            pool.settle()?;
-            while pool.background_due() != Due::Idle {
+            self.pool()?.settle()?;
+            loop {
+                self.end_fetches();
+                let pool = self.pool()?;
+                if pool.background_due() == Due::Idle {
+                    break;
+                }
                 pool.background(BACKGROUND_BYTES)?;
             }
         }
+        let pool = self.pool()?;
         let stats = pool.stats();
         let of = |guid| pool.replica_stats(guid).unwrap_or_default();
         let replicas: Vec<_> = pool.replicas().into_iter().map(of).collect();

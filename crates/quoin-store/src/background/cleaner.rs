@@ -7,16 +7,15 @@
 //! the leaves of every view; views that share nodes go on sharing them. Nodes are moved by writing
 //! them anew. Everything is done in steps of about a megabyte.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::ops::Range;
 
-use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::background::difference::LeavingView;
+use crate::background::listing::Listing;
 use crate::background::relocation::MovedBlock;
+use crate::background::segment_data::SegmentData;
 use crate::core::{BadBlock, Core, Kept};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
@@ -28,18 +27,17 @@ use crate::space::logical::{Moves, is_logical};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
-/// Blocks read at once of a segment that is in no cache.
-const PIECE_BLOCKS: u64 = 64;
 
+/// A block of a segment that is being emptied.
 #[derive(Clone, Copy)]
-struct Candidate {
-    lba: u64,
-    version: u64,
+pub struct Candidate {
+    pub lba: u64,
+    pub version: u64,
     /// Where it lies.
-    place: u64,
+    pub place: u64,
     /// How leaves name it: a logical place, or where it lies.
-    name: u64,
-    crc: u32,
+    pub name: u64,
+    pub crc: u32,
 }
 
 impl Candidate {
@@ -89,68 +87,6 @@ pub struct CleanJob {
     data: SegmentData,
 }
 
-/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
-/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
-struct SegmentData {
-    /// The segment's blocks, where it is read by the piece.
-    range: Option<Range<u64>>,
-    pieces: BTreeMap<u64, Bytes>,
-    /// Blocks that were read ahead of the next step.
-    ahead: BTreeMap<u64, Bytes>,
-}
-
-impl SegmentData {
-    /// The piece that has a block, if the segment is read by the piece: its first block and bytes.
-    fn piece_of(&self, place: u64) -> Option<(u64, usize)> {
-        let range = self.range.clone().filter(|range| range.contains(&place))?;
-        let first = place - (place - range.start) % PIECE_BLOCKS;
-        Some((first, (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE))
-    }
-
-    /// Has a block read beside, if it is not here yet.
-    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
-        let piece = self.piece_of(place);
-        let (first, length) = piece.unwrap_or((place, BLOCK_SIZE));
-        let into = if piece.is_some() { &mut self.pieces } else { &mut self.ahead };
-        if let Entry::Vacant(entry) = into.entry(first) {
-            let mut bytes = BytesMut::zeroed(length);
-            core.take_beside(first, &mut bytes)?;
-            entry.insert(bytes.freeze());
-        }
-        Ok(())
-    }
-
-    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
-        if let Some(block) = self.ahead.remove(&place) {
-            return Ok(block);
-        }
-        if let Some((first, length)) = self.piece_of(place) {
-            if let Entry::Vacant(entry) = self.pieces.entry(first) {
-                let mut bytes = BytesMut::zeroed(length);
-                // Where a piece cannot be read, the block that is wanted may be.
-                if core.read_once(first, &mut bytes).is_ok() {
-                    entry.insert(bytes.freeze());
-                }
-            }
-            if let Some(piece) = self.pieces.get(&first) {
-                let at = (place - first) as usize * BLOCK_SIZE;
-                return Ok(piece.slice(at..at + BLOCK_SIZE));
-            }
-        }
-        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
-        core.read(place, &mut bytes)?;
-        Ok(bytes.freeze())
-    }
-}
-
-impl CleanJob {
-    /// Something was written in place: what was read before may be older.
-    pub fn read_again(&mut self) {
-        self.data.pieces.clear();
-        self.data.ahead.clear();
-    }
-}
-
 impl Replica {
     /// Whether none of its segments may be emptied now.
     pub fn is_clean_blocked(&self) -> bool {
@@ -175,59 +111,37 @@ impl Replica {
             })
     }
 
-    /// Begins to empty a segment. `Ok(false)`: its headers cannot be read, so it stays.
+    /// Begins to empty a segment, of which as much is listed already as was looked at. `Ok(false)`: its
+    /// headers cannot be read, so it stays.
     pub fn begin_clean<D: Disk>(
         &mut self,
         core: &mut Core<D>,
-        segment: SegmentState,
+        unit: u32,
+        mut listing: Listing,
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        let start = core.superblock.unit_start(segment.unit);
-        // Such a log was written past the cache.
-        let uncached = self.family.log_waits && segment.stream == Stream::Log;
-        let data = SegmentData {
-            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
-            pieces: BTreeMap::new(),
-            ahead: BTreeMap::new(),
-        };
-        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
-        let logical = core.logical.get(&self.family.guid);
-        let end = u64::from(segment.used_blocks);
-        let own = logical.and_then(|logical| logical.place(&segment, 0));
-        let own = own.map_or(0..0, |first| first..first + end);
-        let moves = Moves::default();
-        let (done, moved, copied) = (0, false, false);
-        let written_before = self.nodes.written_bytes;
-        let mut job =
-            CleanJob { unit, blocks, nodes, done, moved, copied, moves, written_before, own, data };
-        let complete = walk(core, &segment, self.family.guid_hash, |at, batch| {
-            let mut place = at + u64::from(batch.header_blocks);
-            for entry in batch.entries() {
-                if segment.stream == Stream::Nodes {
-                    let (place, level, newest) = (entry.epoch, entry.kind, entry.lsn);
-                    let change = Change::Renew { place, level, newest };
-                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
-                    continue;
-                }
-                for (i, crc) in entry.crcs().enumerate() {
-                    let (lba, version) = (entry.lba + i as u64, entry.lsn);
-                    let name = match segment.stream {
-                        Stream::Log => {
-                            let offset = place - start;
-                            logical.and_then(|logical| logical.place(&segment, offset))
-                        }
-                        _ => Some(entry.epoch).filter(|name| is_logical(*name)),
-                    };
-                    let name = name.unwrap_or(place);
-                    job.blocks.push(Candidate { lba, version, place, name, crc });
-                    place += 1;
-                }
-            }
-        })?;
+        let complete = listing.go_on(core)?;
         if complete {
-            job.blocks.sort_unstable_by_key(Candidate::order);
-            job.nodes.sort_unstable_by_key(|e| e.lba);
+            let own = listing.own();
+            let Listing { mut blocks, mut nodes, data, .. } = listing;
+            blocks.sort_unstable_by_key(Candidate::order);
+            nodes.sort_unstable_by_key(|e| e.lba);
+            let moves = Moves::default();
+            let (done, moved, copied) = (0, false, false);
+            let written_before = self.nodes.written_bytes;
+            let job = CleanJob {
+                unit,
+                blocks,
+                nodes,
+                done,
+                moved,
+                copied,
+                moves,
+                written_before,
+                own,
+                data,
+            };
             self.maintenance.clean = Some(job);
         }
         Ok(complete)
@@ -256,7 +170,7 @@ impl Replica {
                 core.logical_of(self.family.guid).forget_copies(job.own);
                 return Ok(true);
             }
-            job.data.ahead.clear();
+            job.data.end_of_step();
             job.moved |= copies < live.len();
             job.copied |= copies > 0;
         } else if !job.nodes.is_empty() {
@@ -310,6 +224,9 @@ impl Replica {
         lacking = lacking.and(self.look_ahead_of_names(core, names));
         lacking?;
         for candidate in candidates {
+            if job.data.has(core, candidate.place) {
+                continue;
+            }
             for view in &views {
                 let mut found = [BlockAt::default()];
                 if view.may_show(candidate.lba, candidate.version) {
@@ -577,16 +494,23 @@ pub fn walk<D: Disk>(
         else {
             return Ok(false);
         };
-        let Some(batch) = Batch::parse(&bytes) else { return Ok(false) };
-        let header = batch.header;
-        let own = (header.sequence, header.guid_hash, header.stream);
-        if own != (segment.sequence, guid_hash, segment.stream) {
-            return Ok(false);
-        }
+        let Some(batch) = own_batch(&bytes, segment, guid_hash) else { return Ok(false) };
         each(start + u64::from(at), &batch);
         at = at.saturating_add(batch.blocks());
     }
     Ok(true)
+}
+
+/// The batch of which these blocks are the header, if it is one of this segment.
+pub fn own_batch<'a>(
+    header: &'a [u8],
+    segment: &SegmentState,
+    guid_hash: u64,
+) -> Option<Batch<'a>> {
+    let batch = Batch::parse(header)?;
+    let header = batch.header;
+    let own = (header.sequence, header.guid_hash, header.stream);
+    (own == (segment.sequence, guid_hash, segment.stream)).then_some(batch)
 }
 
 /// The blocks of the header that starts at `block`, if one does within `room` blocks and can be

@@ -7,22 +7,22 @@
 //! by the step itself.
 
 use quoin_replication::replica::store::{FetchTicket, StoreError};
-use quoin_types::{BLOCK_SIZE, ReplicaGuid};
+use quoin_types::ReplicaGuid;
 
+use crate::background::listing::Listing;
 use crate::background::scheduler::Step;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::disk::fetch::Owner;
-use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::SegmentState;
 use crate::pool::Pool;
 use crate::replica::Replica;
+use crate::space::segments::Family;
 
-/// Looks for one step: each may find a level of the map that is not in memory. A step that lacks
-/// something still is done as it is, since caches may have no room for all that it needs.
+/// Looks for one step that found nothing new of a segment's headers: each may find a level of the map
+/// that is not in memory. A step that lacks something still is done as it is, since caches may have
+/// no room for all that it needs.
 const LOOKS_MAX: u8 = 16;
-/// Blocks that are read together in search of headers.
-const PIECE_BLOCKS: u32 = 16;
 
 /// What background work waits for.
 #[derive(Default)]
@@ -30,14 +30,26 @@ pub struct LookAhead {
     waits_for: Option<FetchTicket>,
     /// Looks that lacked something, one after the other.
     looks: u8,
+    /// Contents of the segment that is to be emptied next, as far as it was looked at.
+    listing: Option<Listing>,
 }
 
-/// How far the headers of a segment were looked at before it is emptied.
-#[derive(Clone, Copy, Default)]
-pub struct HeadersRead {
-    sequence: u64,
-    /// The first block that was not looked at.
-    at: u32,
+impl LookAhead {
+    /// Gives away the list of a segment, as far as it is made.
+    pub fn listing<D>(
+        &mut self,
+        core: &Core<D>,
+        family: &Family,
+        segment: SegmentState,
+    ) -> Listing {
+        let listing = self.listing.take().filter(|listing| listing.is_of(&segment));
+        listing.unwrap_or_else(|| Listing::of(core, family, segment))
+    }
+
+    /// How far that segment was looked through.
+    fn reached(&self) -> u32 {
+        self.listing.as_ref().map_or(0, Listing::reached)
+    }
 }
 
 impl<D: Disk> Pool<D> {
@@ -48,24 +60,40 @@ impl<D: Disk> Pool<D> {
 
     /// Looks ahead of a step; true if it has to wait for the disk.
     pub(crate) fn lacks(&mut self, guid: ReplicaGuid, step: &Step) -> bool {
-        let looks = std::mem::take(&mut self.look_ahead).looks;
-        if looks >= LOOKS_MAX || !self.core.disk.may_lack() {
+        let mut ahead = std::mem::take(&mut self.look_ahead);
+        if ahead.looks >= LOOKS_MAX || !self.core.disk.may_lack() {
+            self.look_ahead.listing = ahead.listing;
             return false;
         }
         let Some(replica) = self.replicas.get_mut(&guid) else { return false };
+        // Of any other segment nothing is kept.
+        ahead.listing = match step {
+            Step::Empty(_, segment) => Some(ahead.listing(&self.core, &replica.family, *segment)),
+            _ => None,
+        };
+        let reached = ahead.reached();
         self.core.fetches.begin(Owner::Background(guid));
         // Whatever else is wrong with it the step itself comes to.
-        let _ = replica.look_ahead(&mut self.core, step);
-        let waits_for = self.core.fetches.end();
-        if waits_for.is_some() {
-            self.look_ahead = LookAhead { waits_for, looks: looks + 1 };
-        }
-        waits_for.is_some()
+        let _ = replica.look_ahead(&mut self.core, step, &mut ahead.listing);
+        ahead.waits_for = self.core.fetches.end();
+        let lacks = ahead.waits_for.is_some();
+        ahead.looks = match ahead.reached() > reached {
+            _ if !lacks => 0,
+            true => 1,
+            false => ahead.looks + 1,
+        };
+        self.look_ahead = ahead;
+        lacks
     }
 }
 
 impl Replica {
-    fn look_ahead<D: Disk>(&mut self, core: &mut Core<D>, step: &Step) -> Result<(), StoreError> {
+    fn look_ahead<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        step: &Step,
+        listing: &mut Option<Listing>,
+    ) -> Result<(), StoreError> {
         match step {
             Step::Release | Step::Discard | Step::Fold(..) => Ok(()),
             Step::GoOn(_) if self.maintenance.checkpoint.is_some() => self.look_ahead_of_fold(core),
@@ -74,50 +102,14 @@ impl Replica {
                 self.look_ahead_of_moves(core)
             }
             Step::Commit(_) => self.look_ahead_of_merge(core),
-            Step::Empty(_, segment) => {
-                self.look_ahead_of_merge(core)?;
-                self.look_ahead_of_headers(core, segment)
+            Step::Empty(..) => {
+                let lacking = self.look_ahead_of_merge(core);
+                let listed = listing.as_mut().map_or(Ok(true), |listing| listing.go_on(core));
+                lacking.and(listed.map(drop))
             }
             Step::Difference(_) => self.look_ahead_of_difference(core),
             Step::Recount(_) => self.look_ahead_of_count(core),
             Step::Flatten(_) => self.look_ahead_of_flatten(core),
         }
     }
-
-    /// Reads the headers of a segment, and so brings them into the kernel's cache. Each says where
-    /// the next one is.
-    fn look_ahead_of_headers<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        segment: &SegmentState,
-    ) -> Result<(), StoreError> {
-        let start = core.superblock.unit_start(segment.unit);
-        let read = self.maintenance.headers_read;
-        let mut at = if read.sequence == segment.sequence { read.at } else { 1 };
-        while at < segment.used_blocks {
-            let blocks = PIECE_BLOCKS.min(segment.used_blocks - at);
-            let mut piece = vec![0; blocks as usize * BLOCK_SIZE];
-            core.take_beside(start + u64::from(at), &mut piece)?;
-            let next = next_header(at, &piece);
-            at = next.filter(|next| *next > at).unwrap_or(segment.used_blocks);
-            self.maintenance.headers_read = HeadersRead { sequence: segment.sequence, at };
-        }
-        Ok(())
-    }
-}
-
-/// Where the first header is of which the blocks from `at` on, with which one begins, do not have
-/// all. `None`: they hold something else.
-fn next_header(at: u32, piece: &[u8]) -> Option<u32> {
-    let mut here = 0;
-    while let Some(rest) = piece.get(here as usize * BLOCK_SIZE..).filter(|rest| !rest.is_empty()) {
-        let blocks = header_blocks(rest)?;
-        let Some(header) = rest.get(..blocks * BLOCK_SIZE) else {
-            // A longer one is read by the step itself.
-            let is_long = here == 0;
-            return is_long.then_some(u32::MAX).or(Some(at + here));
-        };
-        here = here.saturating_add(Batch::parse(header)?.blocks());
-    }
-    Some(at.saturating_add(here))
 }

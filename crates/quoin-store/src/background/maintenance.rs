@@ -2,7 +2,6 @@
 
 use crate::background::checkpoint::{CheckpointJob, Commit};
 use crate::background::cleaner::CleanJob;
-use crate::background::look_ahead::HeadersRead;
 use crate::background::recount::LiveCount;
 use crate::clones::flatten::Flatten;
 use crate::format::relatives::BaseId;
@@ -28,7 +27,6 @@ pub struct Maintenance {
     /// Bases that the maps in memory do not show any more, and the last record still does.
     pub given_up_bases: Vec<BaseId>,
     pub node_gain: NodeGain,
-    pub headers_read: HeadersRead,
     pub count: LiveCount,
     /// The replica has no background work, for this reason.
     pub quarantined: Option<Cause>,

@@ -517,11 +517,14 @@ impl<D: Disk> Pool<D> {
                 replica.maintenance.fold_wanted = false;
                 Ok(())
             }
-            Step::Empty(_, segment) => replica.begin_clean(core, segment).map(|complete| {
-                if !complete {
-                    replica.family.segments.set_aside(segment.unit);
-                }
-            }),
+            Step::Empty(_, segment) => {
+                let listing = self.look_ahead.listing(core, &replica.family, segment);
+                replica.begin_clean(core, segment.unit, listing).map(|complete| {
+                    if !complete {
+                        replica.family.segments.set_aside(segment.unit);
+                    }
+                })
+            }
             Step::Difference(_) => replica.step_difference(core),
             Step::Recount(_) => replica.step_recount(core).map(drop),
             Step::Flatten(_) => replica.step_flatten(core),

@@ -52,6 +52,8 @@ pub struct Fetch {
     pub id: u64,
     pub offset: u64,
     pub length: usize,
+    /// It is not read again soon: as [`Disk::read_once`](crate::Disk::read_once).
+    pub is_once: bool,
 }
 
 /// Blocks that are read together.
@@ -62,7 +64,7 @@ pub struct Stretch {
 }
 
 impl Stretch {
-    fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.blocks as usize * BLOCK_SIZE
     }
 }
@@ -75,6 +77,7 @@ enum State {
 
 struct Entry {
     id: u64,
+    is_once: bool,
     state: State,
     /// Calls that lack it.
     calls: Vec<FetchTicket>,
@@ -194,8 +197,8 @@ impl Fetches {
         }
     }
 
-    /// The present call lacks a stretch of which nothing is known.
-    pub fn want(&mut self, stretch: Stretch) {
+    /// The present call lacks a stretch of which nothing is known. `is_once`: it is not read again soon.
+    pub fn want(&mut self, stretch: Stretch, is_once: bool) {
         let Some(call) = &mut self.call else { return };
         if self.open_bytes > 0 && self.open_bytes + stretch.bytes() > OPEN_BYTES_MAX {
             call.found_no_room = true;
@@ -204,7 +207,7 @@ impl Fetches {
         call.lacks.push(stretch);
         let owner = call.owner;
         let id = self.next_id();
-        let entry = Entry { id, state: State::Listed, calls: Vec::new(), readers: 0 };
+        let entry = Entry { id, is_once, state: State::Listed, calls: Vec::new(), readers: 0 };
         self.entries.insert(stretch, entry);
         self.open_bytes += stretch.bytes();
         self.longest = self.longest.max(stretch.blocks);
@@ -223,9 +226,10 @@ impl Fetches {
         }
         let entry = self.entries.get_mut(&stretch)?;
         entry.state = State::UnderWay;
-        let id = entry.id;
+        let (id, is_once) = (entry.id, entry.is_once);
         self.under_way.insert(id, stretch);
-        Some(Fetch { id, offset: stretch.first * BLOCK_SIZE as u64, length: stretch.bytes() })
+        let (offset, length) = (stretch.first * BLOCK_SIZE as u64, stretch.bytes());
+        Some(Fetch { id, offset, length, is_once })
     }
 
     /// Takes the result of a read.
@@ -395,7 +399,7 @@ mod tests {
             match fetches.look(*stretch, false) {
                 Looked::Arrived(bytes) => found.push(bytes.map_or(0, |bytes| bytes[0])),
                 Looked::Awaited => {}
-                Looked::Unknown => fetches.want(*stretch),
+                Looked::Unknown => fetches.want(*stretch, false),
             }
         }
         fetches.end().map_or(Ok(found), Err)

@@ -15,14 +15,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, IoFault};
 use quoin_types::BLOCK_SIZE;
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
+use crate::disk::aligned_memory::{AlignedMemory, PIECE_BYTES, is_aligned};
 use crate::disk::cache_identity::{CacheIdentity, cookie_of_this_open};
 use crate::disk::fill::Filling;
-use crate::disk::pending_writes::{Held, Piece, stretches, zeros};
+use crate::disk::pending_writes::{Held, stretches, zeros};
 use crate::disk::write_behind::WriteBehind;
 use crate::disk::{Disk, Reader, Syncer};
 
@@ -434,29 +436,35 @@ impl Disk for FileDisk {
 
     fn reader(&self) -> Option<Reader> {
         let disk = self.clone();
-        Some(Arc::new(move |offset, buffer| disk.read_at(offset, buffer)))
+        Some(Arc::new(move |fetch| disk.fetch(fetch)))
     }
 
-    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
-        let held = self.files.held().overlapping(offset, buffer.len());
-        self.read_media(offset, buffer)?;
-        lay_over(buffer, &held);
-        Ok(())
+    fn read_once(&self, offset: u64, length: usize) -> Result<Bytes, IoFault> {
+        let held = self.files.held().overlapping(offset, length);
+        let mut memory = AlignedMemory::of(length);
+        self.read_media(offset, &mut memory)?;
+        lay_over(&mut memory, &held);
+        Ok(Bytes::from_owner(memory))
     }
 
     fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         let Some(direct) = &self.files.direct else { return self.read_at(offset, buffer) };
-        let mut piece = Piece::new();
+        // Memory that direct IO does not take is filled by way of other memory.
+        let mut other = (!is_aligned(buffer)).then(|| AlignedMemory::of(PIECE_BYTES));
         let mut done = 0;
         while done < buffer.len() {
-            let at = offset + done as u64;
-            let part = piece.memory(buffer.len() - done);
-            match rustix::io::pread(direct, &mut *part, at) {
-                Ok(0) => return Err(fault("read", at, Errno::IO)),
-                Ok(n) => {
-                    buffer[done..done + n].copy_from_slice(&part[..n]);
-                    done += n;
+            let (at, rest) = (offset + done as u64, &mut buffer[done..]);
+            let read = match &mut other {
+                None => rustix::io::pread(direct, rest, at),
+                Some(other) => {
+                    let part = &mut other[..rest.len().min(PIECE_BYTES)];
+                    rustix::io::pread(direct, &mut *part, at)
+                        .inspect(|n| rest[..*n].copy_from_slice(&part[..*n]))
                 }
+            };
+            match read {
+                Ok(0) => return Err(fault("read", at, Errno::IO)),
+                Ok(n) => done += n,
                 Err(Errno::INTR) => {}
                 Err(Errno::INVAL) => return self.read_at(offset, buffer),
                 Err(error) => return Err(fault("read", at, error)),

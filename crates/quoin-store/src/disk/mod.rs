@@ -4,6 +4,7 @@
 //! clock, so a simulated disk makes the store deterministic. Offsets and lengths are multiples
 //! of [`BLOCK_SIZE`](quoin_types::BLOCK_SIZE) unless said otherwise.
 
+mod aligned_memory;
 pub mod cache_identity;
 pub mod contents;
 pub mod fetch;
@@ -16,13 +17,16 @@ mod write_behind;
 use std::io::IoSlice;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, IoFault};
+
+use crate::disk::fetch::Fetch;
 
 /// Makes all writes that returned before the call durable. Runs on another thread than the disk.
 pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
 
-/// Reads as [`Disk::read_at`] on other threads than the disk's.
-pub type Reader = Arc<dyn Fn(u64, &mut [u8]) -> Result<(), IoFault> + Send + Sync>;
+/// Makes reads as [`Disk::fetch`] on other threads than the disk's.
+pub type Reader = Arc<dyn Fn(&Fetch) -> Result<Bytes, IoFault> + Send + Sync>;
 
 pub trait Disk: Send {
     /// Size in bytes, a multiple of the block size; fixed while the disk is open.
@@ -48,9 +52,17 @@ pub trait Disk: Send {
         None
     }
 
+    /// Makes a read that the pool's thread does not wait for.
+    fn fetch(&self, fetch: &Fetch) -> Result<Bytes, IoFault> {
+        match fetch.is_once {
+            true => self.read_once(fetch.offset, fetch.length),
+            false => whole(self, fetch.offset, fetch.length),
+        }
+    }
+
     /// Reads as `read_at`, but bytes that are not read again soon and need no room in a cache.
-    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
-        self.read_at(offset, buffer)
+    fn read_once(&self, offset: u64, length: usize) -> Result<Bytes, IoFault> {
+        whole(self, offset, length)
     }
 
     /// Reads as `read_at`, but from the media, whatever the kernel has cached. A failed sync leaves
@@ -139,4 +151,11 @@ pub trait Disk: Send {
 
     /// Stays equal exactly as long as everything written is still there without a sync.
     fn cookie(&self) -> BootCookie;
+}
+
+/// Reads as [`Disk::read_at`] into memory of its own.
+fn whole<D: Disk + ?Sized>(disk: &D, offset: u64, length: usize) -> Result<Bytes, IoFault> {
+    let mut bytes = vec![0; length];
+    disk.read_at(offset, &mut bytes)?;
+    Ok(bytes.into())
 }

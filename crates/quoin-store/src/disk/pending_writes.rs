@@ -9,41 +9,29 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use quoin_types::BLOCK_SIZE;
+use crate::disk::aligned_memory::{AlignedMemory, PIECE_BYTES};
 
-/// Bytes of one piece of memory; a longer write takes several.
-const PIECE_BYTES: usize = 256 << 10;
 /// Unused pieces that are kept for later writes.
 const SPARE_PIECES: usize = 16;
 
-/// Bytes of one stretch of the disk, at an address that direct IO takes.
+/// Bytes of one stretch of the disk, at an address that direct IO takes. A longer write takes several.
 pub(crate) struct Piece {
-    memory: Vec<u8>,
-    /// Where the aligned part begins.
-    start: usize,
+    memory: AlignedMemory,
     length: usize,
     pub offset: u64,
 }
 
 impl Piece {
     pub fn new() -> Self {
-        let memory = vec![0; PIECE_BYTES + BLOCK_SIZE];
-        let address = memory.as_ptr().addr();
-        let start = address.next_multiple_of(BLOCK_SIZE) - address;
-        Piece { memory, start, length: 0, offset: 0 }
+        Piece { memory: AlignedMemory::of(PIECE_BYTES), length: 0, offset: 0 }
     }
 
     pub fn bytes(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.length]
+        &self.memory[..self.length]
     }
 
     pub fn end(&self) -> u64 {
         self.offset + self.length as u64
-    }
-
-    /// Aligned memory to read into, `length` bytes or as many as there are.
-    pub fn memory(&mut self, length: usize) -> &mut [u8] {
-        &mut self.memory[self.start..self.start + length.min(PIECE_BYTES)]
     }
 
     fn room(&self) -> usize {
@@ -51,8 +39,7 @@ impl Piece {
     }
 
     fn push(&mut self, bytes: &[u8]) {
-        let at = self.start + self.length;
-        self.memory[at..at + bytes.len()].copy_from_slice(bytes);
+        self.memory[self.length..self.length + bytes.len()].copy_from_slice(bytes);
         self.length += bytes.len();
     }
 }
@@ -60,9 +47,13 @@ impl Piece {
 /// Returns `length` zeros, at most a piece, at an address that direct IO takes. All calls share
 /// the memory, since faulting in fresh pages costs more than writing them.
 pub(crate) fn zeros(length: usize) -> &'static [u8] {
-    static ZEROS: OnceLock<Piece> = OnceLock::new();
-    let piece = ZEROS.get_or_init(Piece::new);
-    &piece.memory[piece.start..piece.start + length.min(PIECE_BYTES)]
+    static ZEROS: OnceLock<AlignedMemory> = OnceLock::new();
+    let zeros = ZEROS.get_or_init(|| {
+        let mut memory = AlignedMemory::of(PIECE_BYTES);
+        memory.fill(0);
+        memory
+    });
+    &zeros[..length.min(PIECE_BYTES)]
 }
 
 /// Writes that wait for a sync, and those that a sync is writing.
@@ -179,6 +170,7 @@ pub(crate) fn stretches(pieces: &[Piece], parts_max: usize) -> Vec<&[Piece]> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use quoin_types::BLOCK_SIZE;
 
     proptest! {
         /// Whatever is written where, reads see the newest bytes and the pieces hold them all.

@@ -709,10 +709,6 @@ impl Replica {
         }
         // Version and checksum are the same: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
-        self.maintenance
-            .clean
-            .iter_mut()
-            .for_each(crate::background::cleaner::CleanJob::read_again);
         // Every view that shows this block has it mended.
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
         core.faults.bad.retain(|b| b.of(None) != bad);

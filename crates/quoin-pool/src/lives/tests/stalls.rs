@@ -37,7 +37,7 @@ impl Disk for StallingDisk {
     }
     fn reader(&self) -> Option<Reader> {
         let disk = self.clone();
-        Some(Arc::new(move |offset, buffer| disk.read_at(offset, buffer)))
+        Some(Arc::new(move |fetch| disk.fetch(fetch)))
     }
     fn write_at(&self, offset: u64, parts: &[std::io::IoSlice<'_>]) -> Result<(), IoFault> {
         self.inner.write_at(offset, parts)

@@ -1,4 +1,5 @@
 use super::*;
+use crate::disk::fetch::Fetch;
 use crate::{FormatOptions, Pool, PoolError, PoolOptions};
 use quoin_types::PoolId;
 
@@ -77,7 +78,7 @@ fn what_waits_for_a_sync_is_read_at_once_and_in_the_file_after_it() {
         let mut found = vec![0; expected.len()];
         disk.read_at(0, &mut found).expect("a read");
         assert!(found == expected, "after write {i}");
-        disk.read_once(0, &mut found).expect("a read past the cache");
+        let found = disk.read_once(0, expected.len()).expect("a read past the cache");
         assert!(found == expected, "past the cache, after write {i}");
         if i % 7 == 0 {
             disk.syncer()().expect("a sync");
@@ -182,10 +183,11 @@ fn what_is_not_at_hand_is_read_by_a_reader_and_what_waits_for_a_sync_is_at_hand(
     let read = |offset, length: usize| {
         let mut bytes = vec![9; length];
         let is_at_hand = disk.read_now(offset, &mut bytes).expect("a read");
-        let mut late = vec![8; length];
-        reader(offset, &mut late).expect("a read");
-        assert!(!is_at_hand || bytes == late, "at hand are the bytes that a reader finds");
-        (is_at_hand, late)
+        let late = [false, true]
+            .map(|is_once| reader(&Fetch { id: 1, offset, length, is_once }).expect("a read"));
+        assert!(late[0] == late[1], "past the cache are the bytes that are in it");
+        assert!(!is_at_hand || bytes == late[0], "at hand are the bytes that a reader finds");
+        (is_at_hand, late[0].to_vec())
     };
     for is_cached in [true, false] {
         let both = [vec![3; BLOCK_SIZE], vec![4; BLOCK_SIZE]].concat();
@@ -195,5 +197,8 @@ fn what_is_not_at_hand_is_read_by_a_reader_and_what_waits_for_a_sync_is_at_hand(
     }
     let end = disk.size();
     assert_ne!(disk.read_now(end, &mut [0; BLOCK_SIZE]), Ok(true));
-    assert!(reader(end, &mut [0; BLOCK_SIZE]).is_err(), "there is nothing behind the end");
+    for is_once in [false, true] {
+        let behind = Fetch { id: 1, offset: end, length: BLOCK_SIZE, is_once };
+        assert!(reader(&behind).is_err(), "there is nothing behind the end");
+    }
 }
