@@ -2,6 +2,7 @@
 //! owns, that no unfinished work counts as finished, and that every test file is part of a program.
 
 use crate::invariants;
+use crate::methods;
 use crate::run::{self, workspace_root};
 use crate::test_files;
 use crate::trace::collect_files;
@@ -79,8 +80,8 @@ const OPENINGS: [&str; 6] = ["What", "Who", "Whoever", "Whether", "One that", "T
 const OLDER_COMMENTS: &str = "crates/quoin-store";
 
 /// Fields of one type where state is to be owned by parts: files stay small because types are.
-const FIELDS_MAX: usize = 20;
-const PARTED: [&str; 3] =
+const FIELDS_MAX: usize = 17;
+pub const PARTED: [&str; 3] =
     ["crates/quoin-replication/src", "crates/quoin-store/src", "crates/quoin-control/src"];
 
 /// Marks of unfinished work; written in halves so that this file passes its own check.
@@ -117,6 +118,7 @@ pub fn check() -> Result<()> {
     violations.extend(file_violations()?);
     violations.extend(refusal_violations()?);
     violations.extend(invariants::violations()?);
+    violations.extend(methods::violations()?);
     violations.extend(test_files::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
@@ -375,7 +377,7 @@ mod tests {
             format!("/// A type.\npub(crate) struct Large<'a> {{\n{fields}}}\n")
         };
         let found = violations_in(&store, &of(FIELDS_MAX + 1)).concat();
-        assert!(found.contains("a.rs:2: Large<'a> has 21 fields"), "{found}");
+        assert!(found.contains("a.rs:2: Large<'a> has 18 fields"), "{found}");
         assert!(violations_in(&store, &of(FIELDS_MAX)).is_empty());
         assert!(violations_in(Path::new("options.rs"), &of(FIELDS_MAX + 1)).is_empty());
     }

@@ -13,6 +13,7 @@ mod formats;
 mod house;
 mod invariants;
 mod lint;
+mod methods;
 mod mutants;
 mod package;
 mod packages;

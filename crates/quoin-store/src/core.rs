@@ -440,6 +440,12 @@ impl<D: Disk> Core<D> {
             self.faults.bad.push(bad);
         }
     }
+
+    /// The logical places of a replica.
+    pub fn logical_of(&mut self, replica: quoin_types::ReplicaGuid) -> &mut Logical {
+        let superblock = &self.superblock;
+        self.logical.entry(replica).or_insert_with(|| Logical::new(superblock, None))
+    }
 }
 
 /// Nodes that wait to be written as one batch.

@@ -1,6 +1,6 @@
 //! A pool: opening it, its replicas, syncing, background work.
 
-use std::cell::RefCell;
+use std::cell::{Ref, RefCell};
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
@@ -15,10 +15,15 @@ use quoin_types::message::{
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
+use crate::background::checkpoint;
 use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
-use crate::background::scheduler::Victim;
+use crate::background::repair;
+use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, SHORT_BELOW_PERCENT, Victim};
+use crate::background::scrub::{self, ScrubAt, Scrubbed};
 use crate::clones::bases::Bases;
+use crate::clones::creation;
+use crate::clones::flatten;
 use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner};
@@ -33,10 +38,12 @@ use crate::metadata::mark::Mark;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
 use crate::metadata::tickets::Tickets;
+use crate::rebuild::{sending, shadow};
 use crate::recovery::recover;
 use crate::replica::{Replica, payload};
-use crate::space::freed::Freed;
+use crate::space::freed::{self, Freed};
 use crate::space::segments::Allocator;
+use crate::space::table;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -169,7 +176,7 @@ impl<D: Disk> Pool<D> {
         }
         for (guid, found) in lost {
             if let Some(replica) = replicas.get_mut(&guid) {
-                replica.search_lost(&mut core, &found)?;
+                table::search_lost(replica, &mut core, &found)?;
             }
         }
         crate::clones::creation::check_bases(&mut core, &mut replicas, &mut corrected);
@@ -182,7 +189,7 @@ impl<D: Disk> Pool<D> {
         }
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
-        while core.release(0) {}
+        while freed::release(&mut core, 0) {}
         let mut pool = Pool {
             core,
             replicas,
@@ -193,8 +200,8 @@ impl<D: Disk> Pool<D> {
             look_ahead: LookAhead::default(),
         };
         pool.touch_all();
-        pool.drop_unused_bases()?;
-        pool.drop_empty_remnants()?;
+        creation::drop_unused_bases(&mut pool)?;
+        creation::drop_empty_remnants(&mut pool)?;
         Ok(pool)
     }
 
@@ -258,7 +265,7 @@ impl<D: Disk> Pool<D> {
             free_bytes: u64::from(allocator.free_for_clients()) * unit,
             used_bytes: u64::from(allocator.units() - allocator.free_units()) * unit,
             reserve_bytes: u64::from(allocator.reserve_units) * unit,
-            replicas: self.replicas.values().filter(|r| !r.is_remnant()).count(),
+            replicas: self.replicas.values().filter(|r| !creation::is_remnant(r)).count(),
             starts: self.starts(),
             log_bytes: self.replicas.values().map(|r| r.log.bytes).sum(),
         }
@@ -286,7 +293,8 @@ impl<D: Disk> Pool<D> {
         let mut bad = std::mem::take(&mut self.core.faults.bad);
         // A node may reach beyond the volume's end.
         bad.retain(|bad| {
-            let of = self.replicas.get(&bad.replica).filter(|replica| !replica.is_remnant());
+            let of =
+                self.replicas.get(&bad.replica).filter(|replica| !creation::is_remnant(replica));
             of.is_some_and(|replica| bad.lba < replica.head.volume_blocks)
         });
         bad
@@ -355,8 +363,8 @@ impl<D: Disk> Pool<D> {
             self.core.faults.failed = Some(fault);
             return;
         }
-        self.release_some();
-        if let Err(StoreError::Io(fault)) = self.drop_unused_bases() {
+        scheduler::release_some(self);
+        if let Err(StoreError::Io(fault)) = creation::drop_unused_bases(self) {
             self.core.faults.failed = Some(fault);
             return;
         }
@@ -370,10 +378,159 @@ impl<D: Disk> Pool<D> {
         for guid in self.core.tickets.committing.end() {
             self.touch(guid);
             let Some(replica) = self.replicas.get_mut(&guid) else { continue };
-            if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
+            if let Err(StoreError::Io(fault)) =
+                checkpoint::finish_commit(replica, &mut self.core, ticket.0)
+            {
                 self.core.faults.failed = Some(fault);
             }
         }
+    }
+
+    /// Notes that a replica is used now, which may change what is due of it.
+    pub(crate) fn touch(&self, guid: ReplicaGuid) {
+        self.due_work.borrow_mut().touch(guid);
+    }
+
+    pub(crate) fn touch_all(&self) {
+        let mut due_work = self.due_work.borrow_mut();
+        self.replicas.keys().for_each(|guid| due_work.touch(*guid));
+    }
+
+    /// What is due of all replicas as they are now.
+    pub(crate) fn due_work(&self) -> Ref<'_, DueWork> {
+        // A call inside of another finds nothing to update.
+        let is_stale = self.due_work.borrow().is_stale();
+        if is_stale {
+            self.due_work.borrow_mut().update(&self.replicas, &self.core.options);
+        }
+        let due_work = self.due_work.borrow();
+        debug_assert!(
+            due_work.agrees_with(&self.replicas, &self.core.options),
+            "a replica was changed without a note of it"
+        );
+        due_work
+    }
+
+    /// Whether the pool can take little more: next to nothing is free, and no work that is done
+    /// or waited for gains anything. `was`: the last answer, for hysteresis.
+    pub fn is_short(&self, was: bool) -> bool {
+        let allocator = &self.core.allocator;
+        let margin = (allocator.units() * SHORT_BELOW_PERCENT / 100).max(2);
+        let free = allocator.free_for_clients();
+        match was {
+            true => free < 2 * margin,
+            false => {
+                free < margin
+                    && scheduler::coming_units(self) == 0
+                    && (self.starved || scheduler::next_step(self).is_none())
+            }
+        }
+    }
+
+    /// Looks whether the file system below is short of room, or has it again.
+    pub fn look_below(&mut self) {
+        self.core.look_below();
+    }
+
+    /// Whether it is the file system below that is short of room, not the pool.
+    pub fn is_short_below(&self) -> bool {
+        self.core.allocator.short_below
+    }
+
+    /// Replicas that were set aside for what could not be read are worked on again: now and then
+    /// it can be.
+    pub fn look_again(&mut self) {
+        self.victim.set(None);
+        self.touch_all();
+        for replica in self.replicas.values_mut() {
+            replica.maintenance.try_again();
+            replica.maintenance.commit_waits = false;
+        }
+        // Segments that could not be read wait for the next commit. Where they are all that could
+        // give room there is none: a full pool takes nothing that would need it.
+        let short =
+            scheduler::percent(self, self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;
+        if short && scheduler::next_step(self).is_none() {
+            for replica in self.replicas.values_mut() {
+                replica.family.segments.try_again();
+            }
+            self.touch_all();
+            self.victim.set(None);
+        }
+    }
+
+    /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that
+    /// the next start has nothing to replay. Syncs on this thread.
+    pub fn settle(&mut self) -> Result<(), StoreError> {
+        self.victim.set(None);
+        self.touch_all();
+        for replica in self.replicas.values_mut() {
+            if !replica.is_prepared() {
+                checkpoint::run_now(replica, &mut self.core, replica.stable.0)?;
+            }
+            replica.family.segments.recorded.write_drifted();
+        }
+        // Nodes, then the record, then what it frees.
+        for _ in 0..3 {
+            for replica in self.replicas.values_mut() {
+                while replica.maintenance.dirty
+                    && !replica.is_prepared()
+                    && replica.maintenance.commit.is_none()
+                {
+                    checkpoint::begin_commit(replica, &mut self.core)?;
+                }
+            }
+            self.touch_all();
+            self.core.tickets.request();
+            use crate::api::ReplicaPool;
+            if let Some(ticket) = self.sync_wanted() {
+                let result = self.core.disk.sync();
+                self.sync_finished(ticket, result)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads about `budget_bytes` of a replica from its media; bad blocks come with
+    /// [`Pool::take_bad_blocks`].
+    pub fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
+        self.touch(guid);
+        let Some(replica) = self.replicas.get_mut(&guid) else {
+            return Ok(Scrubbed::default());
+        };
+        self.core.check_usable()?;
+        while done.read_bytes < budget_bytes.max(1)
+            && let Some(at) = done.next
+        {
+            done.next = scrub::scrub_part(replica, &mut self.core, at, &mut done)?;
+        }
+        Ok(done)
+    }
+
+    /// Compares both copies of superblock and metadata ring with what they must say, and writes
+    /// them again where one does not; how many were bad.
+    pub fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
+        let core = &mut self.core;
+        core.check_usable()?;
+        let mut bad = core.superblock.bad_copies(&core.disk);
+        if bad > 0 {
+            core.superblock.write(&core.disk)?;
+        }
+        let rotten = core.ring.bad_copies(&core.disk);
+        if rotten > 0 {
+            bad += rotten;
+            core.restate()?;
+        }
+        if bad > 0 {
+            core.tickets.request();
+        }
+        Ok(bad)
     }
 }
 
@@ -384,13 +541,14 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         D: 'a;
 
     fn replicas(&self) -> Vec<ReplicaGuid> {
-        let there = self.replicas.iter().filter(|(_, replica)| !replica.is_remnant());
+        let there = self.replicas.iter().filter(|(_, replica)| !creation::is_remnant(replica));
         there.map(|(guid, _)| *guid).collect()
     }
 
     fn replica(&mut self, guid: ReplicaGuid) -> Option<Handle<'_, D>> {
         self.touch(guid);
-        let replica = self.replicas.get_mut(&guid).filter(|replica| !replica.is_remnant())?;
+        let replica =
+            self.replicas.get_mut(&guid).filter(|replica| !creation::is_remnant(replica))?;
         Some(Handle { core: &mut self.core, replica })
     }
 
@@ -436,18 +594,18 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         blocks: u64,
         source: &CloneSource,
     ) -> Result<Cloned, StoreError> {
-        self.make_clone(identity, meta, blocks, source)
+        creation::make_clone(self, identity, meta, blocks, source)
     }
 
     fn flatten(&mut self, guid: ReplicaGuid) {
         self.touch(guid);
         if let Some(replica) = self.replicas.get_mut(&guid) {
-            replica.begin_flatten();
+            flatten::begin(replica);
         }
     }
 
     fn is_clone(&self, guid: ReplicaGuid) -> bool {
-        let is_it = |replica: &Replica| replica.shows_base();
+        let is_it = |replica: &Replica| flatten::shows_a_base(replica);
         self.replicas.get(&guid).is_some_and(is_it)
     }
 
@@ -465,10 +623,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
-        let Some(replica) = self.replicas.get(&guid).filter(|replica| !replica.is_remnant()) else {
+        let Some(replica) =
+            self.replicas.get(&guid).filter(|replica| !creation::is_remnant(replica))
+        else {
             return Ok(false);
         };
-        let is_kept = replica.keeps_bases();
+        let is_kept = creation::keeps_bases(replica);
         let mut shown: Vec<BaseId> = replica.family.relatives.base.into_iter().collect();
         if let Some(replica) = self.replicas.get_mut(&guid) {
             shown.extend(replica.maintenance.take_given_up_bases());
@@ -476,16 +636,16 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         let ring_bytes = self.core.ring.capacity();
         self.core.durable.make_room_for_deleted(guid, ring_bytes);
         match is_kept && !mutant::is("deleted-with-what-clones-show") {
-            true => self.leave_remnant(guid)?,
+            true => creation::leave_remnant(self, guid)?,
             false => self.remove(guid)?,
         }
         shown.into_iter().for_each(|base| self.core.bases.end_use(base));
-        self.drop_unused_bases()?;
+        creation::drop_unused_bases(self)?;
         Ok(true)
     }
 
     fn is_retired(&self, guid: ReplicaGuid) -> bool {
-        let is_left = |replica: &Replica| replica.is_remnant();
+        let is_left = |replica: &Replica| creation::is_remnant(replica);
         self.core.durable.retired.contains(&guid) || self.replicas.get(&guid).is_some_and(is_left)
     }
 
@@ -555,11 +715,11 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
-        self.work(budget_bytes)
+        scheduler::work(self, budget_bytes)
     }
 
     fn background_due(&self) -> Due {
-        self.due()
+        scheduler::due(self)
     }
 
     fn cookie(&self) -> BootCookie {
@@ -663,7 +823,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         note: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
-        self.replica.verify(self.core, view, lba, blocks, bytes_max, note, out)
+        repair::verify(self.replica, self.core, view, lba, blocks, bytes_max, note, out)
     }
 
     fn fetch(
@@ -717,7 +877,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         bytes_max: u32,
         want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
-        self.replica.pull(self.core, session, view, from, cursor, bytes_max, want_data)
+        sending::pull(self.replica, self.core, session, view, from, cursor, bytes_max, want_data)
     }
 
     fn try_pull(
@@ -730,8 +890,16 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
         self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
-        let pulled =
-            self.replica.pull(self.core, session, view, from, cursor, bytes_max, want_data);
+        let pulled = sending::pull(
+            self.replica,
+            self.core,
+            session,
+            view,
+            from,
+            cursor,
+            bytes_max,
+            want_data,
+        );
         self.core.fetches.end().map_or(pulled, |ticket| Err(StoreError::Pending(ticket)))
     }
 
@@ -752,7 +920,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     }
 
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
-        self.replica.increment_begin(self.core, rebuild, from)
+        shadow::begin(self.replica, self.core, rebuild, from)
     }
 
     fn increment_feed(
@@ -761,7 +929,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         slots: &[Slot],
         cursor: u64,
     ) -> Result<(), StoreError> {
-        self.replica.increment_feed(self.core, rebuild, slots, cursor)
+        shadow::feed(self.replica, self.core, rebuild, slots, cursor)
     }
 
     fn increment_cut(
@@ -770,15 +938,15 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         snapshot: SnapshotInfo,
         head: &CutHead,
     ) -> Result<(), StoreError> {
-        self.replica.increment_cut(self.core, rebuild, snapshot, head)
+        shadow::cut(self.replica, self.core, rebuild, snapshot, head)
     }
 
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError> {
-        self.replica.increment_prepare(self.core, rebuild, end)
+        shadow::prepare(self.replica, self.core, rebuild, end)
     }
 
     fn increment_flip(&mut self, rebuild: u64) -> Result<(), StoreError> {
-        self.replica.increment_flip(self.core, rebuild)
+        shadow::flip(self.replica, self.core, rebuild)
     }
 
     fn repair(
@@ -789,10 +957,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         crc: u32,
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError> {
-        self.replica.repair(self.core, view, lba, version, crc, data)
+        repair::repair(self.replica, self.core, view, lba, version, crc, data)
     }
 
     fn mend(&mut self, view: ReadView, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
-        self.replica.mend(self.core, view, lba, slots)
+        repair::mend(self.replica, self.core, view, lba, slots)
     }
 }

@@ -23,7 +23,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{BootCookie, StoreError};
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
-use crate::background::cleaner::{header_at, read_header, readable};
+use crate::background::checkpoint;
 use crate::clones::Relatives;
 use crate::core::Core;
 use crate::disk::Disk;
@@ -35,10 +35,11 @@ use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
 use crate::replica::{Image, Replica, Synced};
+use crate::space::batches::{header_at, read_header, readable};
 use crate::space::logical::Logical;
 use crate::space::segment_table::Segments;
 use crate::space::segments::Segment;
-use crate::space::table::FoundTable;
+use crate::space::table::{self, FoundTable};
 
 /// Blocks that are read at once behind the end of a log. Where the disk shows nothing of the first
 /// so many, it shows nothing of the log's end.
@@ -114,7 +115,7 @@ pub fn recover<D: Disk>(
         if table.too_high {
             replica.maintenance.count.request();
         }
-        let read = replica.read_table(core, table, |core, replica, state| {
+        let read = table::read_table(&mut replica, core, table, |core, replica, state| {
             let state = admitted(core, state);
             let admit = |state: SegmentState| {
                 core.logical_of(guid).insert(&state);
@@ -172,7 +173,7 @@ pub fn recover<D: Disk>(
         *index = (*index).min(end.index);
     }
     let wiped = close(core, &mut replica, durable, &segments, end)?;
-    replica.family.forget_log_before(replica.log_start().index);
+    replica.family.forget_log_before(checkpoint::log_start(&replica).index);
     Ok((replica, wiped, found))
 }
 

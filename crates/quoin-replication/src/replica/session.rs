@@ -457,8 +457,9 @@ impl Session {
         Ok(())
     }
 
-    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel. Returns true
-    /// if all of it is acknowledged as applied only once it is durable, and a sync was requested.
+    /// R2: strictly by LSN, chain by chain; what the store took is in the kernel, or, under
+    /// `durability: media`, in this process until the sync. Returns true if all of it is acknowledged as
+    /// applied only once it is durable, and a sync was requested.
     fn append(
         &mut self,
         entries: &[SharedEntry],

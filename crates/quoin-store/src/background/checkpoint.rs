@@ -10,7 +10,7 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::background::difference::LeavingView;
-use crate::background::reverts::RevertFold;
+use crate::background::reverts::{self, RevertFold};
 use crate::clones::Relatives;
 use crate::core::{Core, Kept};
 use crate::disk::Disk;
@@ -20,8 +20,11 @@ use crate::format::record::Record;
 use crate::format::relatives::{BaseId, RelativesState};
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
+use crate::rebuild::shadow;
 use crate::replica::{Image, Replica};
-use crate::space::logical::Logical;
+use crate::space::freed;
+use crate::space::logical::{self, Logical};
+use crate::space::table;
 
 /// Entries of the log that one step collects.
 const ENTRIES_A_STEP: u64 = 4096;
@@ -84,412 +87,413 @@ pub struct Commit {
     pub given_up_bases: Vec<BaseId>,
 }
 
-impl Replica {
-    /// Up to where the log may be folded now.
-    pub fn foldable(&self) -> u64 {
-        let wanted = self.maintenance.fold_for_increment.unwrap_or(u64::MAX);
-        self.stable.0.min(wanted)
-    }
+/// Up to where the log may be folded now.
+pub fn foldable(replica: &Replica) -> u64 {
+    let wanted = replica.maintenance.fold_for_increment.unwrap_or(u64::MAX);
+    replica.stable.0.min(wanted)
+}
 
-    /// Begins folding what is stable, less what is kept for replicas that lag.
-    pub fn begin_checkpoint(&mut self, log_keep_bytes: u64) {
-        let mut target = self.foldable().min(self.log.lsn_before_last(log_keep_bytes));
-        if mutant::is("base-folded-above-stable") {
-            target = self.head.position.lsn.0;
-        }
-        self.begin_checkpoint_to(target);
+/// Begins folding what is stable, less what is kept for replicas that lag.
+pub fn begin(replica: &mut Replica, log_keep_bytes: u64) {
+    let mut target = foldable(replica).min(replica.log.lsn_before_last(log_keep_bytes));
+    if mutant::is("base-folded-above-stable") {
+        target = replica.head.position.lsn.0;
     }
+    begin_to(replica, target);
+}
 
-    pub fn begin_checkpoint_to(&mut self, target: u64) {
-        let work = self.folded.clone();
-        let next = self.log.first_lsn();
-        if self.maintenance.checkpoint.is_none() && target >= next {
-            let newest = Memtable::default();
-            let mut job = CheckpointJob {
-                target,
-                work,
-                next,
-                stage_end: next,
-                newest,
-                cursor: u64::MAX,
-                special: None,
-                leaving: Vec::new(),
-                revert: None,
-                part: Edits::default(),
-            };
-            self.begin_stage(&mut job);
-            self.maintenance.checkpoint = Some(job);
-        }
-    }
-
-    /// Folds on; true once the job is done and its result is in place.
-    pub fn step_checkpoint<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(true) };
-        let stepped = self.step_job(core, &mut job);
-        match stepped {
-            Ok(true) => {
-                core.keep_memtable(std::mem::take(&mut job.newest));
-                self.finish_checkpoint(job);
-                self.map_changed(core);
-                Ok(true)
-            }
-            Ok(false) => {
-                self.maintenance.checkpoint = Some(job);
-                Ok(false)
-            }
-            // The work is forgotten; the log still has everything.
-            Err(error) => Err(error),
-        }
-    }
-
-    fn step_job<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut CheckpointJob,
-    ) -> Result<bool, StoreError> {
-        if job.next == job.stage_end && job.cursor < u64::MAX {
-            self.fold_some(core, job)?;
-        } else if job.next < job.stage_end {
-            self.gather(core, job);
-        }
-        if job.next < job.stage_end || job.cursor < u64::MAX {
-            return Ok(false);
-        }
-        if let Some(lsn) = job.special.take() {
-            self.fold_special(job, lsn);
-            job.next = lsn + 1;
-        }
-        if job.revert.is_some() && !self.fold_revert(core, job)? {
-            return Ok(false);
-        }
-        if job.next > job.target {
-            return Ok(true);
-        }
-        self.begin_stage(job);
-        Ok(false)
-    }
-
-    fn begin_stage(&self, job: &mut CheckpointJob) {
-        let special = self.log.special_from(job.next).find(|(_, kind)| {
-            matches!(
-                kind,
-                EntryKind::Snapshot { .. }
-                    | EntryKind::DeleteSnapshot { .. }
-                    | EntryKind::Revert { .. }
-            )
-        });
-        job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
-        job.stage_end = job.special.unwrap_or(job.target + 1);
-        job.newest.clear();
-        job.cursor = 0;
-        job.part.made_for = None;
-    }
-
-    /// Collects some of the stage's entries.
-    fn gather<D: Disk>(&mut self, core: &mut Core<D>, job: &mut CheckpointJob) {
-        if job.newest.bytes() == 0 {
-            job.newest = std::mem::take(&mut core.buffers.memtable);
-        }
-        let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
-        // Entries lie one behind the other, many of them in one unit: its number, the place of its
-        // first entry, and the bytes of all.
-        let mut run = (None, 0, 0);
-        for lsn in job.next..end {
-            let Some(record) = self.log.get(lsn).copied() else { continue };
-            let kind = self.log.kind(lsn, &record);
-            job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
-            if record.has_range() {
-                job.newest.insert(record.lba, record.end(), lsn);
-            }
-            if record.place != 0 {
-                let unit = core.superblock.unit_of(record.place);
-                if unit != run.0 && run.2 > 0 {
-                    self.family.sub_live(core, run.1, run.2);
-                    run.2 = 0;
-                }
-                if run.2 == 0 {
-                    (run.0, run.1) = (unit, record.place);
-                }
-                run.2 += u64::from(record.blocks) * BLOCK_SIZE as u64;
-            }
-        }
-        if run.2 > 0 {
-            self.family.sub_live(core, run.1, run.2);
-        }
-        job.next = end;
-    }
-
-    /// Folds some of what was collected, up to where the nodes end that a step may look at.
-    fn fold_some<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut CheckpointJob,
-    ) -> Result<(), StoreError> {
-        let nodes_max = nodes_a_step(core);
-        let mut part = self.part_of(core, job, nodes_max);
-        part.made_for = None;
-        let kept = self.kept_beside_fold(job);
-        let mut io = self.io(core);
-        io.kept = kept;
-        let (root, stopped) =
-            tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
-        job.work.root = root;
-        let until = match mutant::is("fold-goes-on-behind-where-it-stopped") {
-            true => part.end,
-            false => stopped.unwrap_or(part.end),
+pub fn begin_to(replica: &mut Replica, target: u64) {
+    let work = replica.folded.clone();
+    let next = replica.log.first_lsn();
+    if replica.maintenance.checkpoint.is_none() && target >= next {
+        let newest = Memtable::default();
+        let mut job = CheckpointJob {
+            target,
+            work,
+            next,
+            stage_end: next,
+            newest,
+            cursor: u64::MAX,
+            special: None,
+            leaving: Vec::new(),
+            revert: None,
+            part: Edits::default(),
         };
-        for edit in part.edits.iter().filter(|edit| edit.lba < until) {
-            if let Change::Data { place, .. } = edit.change {
-                let blocks = u64::from(edit.blocks).min(until - edit.lba);
-                self.family.add_live(core, place, blocks * BLOCK_SIZE as u64);
-            }
-        }
-        (job.cursor, job.part) = (until, part);
-        Ok(())
-    }
-
-    /// Looks at the nodes that the next step of a fold reads.
-    pub fn look_ahead_of_fold<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(()) };
-        let mut looked = Ok(());
-        if job.next == job.stage_end && job.cursor < u64::MAX {
-            let nodes_max = nodes_a_step(core);
-            job.part = self.part_of(core, &mut job, nodes_max);
-            let stretches = job.part.edits.iter().map(Edit::stretch);
-            looked = tree::look_ahead(&mut self.io(core), job.work.root, stretches, nodes_max);
-        }
-        self.maintenance.checkpoint = Some(job);
-        looked
-    }
-
-    /// The edits of the next step of a fold, which may have been made before.
-    fn part_of<D: Disk>(&self, core: &Core<D>, job: &mut CheckpointJob, nodes_max: usize) -> Edits {
-        let mut part = std::mem::take(&mut job.part);
-        if part.made_for != Some(job.cursor) {
-            self.edits_from(core, job, nodes_max, &mut part);
-            part.made_for = Some(job.cursor);
-        }
-        part
-    }
-
-    /// Next edits of a stage, about as many as one step can do.
-    fn edits_from<D: Disk>(
-        &self,
-        core: &Core<D>,
-        job: &CheckpointJob,
-        nodes_max: usize,
-        part: &mut Edits,
-    ) {
-        part.clear();
-        part.end = u64::MAX;
-        let (mut leaves, mut last_leaf) = (0, u64::MAX);
-        for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
-            if part.edits.len() >= EDITS_A_STEP || leaves > nodes_max as u64 {
-                part.end = start;
-                break;
-            }
-            let (first, last) = (start >> LEAF_SHIFT, (end - 1) >> LEAF_SHIFT);
-            leaves += last - first + u64::from(first != last_leaf);
-            last_leaf = last;
-            let Some(record) = self.log.get(lsn) else { continue };
-            // Longer holes than an edit can say do not occur: entries are shorter.
-            let blocks = (end - start) as u32;
-            let change = match record.place {
-                0 if mutant::is("trim-without-version") => Change::Hole { version: 0 },
-                0 => Change::Hole { version: lsn },
-                place => {
-                    let crc_at = part.crcs.len() as u32;
-                    let offset = start - record.lba;
-                    let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
-                    part.crcs.extend(crcs);
-                    let place = self.family.named(core, place + offset);
-                    Change::Data { version: lsn, place, crc_at }
-                }
-            };
-            part.edits.push(Edit { lba: start, blocks, change });
-        }
-    }
-
-    fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {
-        let Some(record) = self.log.get(lsn).copied() else { return };
-        let kind = self.log.kind(lsn, &record);
-        let work = &mut job.work;
-        work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
-        match kind {
-            EntryKind::Snapshot { id, hidden } => {
-                let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);
-                work.snapshots.push(SnapshotState {
-                    info: quoin_types::message::SnapshotInfo { id, lsn, hidden, blocks },
-                    root: work.root,
-                    position: work.head.position,
-                    chain: work.head.chain,
-                    last_view: work.head.last_view.clone(),
-                });
-            }
-            EntryKind::DeleteSnapshot { id } => {
-                let gone = work.snapshots.extract_if(.., |s| s.info.id == id);
-                job.leaving.extend(gone.map(|s| LeavingView::new(s.root, s.info.lsn.0)));
-            }
-            EntryKind::Revert { id } => {
-                let (cursor, blocks) = (0, work.head.volume_blocks);
-                let kept = work.snapshots.iter().find(|s| s.info.id == id);
-                job.revert = kept.map(|s| {
-                    let (since, kept) = (s.info.lsn.0, s.root);
-                    RevertFold { lsn, since, kept, cursor, blocks }
-                });
-                self.maintenance.count.request();
-            }
-            _ => {}
-        }
-    }
-
-    /// Blocks and nodes that views keep when the job's map gives them up.
-    pub(super) fn kept_beside_fold(&self, job: &CheckpointJob) -> Kept {
-        let mut kept = self.kept_beside(&job.work);
-        let leaving = job.leaving.iter().map(|view| view.lsn);
-        kept.through = leaving.fold(kept.through, u64::max);
-        kept
-    }
-
-    fn finish_checkpoint(&mut self, job: CheckpointJob) {
-        self.folded = job.work;
-        self.maintenance.count.leave(job.leaving);
-        self.log.drop_through(job.target);
-        let first_needed = self.log_start().index;
-        self.family.forget_log_before(first_needed);
-        let folded = self.folded.head.position.lsn;
-        self.frozen.fold(folded);
-        if self.upper.has_reverts() {
-            self.upper = self.upper_at(self.head.position.lsn);
-        } else {
-            self.upper.memtable.forget_through(job.target);
-        }
-        (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
-    }
-
-    /// Folds everything up to `target` at once.
-    pub fn checkpoint_now<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        target: u64,
-    ) -> Result<(), StoreError> {
-        while self.maintenance.checkpoint.is_some() && !self.step_checkpoint(core)? {}
-        self.begin_checkpoint_to(target);
-        while !self.step_checkpoint(core)? {}
-        Ok(())
-    }
-
-    /// Where recovery has to begin reading the log.
-    pub fn log_start(&self) -> LogStart {
-        use crate::format::batch::Stream;
-        self.log.start().unwrap_or_else(|| LogStart {
-            sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
-            offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
-            index: self.family.log_end.next_index,
-            previous: self.family.log_end.previous,
-        })
-    }
-
-    pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.maintenance.count.is_too_high();
-        let segments =
-            self.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
-        Checkpoint {
-            root: self.folded.root,
-            head: self.folded.head.clone(),
-            stable: self.stable,
-            snapshots: self.folded.snapshots.clone(),
-            log: self.log_start(),
-            segments,
-            sequence: core.sequence,
-            shadow: self.shadow.as_ref().map(|s| s.state()),
-            table: self.table_state(),
-            logical: core.logical.get(&self.identity.guid).and_then(Logical::state),
-        }
-    }
-
-    /// Writes what the current state refers to and asks for the sync that its record waits for. Where
-    /// the table of segments has to be written anew, it does some of that, and is called again.
-    pub fn begin_commit<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        if self.maintenance.commit.is_some() {
-            return Ok(());
-        }
-        self.merge_shadow(core)?;
-        self.merge_moved(core)?;
-        if !self.write_table(core)? {
-            return Ok(());
-        }
-        self.io(core).flush()?;
-        let record = self.checkpoint_state(core).encode();
-        let mut frees = std::mem::take(&mut self.maintenance.pending_free);
-        if mutant::is("freed-before-its-checkpoint") {
-            for (unit, units) in frees.drain(..) {
-                core.freed.add(0, unit, units);
-            }
-            core.release(0);
-        }
-        let ticket = core.tickets.request().0;
-        if mutant::is("checkpoint-recorded-before-it-is-on-media") {
-            core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
-        }
-        core.tickets.committing.add(self.identity.guid);
-        let relatives = self.relatives_state(core);
-        let given_up_bases = std::mem::take(&mut self.maintenance.given_up_bases);
-        self.maintenance.commit = Some(Commit { ticket, record, relatives, frees, given_up_bases });
-        self.maintenance.dirty = false;
-        Ok(())
-    }
-
-    /// A sync is done: records the state that waited for it.
-    pub fn finish_commit<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        synced: u64,
-    ) -> Result<(), StoreError> {
-        let Some(commit) = self.maintenance.commit.take_if(|c| c.ticket <= synced) else {
-            return Ok(());
-        };
-        let recorded = self.record_state(core, commit.record, commit.relatives.encode());
-        if let Err(error) = recorded {
-            // The state before it stands, and what that refers to is not free: the next fold's
-            // commit, which may be smaller, frees it too.
-            self.maintenance.pending_free.extend(commit.frees);
-            self.maintenance.given_up_bases.extend(commit.given_up_bases);
-            (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
-            return Err(error);
-        }
-        commit.given_up_bases.into_iter().for_each(|base| core.bases.end_use(base));
-        // Segments that the disk refused to read are tried again: read errors may pass.
-        self.family.segments.try_again();
-        let ticket = core.tickets.request().0;
-        commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
-        Ok(())
+        begin_stage(replica, &mut job);
+        replica.maintenance.checkpoint = Some(job);
     }
 }
 
-impl Replica {
-    /// A replica's place among its relatives, as a record states it.
-    pub fn relatives_state<D: Disk>(&self, core: &Core<D>) -> RelativesState {
-        let Relatives { base, is_remnant, .. } = self.family.relatives;
-        RelativesState { base, is_remnant, bases: core.bases.states(self.identity.guid) }
-    }
-
-    /// Records a checkpoint with the replica's place among its relatives, both or none: its bases lie
-    /// in the segments that the checkpoint lists.
-    pub fn record_state<D: Disk>(
-        &self,
-        core: &mut Core<D>,
-        checkpoint: bytes::Bytes,
-        relatives: bytes::Bytes,
-    ) -> Result<(), StoreError> {
-        let guid = self.identity.guid;
-        let known = core.durable.replicas.get(&guid).map(|durable| &durable.relatives);
-        let is_known = known.is_some_and(|known| *known == relatives);
-        if is_known || mutant::is("bases-not-recorded-with-their-segments") {
-            return core.record(Record::Checkpoint(guid, checkpoint));
+/// Folds on; true once the job is done and its result is in place.
+pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
+    let Some(mut job) = replica.maintenance.checkpoint.take() else { return Ok(true) };
+    let stepped = step_job(replica, core, &mut job);
+    match stepped {
+        Ok(true) => {
+            core.keep_memtable(std::mem::take(&mut job.newest));
+            finish(replica, job);
+            replica.map_changed(core);
+            Ok(true)
         }
-        core.record_all([Record::Checkpoint(guid, checkpoint), Record::Relatives(guid, relatives)])
+        Ok(false) => {
+            replica.maintenance.checkpoint = Some(job);
+            Ok(false)
+        }
+        // The work is forgotten; the log still has everything.
+        Err(error) => Err(error),
     }
+}
+
+fn step_job<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut CheckpointJob,
+) -> Result<bool, StoreError> {
+    if job.next == job.stage_end && job.cursor < u64::MAX {
+        fold_some(replica, core, job)?;
+    } else if job.next < job.stage_end {
+        gather(replica, core, job);
+    }
+    if job.next < job.stage_end || job.cursor < u64::MAX {
+        return Ok(false);
+    }
+    if let Some(lsn) = job.special.take() {
+        fold_special(replica, job, lsn);
+        job.next = lsn + 1;
+    }
+    if job.revert.is_some() && !reverts::fold_revert(replica, core, job)? {
+        return Ok(false);
+    }
+    if job.next > job.target {
+        return Ok(true);
+    }
+    begin_stage(replica, job);
+    Ok(false)
+}
+
+fn begin_stage(replica: &Replica, job: &mut CheckpointJob) {
+    let special = replica.log.special_from(job.next).find(|(_, kind)| {
+        matches!(
+            kind,
+            EntryKind::Snapshot { .. }
+                | EntryKind::DeleteSnapshot { .. }
+                | EntryKind::Revert { .. }
+        )
+    });
+    job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
+    job.stage_end = job.special.unwrap_or(job.target + 1);
+    job.newest.clear();
+    job.cursor = 0;
+    job.part.made_for = None;
+}
+
+/// Collects some of the stage's entries.
+fn gather<D: Disk>(replica: &mut Replica, core: &mut Core<D>, job: &mut CheckpointJob) {
+    if job.newest.bytes() == 0 {
+        job.newest = std::mem::take(&mut core.buffers.memtable);
+    }
+    let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
+    // Entries lie one behind the other, many of them in one unit: its number, the place of its
+    // first entry, and the bytes of all.
+    let mut run = (None, 0, 0);
+    for lsn in job.next..end {
+        let Some(record) = replica.log.get(lsn).copied() else { continue };
+        let kind = replica.log.kind(lsn, &record);
+        job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+        if record.has_range() {
+            job.newest.insert(record.lba, record.end(), lsn);
+        }
+        if record.place != 0 {
+            let unit = core.superblock.unit_of(record.place);
+            if unit != run.0 && run.2 > 0 {
+                replica.family.sub_live(core, run.1, run.2);
+                run.2 = 0;
+            }
+            if run.2 == 0 {
+                (run.0, run.1) = (unit, record.place);
+            }
+            run.2 += u64::from(record.blocks) * BLOCK_SIZE as u64;
+        }
+    }
+    if run.2 > 0 {
+        replica.family.sub_live(core, run.1, run.2);
+    }
+    job.next = end;
+}
+
+/// Folds some of what was collected, up to where the nodes end that a step may look at.
+fn fold_some<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut CheckpointJob,
+) -> Result<(), StoreError> {
+    let nodes_max = nodes_a_step(core);
+    let mut part = part_of(replica, core, job, nodes_max);
+    part.made_for = None;
+    let kept = kept_beside_fold(replica, job);
+    let mut io = replica.io(core);
+    io.kept = kept;
+    let (root, stopped) =
+        tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
+    job.work.root = root;
+    let until = match mutant::is("fold-goes-on-behind-where-it-stopped") {
+        true => part.end,
+        false => stopped.unwrap_or(part.end),
+    };
+    for edit in part.edits.iter().filter(|edit| edit.lba < until) {
+        if let Change::Data { place, .. } = edit.change {
+            let blocks = u64::from(edit.blocks).min(until - edit.lba);
+            replica.family.add_live(core, place, blocks * BLOCK_SIZE as u64);
+        }
+    }
+    (job.cursor, job.part) = (until, part);
+    Ok(())
+}
+
+/// Looks at the nodes that the next step of a fold reads.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let Some(mut job) = replica.maintenance.checkpoint.take() else { return Ok(()) };
+    let mut looked = Ok(());
+    if job.next == job.stage_end && job.cursor < u64::MAX {
+        let nodes_max = nodes_a_step(core);
+        job.part = part_of(replica, core, &mut job, nodes_max);
+        let stretches = job.part.edits.iter().map(Edit::stretch);
+        looked = tree::look_ahead(&mut replica.io(core), job.work.root, stretches, nodes_max);
+    }
+    replica.maintenance.checkpoint = Some(job);
+    looked
+}
+
+/// The edits of the next step of a fold, which may have been made before.
+fn part_of<D: Disk>(
+    replica: &Replica,
+    core: &Core<D>,
+    job: &mut CheckpointJob,
+    nodes_max: usize,
+) -> Edits {
+    let mut part = std::mem::take(&mut job.part);
+    if part.made_for != Some(job.cursor) {
+        edits_from(replica, core, job, nodes_max, &mut part);
+        part.made_for = Some(job.cursor);
+    }
+    part
+}
+
+/// Next edits of a stage, about as many as one step can do.
+fn edits_from<D: Disk>(
+    replica: &Replica,
+    core: &Core<D>,
+    job: &CheckpointJob,
+    nodes_max: usize,
+    part: &mut Edits,
+) {
+    part.clear();
+    part.end = u64::MAX;
+    let (mut leaves, mut last_leaf) = (0, u64::MAX);
+    for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
+        if part.edits.len() >= EDITS_A_STEP || leaves > nodes_max as u64 {
+            part.end = start;
+            break;
+        }
+        let (first, last) = (start >> LEAF_SHIFT, (end - 1) >> LEAF_SHIFT);
+        leaves += last - first + u64::from(first != last_leaf);
+        last_leaf = last;
+        let Some(record) = replica.log.get(lsn) else { continue };
+        // Longer holes than an edit can say do not occur: entries are shorter.
+        let blocks = (end - start) as u32;
+        let change = match record.place {
+            0 if mutant::is("trim-without-version") => Change::Hole { version: 0 },
+            0 => Change::Hole { version: lsn },
+            place => {
+                let crc_at = part.crcs.len() as u32;
+                let offset = start - record.lba;
+                let crcs = replica.log.crcs(record).skip(offset as usize).take(blocks as usize);
+                part.crcs.extend(crcs);
+                let place = replica.family.named(core, place + offset);
+                Change::Data { version: lsn, place, crc_at }
+            }
+        };
+        part.edits.push(Edit { lba: start, blocks, change });
+    }
+}
+
+fn fold_special(replica: &mut Replica, job: &mut CheckpointJob, lsn: u64) {
+    let Some(record) = replica.log.get(lsn).copied() else { return };
+    let kind = replica.log.kind(lsn, &record);
+    let work = &mut job.work;
+    work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+    match kind {
+        EntryKind::Snapshot { id, hidden } => {
+            let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);
+            work.snapshots.push(SnapshotState {
+                info: quoin_types::message::SnapshotInfo { id, lsn, hidden, blocks },
+                root: work.root,
+                position: work.head.position,
+                chain: work.head.chain,
+                last_view: work.head.last_view.clone(),
+            });
+        }
+        EntryKind::DeleteSnapshot { id } => {
+            let gone = work.snapshots.extract_if(.., |s| s.info.id == id);
+            job.leaving.extend(gone.map(|s| LeavingView::new(s.root, s.info.lsn.0)));
+        }
+        EntryKind::Revert { id } => {
+            let (cursor, blocks) = (0, work.head.volume_blocks);
+            let kept = work.snapshots.iter().find(|s| s.info.id == id);
+            job.revert = kept.map(|s| {
+                let (since, kept) = (s.info.lsn.0, s.root);
+                RevertFold { lsn, since, kept, cursor, blocks }
+            });
+            replica.maintenance.count.request();
+        }
+        _ => {}
+    }
+}
+
+/// Blocks and nodes that views keep when the job's map gives them up.
+pub(super) fn kept_beside_fold(replica: &Replica, job: &CheckpointJob) -> Kept {
+    let mut kept = replica.kept_beside(&job.work);
+    let leaving = job.leaving.iter().map(|view| view.lsn);
+    kept.through = leaving.fold(kept.through, u64::max);
+    kept
+}
+
+fn finish(replica: &mut Replica, job: CheckpointJob) {
+    replica.folded = job.work;
+    replica.maintenance.count.leave(job.leaving);
+    replica.log.drop_through(job.target);
+    let first_needed = log_start(replica).index;
+    replica.family.forget_log_before(first_needed);
+    let folded = replica.folded.head.position.lsn;
+    replica.frozen.fold(folded);
+    if replica.upper.has_reverts() {
+        replica.upper = replica.upper_at(replica.head.position.lsn);
+    } else {
+        replica.upper.memtable.forget_through(job.target);
+    }
+    (replica.maintenance.dirty, replica.maintenance.commit_waits) = (true, false);
+}
+
+/// Folds everything up to `target` at once.
+pub fn run_now<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    target: u64,
+) -> Result<(), StoreError> {
+    while replica.maintenance.checkpoint.is_some() && !step(replica, core)? {}
+    begin_to(replica, target);
+    while !step(replica, core)? {}
+    Ok(())
+}
+
+/// Where recovery has to begin reading the log.
+pub fn log_start(replica: &Replica) -> LogStart {
+    use crate::format::batch::Stream;
+    replica.log.start().unwrap_or_else(|| LogStart {
+        sequence: replica.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
+        offset_blocks: replica.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
+        index: replica.family.log_end.next_index,
+        previous: replica.family.log_end.previous,
+    })
+}
+
+pub fn state<D: Disk>(replica: &Replica, core: &Core<D>) -> Checkpoint {
+    let too_high = replica.maintenance.count.is_too_high();
+    let segments =
+        replica.family.segments.unrecorded().into_iter().map(|s| s.recorded(too_high)).collect();
+    Checkpoint {
+        root: replica.folded.root,
+        head: replica.folded.head.clone(),
+        stable: replica.stable,
+        snapshots: replica.folded.snapshots.clone(),
+        log: log_start(replica),
+        segments,
+        sequence: core.sequence,
+        shadow: replica.shadow.as_ref().map(|s| s.state()),
+        table: table::table_state(replica),
+        logical: core.logical.get(&replica.identity.guid).and_then(Logical::state),
+    }
+}
+
+/// Writes what the current state refers to and asks for the sync that its record waits for. Where
+/// the table of segments has to be written anew, it does some of that, and is called again.
+pub fn begin_commit<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    if replica.maintenance.commit.is_some() {
+        return Ok(());
+    }
+    shadow::merge(replica, core)?;
+    logical::merge_moved(replica, core)?;
+    if !table::write_table(replica, core)? {
+        return Ok(());
+    }
+    replica.io(core).flush()?;
+    let record = state(replica, core).encode();
+    let mut frees = std::mem::take(&mut replica.maintenance.pending_free);
+    if mutant::is("freed-before-its-checkpoint") {
+        for (unit, units) in frees.drain(..) {
+            core.freed.add(0, unit, units);
+        }
+        freed::release(core, 0);
+    }
+    let ticket = core.tickets.request().0;
+    if mutant::is("checkpoint-recorded-before-it-is-on-media") {
+        core.record(Record::Checkpoint(replica.identity.guid, record.clone()))?;
+    }
+    core.tickets.committing.add(replica.identity.guid);
+    let relatives = relatives_state(replica, core);
+    let given_up_bases = std::mem::take(&mut replica.maintenance.given_up_bases);
+    replica.maintenance.commit = Some(Commit { ticket, record, relatives, frees, given_up_bases });
+    replica.maintenance.dirty = false;
+    Ok(())
+}
+
+/// A sync is done: records the state that waited for it.
+pub fn finish_commit<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    synced: u64,
+) -> Result<(), StoreError> {
+    let Some(commit) = replica.maintenance.commit.take_if(|c| c.ticket <= synced) else {
+        return Ok(());
+    };
+    let recorded = record_state(replica, core, commit.record, commit.relatives.encode());
+    if let Err(error) = recorded {
+        // The state before it stands, and what that refers to is not free: the next fold's
+        // commit, which may be smaller, frees it too.
+        replica.maintenance.pending_free.extend(commit.frees);
+        replica.maintenance.given_up_bases.extend(commit.given_up_bases);
+        (replica.maintenance.dirty, replica.maintenance.commit_waits) = (true, true);
+        return Err(error);
+    }
+    commit.given_up_bases.into_iter().for_each(|base| core.bases.end_use(base));
+    // Segments that the disk refused to read are tried again: read errors may pass.
+    replica.family.segments.try_again();
+    let ticket = core.tickets.request().0;
+    commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
+    Ok(())
+}
+
+/// A replica's place among its relatives, as a record states it.
+pub fn relatives_state<D: Disk>(replica: &Replica, core: &Core<D>) -> RelativesState {
+    let Relatives { base, is_remnant, .. } = replica.family.relatives;
+    RelativesState { base, is_remnant, bases: core.bases.states(replica.identity.guid) }
+}
+
+/// Records a checkpoint with the replica's place among its relatives, both or none: its bases lie
+/// in the segments that the checkpoint lists.
+pub fn record_state<D: Disk>(
+    replica: &Replica,
+    core: &mut Core<D>,
+    checkpoint: bytes::Bytes,
+    relatives: bytes::Bytes,
+) -> Result<(), StoreError> {
+    let guid = replica.identity.guid;
+    let known = core.durable.replicas.get(&guid).map(|durable| &durable.relatives);
+    let is_known = known.is_some_and(|known| *known == relatives);
+    if is_known || mutant::is("bases-not-recorded-with-their-segments") {
+        return core.record(Record::Checkpoint(guid, checkpoint));
+    }
+    core.record_all([Record::Checkpoint(guid, checkpoint), Record::Relatives(guid, relatives)])
 }
 
 /// Nodes that one step of a fold looks at.

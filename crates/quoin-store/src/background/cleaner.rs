@@ -12,18 +12,21 @@ use std::ops::Range;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
+use crate::background::checkpoint;
 use crate::background::difference::LeavingView;
 use crate::background::listing::Listing;
-use crate::background::relocation::MovedBlock;
+use crate::background::relocation::{self, MovedBlock};
 use crate::background::segment_data::SegmentData;
 use crate::core::{BadBlock, Core, Kept};
 use crate::disk::Disk;
-use crate::format::batch::{Batch, Stream, header_blocks};
+use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
+use crate::rebuild::shadow;
 use crate::replica::{Replica, Source};
-use crate::space::logical::{Moves, is_logical};
+use crate::space::logical::{self, Moves, is_logical};
+use crate::space::table;
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
@@ -87,378 +90,378 @@ pub struct CleanJob {
     data: SegmentData,
 }
 
-impl Replica {
-    /// Whether none of its segments may be emptied now.
-    pub fn is_clean_blocked(&self) -> bool {
-        self.maintenance.checkpoint.is_some() || self.is_prepared()
-    }
+/// Whether none of its segments may be emptied now.
+pub fn is_blocked(replica: &Replica) -> bool {
+    replica.maintenance.checkpoint.is_some() || replica.is_prepared()
+}
 
-    /// Segments that may be cleaned now, by a look at all: closed, and no part of the log that is
-    /// kept. What [`crate::space::segment_table`] knows is compared with it.
-    #[cfg(any(test, debug_assertions))]
-    pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
-        let first_needed = self.log_start().index;
-        let blocked = self.is_clean_blocked();
-        self.family
-            .segments
-            .iter()
-            .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
-            .filter(|s| !self.family.segments.is_aside(s.unit))
-            .filter(move |s| {
-                s.stream != Stream::Log
-                    || s.last_index < first_needed
-                    || mutant::is("cleaned-above-stable")
-            })
-    }
+/// Segments that may be cleaned now, by a look at all: closed, and no part of the log that is
+/// kept. What [`crate::space::segment_table`] knows is compared with it.
+#[cfg(any(test, debug_assertions))]
+pub fn victims(replica: &Replica) -> impl Iterator<Item = SegmentState> + '_ {
+    let first_needed = checkpoint::log_start(replica).index;
+    let blocked = is_blocked(replica);
+    replica
+        .family
+        .segments
+        .iter()
+        .filter(move |s| !blocked && !replica.family.open.contains(&Some(s.unit)))
+        .filter(|s| !replica.family.segments.is_aside(s.unit))
+        .filter(move |s| {
+            s.stream != Stream::Log
+                || s.last_index < first_needed
+                || mutant::is("cleaned-above-stable")
+        })
+}
 
-    /// Begins to empty a segment, of which as much is listed already as was looked at. `Ok(false)`: its
-    /// headers cannot be read, so it stays.
-    pub fn begin_clean<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        unit: u32,
-        mut listing: Listing,
-    ) -> Result<bool, StoreError> {
-        self.merge_shadow(core)?;
-        self.io(core).flush()?;
-        let complete = listing.go_on(core)?;
-        if complete {
-            let own = listing.own();
-            let Listing { mut blocks, mut nodes, data, .. } = listing;
-            blocks.sort_unstable_by_key(Candidate::order);
-            nodes.sort_unstable_by_key(|e| e.lba);
-            let moves = Moves::default();
-            let (done, moved, copied) = (0, false, false);
-            let written_before = self.nodes.written_bytes;
-            let job = CleanJob {
-                unit,
-                blocks,
-                nodes,
-                done,
-                moved,
-                copied,
-                moves,
-                written_before,
-                own,
-                data,
-            };
-            self.maintenance.clean = Some(job);
-        }
-        Ok(complete)
+/// Begins to empty a segment, of which as much is listed already as was looked at. `Ok(false)`: its
+/// headers cannot be read, so it stays.
+pub fn begin<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    unit: u32,
+    mut listing: Listing,
+) -> Result<bool, StoreError> {
+    shadow::merge(replica, core)?;
+    replica.io(core).flush()?;
+    let complete = listing.go_on(core)?;
+    if complete {
+        let own = listing.own();
+        let Listing { mut blocks, mut nodes, data, .. } = listing;
+        blocks.sort_unstable_by_key(Candidate::order);
+        nodes.sort_unstable_by_key(|e| e.lba);
+        let moves = Moves::default();
+        let (done, moved, copied) = (0, false, false);
+        let written_before = replica.nodes.written_bytes;
+        let job =
+            CleanJob { unit, blocks, nodes, done, moved, copied, moves, written_before, own, data };
+        replica.maintenance.clean = Some(job);
     }
+    Ok(complete)
+}
 
-    /// Cleans on; true once the segment is empty and waits for the next commit to be free.
-    pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
-        self.merge_shadow(core)?;
-        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
-        if !job.blocks.is_empty() {
-            let step = &job.blocks[job.done..end];
-            let named = step.iter().map(|block| (block.name, block.place));
-            let stand = self.stand_for_their_names(core, job.unit, named)?;
-            let live = self.live_of(core, step, &stand)?;
-            let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
-            let gone = names_gone(step, &stand, &live, &job.own);
-            if !self.move_blocks(core, &live, gone, &mut job.data, &mut job.moves)? {
-                // The disk may give them another time, after the next commit: the segment stays.
-                self.family.segments.set_aside(job.unit);
-                if job.moved || job.copied {
-                    // Moved blocks were counted in their new segment, and in this one as well.
-                    self.maintenance.count.begin_anew();
-                }
-                self.maintenance.dirty |= job.moved;
-                core.logical_of(self.family.guid).forget_copies(job.own);
-                return Ok(true);
+/// Cleans on; true once the segment is empty and waits for the next commit to be free.
+pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
+    let Some(mut job) = replica.maintenance.clean.take() else { return Ok(true) };
+    shadow::merge(replica, core)?;
+    let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
+    if !job.blocks.is_empty() {
+        let step = &job.blocks[job.done..end];
+        let named = step.iter().map(|block| (block.name, block.place));
+        let stand = logical::stand_for_their_names(replica, core, job.unit, named)?;
+        let live = live_of(replica, core, step, &stand)?;
+        let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
+        let gone = names_gone(step, &stand, &live, &job.own);
+        if !move_blocks(replica, core, &live, gone, &mut job.data, &mut job.moves)? {
+            // The disk may give them another time, after the next commit: the segment stays.
+            replica.family.segments.set_aside(job.unit);
+            if job.moved || job.copied {
+                // Moved blocks were counted in their new segment, and in this one as well.
+                replica.maintenance.count.begin_anew();
             }
-            job.data.end_of_step();
-            job.moved |= copies < live.len();
-            job.copied |= copies > 0;
-        } else if !job.nodes.is_empty() {
-            self.renew(core, &job.nodes[job.done..end])?;
+            replica.maintenance.dirty |= job.moved;
+            core.logical_of(replica.family.guid).forget_copies(job.own);
+            return Ok(true);
         }
-        job.done = end;
-        if job.done < job.blocks.len().max(job.nodes.len()) {
-            self.maintenance.clean = Some(job);
-            return Ok(false);
-        }
-        if let Some(segment) = self.family.segments.remove(job.unit) {
-            self.emptied(core, &segment, job.blocks.iter().map(|block| block.name), &job.moves);
-            self.maintenance.pending_free.push((job.unit, segment.units));
-            if segment.stream == Stream::Nodes {
-                let freed = u64::from(segment.used_blocks) * BLOCK_SIZE as u64;
-                let written = self.nodes.written_bytes.saturating_sub(job.written_before);
-                self.maintenance.node_gain.emptied(segment.sequence, freed, written);
-            }
-        }
-        self.maintenance.dirty = true;
-        Ok(true)
+        job.data.end_of_step();
+        job.moved |= copies < live.len();
+        job.copied |= copies > 0;
+    } else if !job.nodes.is_empty() {
+        renew(replica, core, &job.nodes[job.done..end])?;
     }
-
-    /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
-    pub fn look_ahead_of_moves<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let Some(mut job) = self.maintenance.clean.take() else { return Ok(()) };
-        let looked = self.look_ahead_of_job(core, &mut job);
-        self.maintenance.clean = Some(job);
-        looked
+    job.done = end;
+    if job.done < job.blocks.len().max(job.nodes.len()) {
+        replica.maintenance.clean = Some(job);
+        return Ok(false);
     }
+    if let Some(segment) = replica.family.segments.remove(job.unit) {
+        logical::emptied(
+            replica,
+            core,
+            &segment,
+            job.blocks.iter().map(|block| block.name),
+            &job.moves,
+        );
+        replica.maintenance.pending_free.push((job.unit, segment.units));
+        if segment.stream == Stream::Nodes {
+            let freed = u64::from(segment.used_blocks) * BLOCK_SIZE as u64;
+            let written = replica.nodes.written_bytes.saturating_sub(job.written_before);
+            replica.maintenance.node_gain.emptied(segment.sequence, freed, written);
+        }
+    }
+    replica.maintenance.dirty = true;
+    Ok(true)
+}
 
-    fn look_ahead_of_job<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut CleanJob,
-    ) -> Result<(), StoreError> {
-        let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
-        let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
-        let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
-        let (views, mut lacking) = (self.views(core), Ok(()));
-        let mut lbas: Vec<_> = candidates.iter().map(|c| (c.lba, c.version)).collect();
-        lbas.sort_unstable();
+/// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let Some(mut job) = replica.maintenance.clean.take() else { return Ok(()) };
+    let looked = look_ahead_of_job(replica, core, &mut job);
+    replica.maintenance.clean = Some(job);
+    looked
+}
+
+fn look_ahead_of_job<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut CleanJob,
+) -> Result<(), StoreError> {
+    let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
+    let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
+    let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
+    let (views, mut lacking) = (views(replica, core), Ok(()));
+    let mut lbas: Vec<_> = candidates.iter().map(|c| (c.lba, c.version)).collect();
+    lbas.sort_unstable();
+    for view in &views {
+        let of_view = lbas.iter().filter(|(lba, version)| view.may_show(*lba, *version));
+        let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
+        let io = &mut replica.io(core);
+        lacking = lacking.and(tree::look_ahead(io, view.root, stretches, BLOCKS_A_STEP));
+        lacking = lacking.and(tree::look_ahead_of_renewals(io, view.root, nodes));
+    }
+    let names = candidates.iter().map(|candidate| candidate.name);
+    lacking = lacking.and(logical::look_ahead_of_names(replica, core, names));
+    lacking?;
+    for candidate in candidates {
+        if job.data.has(core, candidate.place) {
+            continue;
+        }
         for view in &views {
-            let of_view = lbas.iter().filter(|(lba, version)| view.may_show(*lba, *version));
-            let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
-            let io = &mut self.io(core);
-            lacking = lacking.and(tree::look_ahead(io, view.root, stretches, BLOCKS_A_STEP));
-            lacking = lacking.and(tree::look_ahead_of_renewals(io, view.root, nodes));
-        }
-        let names = candidates.iter().map(|candidate| candidate.name);
-        lacking = lacking.and(self.look_ahead_of_names(core, names));
-        lacking?;
-        for candidate in candidates {
-            if job.data.has(core, candidate.place) {
-                continue;
+            let mut found = [BlockAt::default()];
+            if view.may_show(candidate.lba, candidate.version) {
+                tree::blocks(&mut replica.io(core), view.root, candidate.lba, &mut found)?;
             }
-            for view in &views {
-                let mut found = [BlockAt::default()];
-                if view.may_show(candidate.lba, candidate.version) {
-                    tree::blocks(&mut self.io(core), view.root, candidate.lba, &mut found)?;
-                }
-                if found[0].place == candidate.name {
-                    lacking = lacking.and(job.data.look_ahead(core, candidate.place));
-                    break;
-                }
-            }
-        }
-        lacking
-    }
-
-    /// Every view that must survive.
-    fn views<D: Disk>(&self, core: &Core<D>) -> Vec<KeptView> {
-        if mutant::is("views-forgotten-by-clean-up") {
-            return vec![KeptView::whole(self.folded.root, u64::MAX)];
-        }
-        let snapshots = self.folded.snapshots.iter();
-        let mut views: Vec<KeptView> =
-            snapshots.map(|s| KeptView::whole(s.root, s.info.lsn.0)).collect();
-        if !mutant::is("pinned-base-forgotten-by-clean-up") {
-            let pins = self.pins.values();
-            views.extend(pins.map(|p| KeptView::whole(p.root, p.head.position.lsn.0)));
-        }
-        if !mutant::is("bases-forgotten-by-clean-up") {
-            let bases = core.bases.of(self.identity.guid);
-            views.extend(bases.map(|(_, base)| KeptView::whole(base.root, base.lsn)));
-        }
-        let leaving = self.maintenance.count.leaving.iter();
-        views.extend(leaving.map(|view| KeptView {
-            root: view.root,
-            newest: view.lsn,
-            from: view.cursor,
-        }));
-        views.push(KeptView::whole(self.folded.root, u64::MAX));
-        if let Some(shadow) = &self.shadow {
-            views.extend(shadow.roots().map(|root| KeptView::whole(root, u64::MAX)));
-        }
-        views
-    }
-
-    fn views_mut(&mut self) -> Vec<&mut Root> {
-        let mut views: Vec<&mut Root> =
-            self.folded.snapshots.iter_mut().map(|s| &mut s.root).collect();
-        views.extend(self.pins.values_mut().map(|p| &mut p.root));
-        views.push(&mut self.folded.root);
-        if let Some(shadow) = &mut self.shadow {
-            views.extend(shadow.roots_mut());
-        }
-        views
-    }
-
-    /// The blocks that stand for their names and that some view shows, in their order.
-    fn live_of<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        candidates: &[Candidate],
-        stand: &[bool],
-    ) -> Result<Vec<Candidate>, StoreError> {
-        let views = self.views(core);
-        let mut io = self.io(core);
-        let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
-        let standing = candidates.iter().zip(stand).filter(|(_, stands)| **stands);
-        let mut by_lba: Vec<&Candidate> = standing.map(|(candidate, _)| candidate).collect();
-        by_lba.sort_unstable_by_key(|candidate| (candidate.lba, candidate.version));
-        for candidate in by_lba {
-            for view in &views {
-                if mutant::is("moved-block-overwrites-a-newer-one") {
-                    live.push(*candidate);
-                    break;
-                }
-                if !view.may_show(candidate.lba, candidate.version) {
-                    continue;
-                }
-                let mut found = [BlockAt::default()];
-                tree::blocks(&mut io, view.root, candidate.lba, &mut found)?;
-                if found[0].place == BAD_PLACE {
-                    let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
-                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
-                        lost.push(Edit { lba: leaf, blocks: 1, change: Change::Reach });
-                    }
-                }
-                if found[0].place == candidate.name {
-                    live.push(*candidate);
-                    break;
-                }
-            }
-        }
-        if lost.is_empty() {
-            live.sort_unstable_by_key(Candidate::order);
-            // One of two copies is enough, where the map of names is lost.
-            live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
-            return Ok(live);
-        }
-        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
-        self.update_views(core, &lost, &[])?;
-        self.live_of(core, candidates, stand)
-    }
-
-    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
-    /// now is perhaps good, and a copy of nothing would take its place for ever.
-    fn move_blocks<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        live: &[Candidate],
-        gone: Vec<(u64, u64, u32)>,
-        data: &mut SegmentData,
-        job_moves: &mut Moves,
-    ) -> Result<bool, StoreError> {
-        let mut blocks = Vec::with_capacity(live.len());
-        for candidate in live {
-            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
-            if quoin_types::crc32c(&bytes) != candidate.crc {
-                // The block moves with its checksum, so it stays bad until a peer repairs it.
-                self.note_bad_place(core, candidate.lba, candidate.place)?;
-            }
-            let Candidate { lba, version, crc, .. } = *candidate;
-            let name = if is_logical(candidate.name) { candidate.name } else { 0 };
-            blocks.push(MovedBlock { lba, version, crc, name, bytes });
-        }
-        let places = self.write_moved(core, &blocks, self.naming(), true)?;
-        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
-        let (mut moves, mut named) = (Vec::new(), gone);
-        for (i, (from, to)) in live.iter().zip(places).enumerate() {
-            if is_logical(from.name) {
-                let unit = core.superblock.unit_of(to);
-                let unit = unit.and_then(|unit| self.family.segments.containing(unit));
-                if let Some(unit) = unit {
-                    self.note_move(core, job_moves, from.name, unit);
-                }
-                named.push((from.name, to, from.crc));
-                continue;
-            }
-            let change = match mutant::is("moved-block-overwrites-a-newer-one") {
-                true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
-                false => Change::Move { from: from.name, to },
-            };
-            moves.push(Edit { lba: from.lba, blocks: 1, change });
-        }
-        if !mutant::is("moved-blocks-without-their-names") {
-            self.name_moved(core, named.into_iter())?;
-        }
-        // Two versions of one block need two passes: edits of a pass do not overlap.
-        while !moves.is_empty() {
-            let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
-            for edit in moves {
-                match pass.last() {
-                    Some(last) if last.lba == edit.lba => later.push(edit),
-                    _ => pass.push(edit),
-                }
-            }
-            self.update_views(core, &pass, &crcs)?;
-            moves = later;
-        }
-        Ok(true)
-    }
-
-    /// Notes a block as bad in a view that shows this place: the live one if it does.
-    fn note_bad_place<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        lba: u64,
-        place: u64,
-    ) -> Result<(), StoreError> {
-        let snapshots: Vec<_> =
-            self.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
-        for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
-            self.find(core, &source, lba, 1)?;
-            if let Some(block) = core.buffers.found.first().filter(|block| block.place == place) {
-                let version = Lsn(block.version);
-                core.note_bad(BadBlock::block(self.identity.guid, lba, version).of(id));
+            if found[0].place == candidate.name {
+                lacking = lacking.and(job.data.look_ahead(core, candidate.place));
                 break;
             }
         }
-        Ok(())
     }
+    lacking
+}
 
-    /// Writes nodes anew, wherever they are shared.
-    pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
-        self.update_views(core, nodes, &[])?;
-        self.update_logical(core, nodes, &[])?;
-        self.renew_table(core, nodes)
+/// Every view that must survive.
+fn views<D: Disk>(replica: &Replica, core: &Core<D>) -> Vec<KeptView> {
+    if mutant::is("views-forgotten-by-clean-up") {
+        return vec![KeptView::whole(replica.folded.root, u64::MAX)];
     }
+    let snapshots = replica.folded.snapshots.iter();
+    let mut views: Vec<KeptView> =
+        snapshots.map(|s| KeptView::whole(s.root, s.info.lsn.0)).collect();
+    if !mutant::is("pinned-base-forgotten-by-clean-up") {
+        let pins = replica.pins.values();
+        views.extend(pins.map(|p| KeptView::whole(p.root, p.head.position.lsn.0)));
+    }
+    if !mutant::is("bases-forgotten-by-clean-up") {
+        let bases = core.bases.of(replica.identity.guid);
+        views.extend(bases.map(|(_, base)| KeptView::whole(base.root, base.lsn)));
+    }
+    let leaving = replica.maintenance.count.leaving.iter();
+    views.extend(leaving.map(|view| KeptView {
+        root: view.root,
+        newest: view.lsn,
+        from: view.cursor,
+    }));
+    views.push(KeptView::whole(replica.folded.root, u64::MAX));
+    if let Some(shadow) = &replica.shadow {
+        views.extend(shadow.roots().map(|root| KeptView::whole(root, u64::MAX)));
+    }
+    views
+}
 
-    /// Applies the edits to all views, or to none.
-    pub(crate) fn update_views<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        edits: &[Edit],
-        crcs: &[u32],
-    ) -> Result<(), StoreError> {
-        let mut memo = Memo::default();
-        let guid = self.identity.guid;
-        let mut old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
-        let own = old.len();
-        old.extend(core.bases.of(guid).map(|(_, base)| base.root));
-        let leaving: Vec<LeavingView> = self.maintenance.count.leaving.iter().copied().collect();
-        let mut new = Vec::with_capacity(old.len());
-        let mut io = self.io(core);
-        // All views give the node up together, so none keeps it alive.
-        io.kept = Kept::default();
-        for root in old {
-            new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
-        }
-        let mut new_leaving = Vec::with_capacity(leaving.len());
-        for view in leaving {
-            // Below its cursor it is no view any more.
-            let edits = edits.iter().filter(|edit| edit.reach() > view.cursor);
-            let edits: Vec<Edit> = edits.copied().collect();
-            new_leaving.push(tree::update(&mut io, view.root, &edits, crcs, Some(&mut memo))?);
-        }
-        if new.len() > own {
-            // Clones read them from the disk: they know nothing of what waits here to be written.
-            io.flush()?;
-        }
-        for (view, new) in self.maintenance.count.leaving.iter_mut().zip(new_leaving) {
-            view.root = new;
-        }
-        for (root, new) in self.views_mut().into_iter().zip(&new) {
-            *root = *new;
-        }
-        for (base, new) in core.bases.of_mut(guid).zip(&new[own..]) {
-            base.root = *new;
-        }
-        Ok(())
+fn views_mut(replica: &mut Replica) -> Vec<&mut Root> {
+    let mut views: Vec<&mut Root> =
+        replica.folded.snapshots.iter_mut().map(|s| &mut s.root).collect();
+    views.extend(replica.pins.values_mut().map(|p| &mut p.root));
+    views.push(&mut replica.folded.root);
+    if let Some(shadow) = &mut replica.shadow {
+        views.extend(shadow.roots_mut());
     }
+    views
+}
+
+/// The blocks that stand for their names and that some view shows, in their order.
+fn live_of<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    candidates: &[Candidate],
+    stand: &[bool],
+) -> Result<Vec<Candidate>, StoreError> {
+    let views = views(replica, core);
+    let mut io = replica.io(core);
+    let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
+    let standing = candidates.iter().zip(stand).filter(|(_, stands)| **stands);
+    let mut by_lba: Vec<&Candidate> = standing.map(|(candidate, _)| candidate).collect();
+    by_lba.sort_unstable_by_key(|candidate| (candidate.lba, candidate.version));
+    for candidate in by_lba {
+        for view in &views {
+            if mutant::is("moved-block-overwrites-a-newer-one") {
+                live.push(*candidate);
+                break;
+            }
+            if !view.may_show(candidate.lba, candidate.version) {
+                continue;
+            }
+            let mut found = [BlockAt::default()];
+            tree::blocks(&mut io, view.root, candidate.lba, &mut found)?;
+            if found[0].place == BAD_PLACE {
+                let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
+                if lost.last().is_none_or(|edit| edit.lba != leaf) {
+                    lost.push(Edit { lba: leaf, blocks: 1, change: Change::Reach });
+                }
+            }
+            if found[0].place == candidate.name {
+                live.push(*candidate);
+                break;
+            }
+        }
+    }
+    if lost.is_empty() {
+        live.sort_unstable_by_key(Candidate::order);
+        // One of two copies is enough, where the map of names is lost.
+        live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
+        return Ok(live);
+    }
+    // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+    update_views(replica, core, &lost, &[])?;
+    live_of(replica, core, candidates, stand)
+}
+
+/// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
+/// now is perhaps good, and a copy of nothing would take its place for ever.
+fn move_blocks<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    live: &[Candidate],
+    gone: Vec<(u64, u64, u32)>,
+    data: &mut SegmentData,
+    job_moves: &mut Moves,
+) -> Result<bool, StoreError> {
+    let mut blocks = Vec::with_capacity(live.len());
+    for candidate in live {
+        let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
+        if quoin_types::crc32c(&bytes) != candidate.crc {
+            // The block moves with its checksum, so it stays bad until a peer repairs it.
+            note_bad_place(replica, core, candidate.lba, candidate.place)?;
+        }
+        let Candidate { lba, version, crc, .. } = *candidate;
+        let name = if is_logical(candidate.name) { candidate.name } else { 0 };
+        blocks.push(MovedBlock { lba, version, crc, name, bytes });
+    }
+    let places =
+        relocation::write_moved(replica, core, &blocks, relocation::naming(replica), true)?;
+    let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
+    let (mut moves, mut named) = (Vec::new(), gone);
+    for (i, (from, to)) in live.iter().zip(places).enumerate() {
+        if is_logical(from.name) {
+            let unit = core.superblock.unit_of(to);
+            let unit = unit.and_then(|unit| replica.family.segments.containing(unit));
+            if let Some(unit) = unit {
+                logical::note_move(replica, core, job_moves, from.name, unit);
+            }
+            named.push((from.name, to, from.crc));
+            continue;
+        }
+        let change = match mutant::is("moved-block-overwrites-a-newer-one") {
+            true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+            false => Change::Move { from: from.name, to },
+        };
+        moves.push(Edit { lba: from.lba, blocks: 1, change });
+    }
+    if !mutant::is("moved-blocks-without-their-names") {
+        logical::name_moved(replica, core, named.into_iter())?;
+    }
+    // Two versions of one block need two passes: edits of a pass do not overlap.
+    while !moves.is_empty() {
+        let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
+        for edit in moves {
+            match pass.last() {
+                Some(last) if last.lba == edit.lba => later.push(edit),
+                _ => pass.push(edit),
+            }
+        }
+        update_views(replica, core, &pass, &crcs)?;
+        moves = later;
+    }
+    Ok(true)
+}
+
+/// Notes a block as bad in a view that shows this place: the live one if it does.
+fn note_bad_place<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    lba: u64,
+    place: u64,
+) -> Result<(), StoreError> {
+    let snapshots: Vec<_> =
+        replica.folded.snapshots.iter().map(|s| (Source::Root(s.root), Some(s.info.id))).collect();
+    for (source, id) in std::iter::once((Source::Live, None)).chain(snapshots) {
+        replica.find(core, &source, lba, 1)?;
+        if let Some(block) = core.buffers.found.first().filter(|block| block.place == place) {
+            let version = Lsn(block.version);
+            core.note_bad(BadBlock::block(replica.identity.guid, lba, version).of(id));
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Writes nodes anew, wherever they are shared.
+pub fn renew<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    nodes: &[Edit],
+) -> Result<(), StoreError> {
+    update_views(replica, core, nodes, &[])?;
+    logical::update_logical(replica, core, nodes, &[])?;
+    table::renew_table(replica, core, nodes)
+}
+
+/// Applies the edits to all views, or to none.
+pub fn update_views<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    edits: &[Edit],
+    crcs: &[u32],
+) -> Result<(), StoreError> {
+    let mut memo = Memo::default();
+    let guid = replica.identity.guid;
+    let mut old: Vec<Root> = views_mut(replica).into_iter().map(|r| *r).collect();
+    let own = old.len();
+    old.extend(core.bases.of(guid).map(|(_, base)| base.root));
+    let leaving: Vec<LeavingView> = replica.maintenance.count.leaving.iter().copied().collect();
+    let mut new = Vec::with_capacity(old.len());
+    let mut io = replica.io(core);
+    // All views give the node up together, so none keeps it alive.
+    io.kept = Kept::default();
+    for root in old {
+        new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
+    }
+    let mut new_leaving = Vec::with_capacity(leaving.len());
+    for view in leaving {
+        // Below its cursor it is no view any more.
+        let edits = edits.iter().filter(|edit| edit.reach() > view.cursor);
+        let edits: Vec<Edit> = edits.copied().collect();
+        new_leaving.push(tree::update(&mut io, view.root, &edits, crcs, Some(&mut memo))?);
+    }
+    if new.len() > own {
+        // Clones read them from the disk: they know nothing of what waits here to be written.
+        io.flush()?;
+    }
+    for (view, new) in replica.maintenance.count.leaving.iter_mut().zip(new_leaving) {
+        view.root = new;
+    }
+    for (root, new) in views_mut(replica).into_iter().zip(&new) {
+        *root = *new;
+    }
+    for (base, new) in core.bases.of_mut(guid).zip(&new[own..]) {
+        base.root = *new;
+    }
+    Ok(())
 }
 
 /// Dead blocks that were moved here, whose names are to stand for nothing: as
-/// [`Replica::name_moved`] takes them.
+/// [`logical::name_moved`] takes them.
 fn names_gone(
     step: &[Candidate],
     stand: &[bool],
@@ -478,80 +481,6 @@ fn names_gone(
         }
     }
     gone
-}
-
-/// Reads a segment's batches in order. False: one of its headers is bad.
-pub fn walk<D: Disk>(
-    core: &Core<D>,
-    segment: &SegmentState,
-    guid_hash: u64,
-    mut each: impl FnMut(u64, &Batch<'_>),
-) -> Result<bool, StoreError> {
-    let start = core.superblock.unit_start(segment.unit);
-    let mut at = 1;
-    while at < segment.used_blocks {
-        let Some(bytes) = read_header(core, start + u64::from(at), segment.used_blocks - at)?
-        else {
-            return Ok(false);
-        };
-        let Some(batch) = own_batch(&bytes, segment, guid_hash) else { return Ok(false) };
-        each(start + u64::from(at), &batch);
-        at = at.saturating_add(batch.blocks());
-    }
-    Ok(true)
-}
-
-/// The batch of which these blocks are the header, if it is one of this segment.
-pub fn own_batch<'a>(
-    header: &'a [u8],
-    segment: &SegmentState,
-    guid_hash: u64,
-) -> Option<Batch<'a>> {
-    let batch = Batch::parse(header)?;
-    let header = batch.header;
-    let own = (header.sequence, header.guid_hash, header.stream);
-    (own == (segment.sequence, guid_hash, segment.stream)).then_some(batch)
-}
-
-/// The blocks of the header that starts at `block`, if one does within `room` blocks and can be
-/// read.
-pub fn read_header<D: Disk>(
-    core: &Core<D>,
-    block: u64,
-    room: u32,
-) -> Result<Option<Vec<u8>>, StoreError> {
-    let mut header = None;
-    readable(header_at(core, block, room).map(|found| header = found))?;
-    Ok(header)
-}
-
-/// Returns the header as `read_header` does, but reports a read that the disk refuses.
-pub fn header_at<D: Disk>(
-    core: &Core<D>,
-    block: u64,
-    room: u32,
-) -> Result<Option<Vec<u8>>, StoreError> {
-    let mut bytes = vec![0; BLOCK_SIZE];
-    core.read(block, &mut bytes)?;
-    let Some(count) = header_blocks(&bytes).filter(|count| *count <= room as usize) else {
-        return Ok(None);
-    };
-    if count > 1 {
-        bytes.resize(count * BLOCK_SIZE, 0);
-        core.read(block + 1, &mut bytes[BLOCK_SIZE..])?;
-    }
-    Ok(Some(bytes))
-}
-
-/// An unreadable sector is as good as a rotten one. Which error says that it is the sector and not
-/// the way to it depends on how it was read: beside the page cache the medium's own is given.
-pub fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
-    const OF_THE_MEDIUM: [i32; 4] = [libc::EIO, libc::ENODATA, libc::EREMOTEIO, libc::EILSEQ];
-    match read {
-        Ok(()) => Ok(true),
-        Err(StoreError::Io(fault)) if OF_THE_MEDIUM.contains(&fault.errno) => Ok(false),
-        Err(error) => Err(error),
-    }
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use std::collections::VecDeque;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
+use crate::background::recount;
 use crate::core::{Core, Kept};
 use crate::disk::Disk;
 use crate::format::node::{Child, LEAF_BLOCKS, Leaf, Node, NodeRef, Root};
@@ -94,112 +95,107 @@ enum Counted {
     Unknown,
 }
 
-impl Replica {
-    /// Returns true if a view that went away can be counted now: not beside a fold, whose map is not in
-    /// place yet, and not where all views are to be counted.
-    pub fn is_difference_due(&self) -> bool {
-        let work = &self.maintenance;
-        !work.count.leaving.is_empty() && work.checkpoint.is_none() && !self.is_count_due()
-    }
+/// Returns true if a view that went away can be counted now: not beside a fold, whose map is not in
+/// place yet, and not where all views are to be counted.
+pub fn is_due(replica: &Replica) -> bool {
+    let work = &replica.maintenance;
+    !work.count.leaving.is_empty() && work.checkpoint.is_none() && !recount::is_due(replica)
+}
 
-    /// Counts on what the views that went away leave dead.
-    pub fn step_difference<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        if self.shadow.is_some() {
-            // It shows versions out of the order of the views.
-            self.maintenance.count.request();
-            return Ok(());
-        }
-        let Some(mut compared) = self.compared(core) else { return Ok(()) };
-        for _ in 0..core.options.step_nodes.max(1) {
-            match self.count_difference(core, &mut compared)? {
-                Counted::Part => {}
-                Counted::All => {
-                    self.maintenance.count.leaving.0.pop_front();
-                    self.map_changed(core);
-                    // The record says until then that a start has to count all.
-                    self.maintenance.dirty |= self.maintenance.count.leaving.is_empty();
-                    return Ok(());
-                }
-                Counted::Unknown => {
-                    self.maintenance.count.request();
-                    return Ok(());
-                }
+/// Counts on what the views that went away leave dead.
+pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    if replica.shadow.is_some() {
+        // It shows versions out of the order of the views.
+        replica.maintenance.count.request();
+        return Ok(());
+    }
+    let Some(mut compared) = compared(replica, core) else { return Ok(()) };
+    for _ in 0..core.options.step_nodes.max(1) {
+        match count_difference(replica, core, &mut compared)? {
+            Counted::Part => {}
+            Counted::All => {
+                replica.maintenance.count.leaving.0.pop_front();
+                replica.map_changed(core);
+                // The record says until then that a start has to count all.
+                replica.maintenance.dirty |= replica.maintenance.count.leaving.is_empty();
+                return Ok(());
             }
-            if let Some(front) = self.maintenance.count.leaving.0.front_mut() {
-                front.cursor = compared.view.cursor;
+            Counted::Unknown => {
+                replica.maintenance.count.request();
+                return Ok(());
             }
         }
-        Ok(())
-    }
-
-    /// Looks at the nodes that the next step reads.
-    pub fn look_ahead_of_difference<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-    ) -> Result<(), StoreError> {
-        let Some(Compared { view, from, later }) = self.compared(core) else { return Ok(()) };
-        let (mut io, mut lacking, mut cursor) = (self.io(core), Ok(()), view.cursor);
-        for _ in 0..io.core.options.step_nodes.max(1) {
-            let found = tree::next_difference(&mut io, view.root, later, from, cursor)?;
-            let Some(Difference::Leaf { start, node, later, .. }) = found else { break };
-            cursor = start + LEAF_BLOCKS as u64;
-            lacking = lacking.and(io.load(0, &node).map(drop));
-            if let Child::Node(later) = later {
-                lacking = lacking.and(io.load(0, &later).map(drop));
-            }
+        if let Some(front) = replica.maintenance.count.leaving.0.front_mut() {
+            front.cursor = compared.view.cursor;
         }
-        lacking
     }
+    Ok(())
+}
 
-    fn compared<D: Disk>(&self, core: &Core<D>) -> Option<Compared> {
-        let leaving = &self.maintenance.count.leaving.0;
-        let view = *leaving.front()?;
-        let mut views: Vec<(u64, Root)> =
-            self.folded.snapshots.iter().map(|s| (s.info.lsn.0, s.root)).collect();
-        views.extend(core.bases.of(self.identity.guid).map(|(_, base)| (base.lsn, base.root)));
-        views.extend(leaving.iter().skip(1).map(|other| (other.lsn, other.root)));
-        let before = views.iter().map(|(lsn, _)| *lsn).filter(|lsn| *lsn < view.lsn);
-        let from = before.max().unwrap_or(0);
-        let behind = views.iter().filter(|(lsn, _)| *lsn >= view.lsn);
-        let behind = behind.min_by_key(|(lsn, _)| *lsn);
-        let later = behind.map_or(self.folded.root, |(_, root)| *root);
-        Some(Compared { view, from, later })
+/// Looks at the nodes that the next step reads.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let Some(Compared { view, from, later }) = compared(replica, core) else { return Ok(()) };
+    let (mut io, mut lacking, mut cursor) = (replica.io(core), Ok(()), view.cursor);
+    for _ in 0..io.core.options.step_nodes.max(1) {
+        let found = tree::next_difference(&mut io, view.root, later, from, cursor)?;
+        let Some(Difference::Leaf { start, node, later, .. }) = found else { break };
+        cursor = start + LEAF_BLOCKS as u64;
+        lacking = lacking.and(io.load(0, &node).map(drop));
+        if let Child::Node(later) = later {
+            lacking = lacking.and(io.load(0, &later).map(drop));
+        }
     }
+    lacking
+}
 
-    /// Counts the next leaf in which the view differs from the one behind it.
-    fn count_difference<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        compared: &mut Compared,
-    ) -> Result<Counted, StoreError> {
-        let Compared { view, from, later } = compared;
-        let mut io = self.io(core);
-        let found = tree::next_difference(&mut io, view.root, *later, *from, view.cursor)?;
-        let (above, start, node, later) = match found {
-            None => return Ok(Counted::All),
-            Some(Difference::Damaged) => return Ok(Counted::Unknown),
-            Some(Difference::Leaf { above, start, node, later }) => (above, start, node, later),
-        };
-        let Some(own) = io.load(0, &node)? else { return Ok(Counted::Unknown) };
-        let loaded = match later {
-            Child::Node(later) if later.is_possible() => match io.load(0, &later)? {
-                None => return Ok(Counted::Unknown),
-                loaded => loaded,
-            },
-            _ => None,
-        };
-        let later = loaded.as_deref();
-        if let Node::Leaf(own) = &*own {
-            for place in dead_blocks(own, later, *from) {
-                self.family.sub_live(core, place, BLOCK_SIZE as u64);
-            }
+fn compared<D: Disk>(replica: &Replica, core: &Core<D>) -> Option<Compared> {
+    let leaving = &replica.maintenance.count.leaving.0;
+    let view = *leaving.front()?;
+    let mut views: Vec<(u64, Root)> =
+        replica.folded.snapshots.iter().map(|s| (s.info.lsn.0, s.root)).collect();
+    views.extend(core.bases.of(replica.identity.guid).map(|(_, base)| (base.lsn, base.root)));
+    views.extend(leaving.iter().skip(1).map(|other| (other.lsn, other.root)));
+    let before = views.iter().map(|(lsn, _)| *lsn).filter(|lsn| *lsn < view.lsn);
+    let from = before.max().unwrap_or(0);
+    let behind = views.iter().filter(|(lsn, _)| *lsn >= view.lsn);
+    let behind = behind.min_by_key(|(lsn, _)| *lsn);
+    let later = behind.map_or(replica.folded.root, |(_, root)| *root);
+    Some(Compared { view, from, later })
+}
+
+/// Counts the next leaf in which the view differs from the one behind it.
+fn count_difference<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    compared: &mut Compared,
+) -> Result<Counted, StoreError> {
+    let Compared { view, from, later } = compared;
+    let mut io = replica.io(core);
+    let found = tree::next_difference(&mut io, view.root, *later, *from, view.cursor)?;
+    let (above, start, node, later) = match found {
+        None => return Ok(Counted::All),
+        Some(Difference::Damaged) => return Ok(Counted::Unknown),
+        Some(Difference::Leaf { above, start, node, later }) => (above, start, node, later),
+    };
+    let Some(own) = io.load(0, &node)? else { return Ok(Counted::Unknown) };
+    let loaded = match later {
+        Child::Node(later) if later.is_possible() => match io.load(0, &later)? {
+            None => return Ok(Counted::Unknown),
+            loaded => loaded,
+        },
+        _ => None,
+    };
+    let later = loaded.as_deref();
+    if let Node::Leaf(own) = &*own {
+        for place in dead_blocks(own, later, *from) {
+            replica.family.sub_live(core, place, BLOCK_SIZE as u64);
         }
-        for NodeRef { place, length, .. } in above.iter().chain([&node]) {
-            self.family.sub_live(core, place / BLOCK_SIZE as u64, u64::from(*length));
-        }
-        view.cursor = start + LEAF_BLOCKS as u64;
-        Ok(Counted::Part)
     }
+    for NodeRef { place, length, .. } in above.iter().chain([&node]) {
+        replica.family.sub_live(core, place / BLOCK_SIZE as u64, u64::from(*length));
+    }
+    view.cursor = start + LEAF_BLOCKS as u64;
+    Ok(Counted::Part)
 }
 
 /// Places of the blocks of a leaf that are newer than `from` and that a later leaf does not have. A
@@ -323,7 +319,7 @@ mod tests {
         volume.pool.touch_all();
         let replica = volume.pool.replicas.get_mut(&ReplicaIdentity::default().guid).expect("it");
         while !replica.maintenance.count.leaving.is_empty() {
-            replica.step_difference(&mut volume.pool.core).expect("a step");
+            step(replica, &mut volume.pool.core).expect("a step");
         }
         let reads = volume.disk.reads() - before;
         // The leaves are spread over all nodes of the level above, and there is one more above those.

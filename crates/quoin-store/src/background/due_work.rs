@@ -2,17 +2,20 @@
 //!
 //! What to do next is asked at every turn of the pool's loop, and a pool may hold thousands of
 //! replicas. So each says once what is due of it, and again only after it was used
-//! ([`Pool::touch`]). Sets and sums over all of them answer the question.
+//! (`Pool::touch`). Sets and sums over all of them answer the question.
 
-use std::cell::Ref;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
+use crate::background::checkpoint;
+use crate::background::cleaner;
+use crate::background::difference;
+use crate::background::recount;
+use crate::background::scheduler;
+use crate::clones::flatten;
 use crate::core::PoolOptions;
-use crate::disk::Disk;
-use crate::pool::Pool;
 use crate::replica::Replica;
 use crate::space::segment_table::Held;
 
@@ -26,7 +29,7 @@ pub enum Fact {
     CountDue,
     /// A view went away, and what it leaves dead can be counted.
     ViewLeaving,
-    /// Its log is rotten in a place that only a fold makes harmless.
+    /// Its log is to be folded however little of it there is (`Maintenance::fold_wanted`).
     FoldWanted,
     /// Trims wait in its log that free more than is kept of it, or the end of a view: a Revert, which
     /// also costs every read a second lookup, or a deleted snapshot.
@@ -72,23 +75,24 @@ impl ReplicaWork {
         let work = &replica.maintenance;
         // One that waits for its rebuild is not worked on.
         let is_workable = replica.maintenance.quarantined.is_none();
-        let is_foldable = is_workable && replica.has_foldable();
+        let is_foldable = is_workable && scheduler::has_foldable(replica);
         let may_fold = is_foldable && replica.log.bytes > 0;
-        let may_commit = is_workable && replica.may_commit();
-        let may_clean = is_workable && !replica.is_clean_blocked();
+        let may_commit = is_workable && scheduler::may_commit(replica);
+        let may_clean = is_workable && !cleaner::is_blocked(replica);
         let trimmed = replica.log.hole_blocks * BLOCK_SIZE as u64;
         let segments = &replica.family.segments;
         let mut facts = [false; FACTS];
         let mut set = |fact: Fact, holds: bool| facts[fact as usize] = holds;
         set(Fact::Folding, is_workable && work.checkpoint.is_some());
         set(Fact::AtWork, is_workable && work.has_job());
-        set(Fact::CountDue, is_workable && replica.is_count_due());
-        set(Fact::ViewLeaving, is_workable && replica.is_difference_due());
+        set(Fact::CountDue, is_workable && recount::is_due(replica));
+        set(Fact::ViewLeaving, is_workable && difference::is_due(replica));
         set(Fact::FoldWanted, work.fold_wanted && may_fold);
-        let gone = replica.log.first_view_gone().is_some_and(|lsn| lsn <= replica.foldable());
+        let gone =
+            replica.log.first_view_gone().is_some_and(|lsn| lsn <= checkpoint::foldable(replica));
         set(Fact::Trimmed, (trimmed > options.log_keep_bytes || gone) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
-        set(Fact::Flattening, is_workable && replica.may_flatten());
+        set(Fact::Flattening, is_workable && flatten::is_due(replica));
         ReplicaWork {
             facts,
             emptied: if may_commit { work.pending_free.len() as u32 } else { 0 },
@@ -165,6 +169,37 @@ impl DueWork {
         self.changes
     }
 
+    /// Notes that a replica is used now, which may change what is due of it.
+    pub fn touch(&mut self, guid: ReplicaGuid) {
+        self.touched.insert(guid);
+    }
+
+    /// Returns true if a replica was used since the last [`DueWork::update`].
+    pub fn is_stale(&self) -> bool {
+        !self.touched.is_empty()
+    }
+
+    /// Asks the replicas that were used what is due of them now.
+    pub fn update(&mut self, replicas: &BTreeMap<ReplicaGuid, Replica>, options: &PoolOptions) {
+        for guid in std::mem::take(&mut self.touched) {
+            let now = replicas.get(&guid).map(|replica| ReplicaWork::of(replica, options));
+            self.put(guid, now);
+        }
+    }
+
+    /// Returns true if what is known is what the replicas say. Of many replicas that is not asked.
+    pub fn agrees_with(
+        &self,
+        replicas: &BTreeMap<ReplicaGuid, Replica>,
+        options: &PoolOptions,
+    ) -> bool {
+        let is_known = |(guid, replica): (&ReplicaGuid, &Replica)| {
+            self.of.get(guid) == Some(&ReplicaWork::of(replica, options))
+        };
+        replicas.len() > COMPARED_REPLICAS
+            || replicas.len() == self.of.len() && replicas.iter().all(is_known)
+    }
+
     fn put(&mut self, guid: ReplicaGuid, now: Option<ReplicaWork>) {
         let before = self.of.get(&guid).copied();
         if before == now {
@@ -204,40 +239,5 @@ impl DueWork {
         self.log_bytes += now.log_bytes;
         self.candidates.capacity += now.candidates.capacity;
         self.candidates.live += now.candidates.live;
-    }
-}
-
-impl<D: Disk> Pool<D> {
-    /// Notes that a replica is used now, which may change what is due of it.
-    pub(crate) fn touch(&self, guid: ReplicaGuid) {
-        self.due_work.borrow_mut().touched.insert(guid);
-    }
-
-    pub(crate) fn touch_all(&self) {
-        self.due_work.borrow_mut().touched.extend(self.replicas.keys());
-    }
-
-    /// What is due of all replicas as they are now.
-    pub(crate) fn due_work(&self) -> Ref<'_, DueWork> {
-        // Empty unless a replica was used, so nested calls find nothing to do.
-        let is_stale = !self.due_work.borrow().touched.is_empty();
-        if is_stale {
-            let mut due_work = self.due_work.borrow_mut();
-            for guid in std::mem::take(&mut due_work.touched) {
-                let replica = self.replicas.get(&guid);
-                let now = replica.map(|replica| ReplicaWork::of(replica, &self.core.options));
-                due_work.put(guid, now);
-            }
-        }
-        let due_work = self.due_work.borrow();
-        debug_assert!(
-            self.replicas.len() > COMPARED_REPLICAS
-                || self.replicas.len() == due_work.of.len()
-                    && self.replicas.iter().all(|(guid, replica)| {
-                        due_work.of.get(guid) == Some(&ReplicaWork::of(replica, &self.core.options))
-                    }),
-            "a replica was changed without a note of it"
-        );
-        due_work
     }
 }

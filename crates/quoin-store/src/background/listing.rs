@@ -10,13 +10,14 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 
-use crate::background::cleaner::{Candidate, own_batch, readable};
+use crate::background::cleaner::Candidate;
 use crate::background::segment_data::SegmentData;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{Batch, Stream, header_blocks};
 use crate::format::checkpoint::SegmentState;
 use crate::map::tree::{Change, Edit};
+use crate::space::batches::{own_batch, readable};
 use crate::space::logical::is_logical;
 use crate::space::segments::Family;
 

@@ -9,13 +9,19 @@
 use quoin_replication::replica::store::{FetchTicket, StoreError};
 use quoin_types::ReplicaGuid;
 
+use crate::background::checkpoint;
+use crate::background::cleaner;
+use crate::background::difference;
 use crate::background::listing::Listing;
+use crate::background::recount;
 use crate::background::scheduler::Step;
+use crate::clones::flatten;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::disk::fetch::Owner;
 use crate::format::checkpoint::SegmentState;
 use crate::pool::Pool;
+use crate::rebuild::shadow;
 use crate::replica::Replica;
 use crate::space::segments::Family;
 
@@ -52,64 +58,62 @@ impl LookAhead {
     }
 }
 
-impl<D: Disk> Pool<D> {
-    /// Whether the next step waits for the disk.
-    pub(crate) fn waits_for_disk(&self) -> bool {
-        self.look_ahead.waits_for.is_some_and(|ticket| self.core.fetches.waits(ticket))
-    }
-
-    /// Looks ahead of a step; true if it has to wait for the disk.
-    pub(crate) fn lacks(&mut self, guid: ReplicaGuid, step: &Step) -> bool {
-        let mut ahead = std::mem::take(&mut self.look_ahead);
-        if ahead.looks >= LOOKS_MAX || !self.core.disk.may_lack() {
-            self.look_ahead.listing = ahead.listing;
-            return false;
-        }
-        let Some(replica) = self.replicas.get_mut(&guid) else { return false };
-        // Of any other segment nothing is kept.
-        ahead.listing = match step {
-            Step::Empty(_, segment) => Some(ahead.listing(&self.core, &replica.family, *segment)),
-            _ => None,
-        };
-        let reached = ahead.reached();
-        self.core.fetches.begin(Owner::Background(guid));
-        // Whatever else is wrong with it the step itself comes to.
-        let _ = replica.look_ahead(&mut self.core, step, &mut ahead.listing);
-        ahead.waits_for = self.core.fetches.end();
-        let lacks = ahead.waits_for.is_some();
-        ahead.looks = match ahead.reached() > reached {
-            _ if !lacks => 0,
-            true => 1,
-            false => ahead.looks + 1,
-        };
-        self.look_ahead = ahead;
-        lacks
-    }
+/// Whether the next step waits for the disk.
+pub fn waits_for_disk<D: Disk>(pool: &Pool<D>) -> bool {
+    pool.look_ahead.waits_for.is_some_and(|ticket| pool.core.fetches.waits(ticket))
 }
 
-impl Replica {
-    fn look_ahead<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        step: &Step,
-        listing: &mut Option<Listing>,
-    ) -> Result<(), StoreError> {
-        match step {
-            Step::Release | Step::Discard | Step::Fold(..) => Ok(()),
-            Step::GoOn(_) if self.maintenance.checkpoint.is_some() => self.look_ahead_of_fold(core),
-            Step::GoOn(_) => {
-                self.look_ahead_of_merge(core)?;
-                self.look_ahead_of_moves(core)
-            }
-            Step::Commit(_) => self.look_ahead_of_merge(core),
-            Step::Empty(..) => {
-                let lacking = self.look_ahead_of_merge(core);
-                let listed = listing.as_mut().map_or(Ok(true), |listing| listing.go_on(core));
-                lacking.and(listed.map(drop))
-            }
-            Step::Difference(_) => self.look_ahead_of_difference(core),
-            Step::Recount(_) => self.look_ahead_of_count(core),
-            Step::Flatten(_) => self.look_ahead_of_flatten(core),
+/// Looks ahead of a step; true if it has to wait for the disk.
+pub fn lacks<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid, step: &Step) -> bool {
+    let mut ahead = std::mem::take(&mut pool.look_ahead);
+    if ahead.looks >= LOOKS_MAX || !pool.core.disk.may_lack() {
+        pool.look_ahead.listing = ahead.listing;
+        return false;
+    }
+    let Some(replica) = pool.replicas.get_mut(&guid) else { return false };
+    // Of any other segment nothing is kept.
+    ahead.listing = match step {
+        Step::Empty(_, segment) => Some(ahead.listing(&pool.core, &replica.family, *segment)),
+        _ => None,
+    };
+    let reached = ahead.reached();
+    pool.core.fetches.begin(Owner::Background(guid));
+    // Whatever else is wrong with it the step itself comes to.
+    let _ = look_ahead(replica, &mut pool.core, step, &mut ahead.listing);
+    ahead.waits_for = pool.core.fetches.end();
+    let lacks = ahead.waits_for.is_some();
+    ahead.looks = match ahead.reached() > reached {
+        _ if !lacks => 0,
+        true => 1,
+        false => ahead.looks + 1,
+    };
+    pool.look_ahead = ahead;
+    lacks
+}
+
+fn look_ahead<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    step: &Step,
+    listing: &mut Option<Listing>,
+) -> Result<(), StoreError> {
+    match step {
+        Step::Release | Step::Discard | Step::Fold(..) => Ok(()),
+        Step::GoOn(_) if replica.maintenance.checkpoint.is_some() => {
+            checkpoint::look_ahead(replica, core)
         }
+        Step::GoOn(_) => {
+            shadow::look_ahead(replica, core)?;
+            cleaner::look_ahead(replica, core)
+        }
+        Step::Commit(_) => shadow::look_ahead(replica, core),
+        Step::Empty(..) => {
+            let lacking = shadow::look_ahead(replica, core);
+            let listed = listing.as_mut().map_or(Ok(true), |listing| listing.go_on(core));
+            lacking.and(listed.map(drop))
+        }
+        Step::Difference(_) => difference::look_ahead(replica, core),
+        Step::Recount(_) => recount::look_ahead(replica, core),
+        Step::Flatten(_) => flatten::look_ahead(replica, core),
     }
 }

@@ -18,7 +18,8 @@ pub struct Maintenance {
     pub pending_free: Vec<(u32, u32)>,
     /// The durable record is older than the maps in memory (blocks moved, a view dropped).
     pub dirty: bool,
-    /// The log is rotten in a place that only folding makes harmless.
+    /// The log is to be folded however little of it there is: some of it is rotten and only needed until it
+    /// is folded, it has too many Reverts, or a clone waits for a snapshot in it.
     pub fold_wanted: bool,
     /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
     pub fold_for_increment: Option<u64>,

@@ -9,6 +9,7 @@ pub mod look_ahead;
 pub mod maintenance;
 pub mod recount;
 pub mod relocation;
+pub mod repair;
 pub mod reverts;
 pub mod scheduler;
 pub mod scrub;

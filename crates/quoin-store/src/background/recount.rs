@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
+use crate::background::checkpoint;
 use crate::background::difference::{LeavingView, LeavingViews};
 use crate::core::{Core, Tree};
 use crate::disk::Disk;
@@ -34,6 +35,8 @@ use crate::format::checkpoint::SegmentState;
 use crate::format::node::{LEAF_BLOCKS, Node, Root};
 use crate::map::tree::{self, Nodes, Part};
 use crate::replica::Replica;
+use crate::space::logical;
+use crate::space::table;
 
 /// A view among those that are counted: the newest version that it can hold, and which of the views
 /// with the same one it is.
@@ -164,222 +167,226 @@ impl Recount {
     }
 }
 
-impl Replica {
-    /// The views whose blocks count as live, oldest first. What only a transfer holds on to dies
-    /// with it.
-    fn counted_views<D: Disk>(&self, core: &Core<D>) -> Vec<(ViewKey, Root)> {
-        let mut views: Vec<(Root, u64)> =
-            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
-        let bases = core.bases.of(self.identity.guid).map(|(_, base)| (base.root, base.lsn));
-        let leaving = self.maintenance.count.leaving.iter().map(|view| (view.root, view.lsn));
-        for view in bases.chain(leaving) {
-            // The snapshot that a base was made from is counted as such.
-            if !views.contains(&view) {
-                views.push(view);
-            }
+/// The views whose blocks count as live, oldest first. What only a transfer holds on to dies
+/// with it.
+fn counted_views<D: Disk>(replica: &Replica, core: &Core<D>) -> Vec<(ViewKey, Root)> {
+    let mut views: Vec<(Root, u64)> =
+        replica.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+    let bases = core.bases.of(replica.identity.guid).map(|(_, base)| (base.root, base.lsn));
+    let leaving = replica.maintenance.count.leaving.iter().map(|view| (view.root, view.lsn));
+    for view in bases.chain(leaving) {
+        // The snapshot that a base was made from is counted as such.
+        if !views.contains(&view) {
+            views.push(view);
         }
-        views.push((self.folded.root, u64::MAX));
-        if let Some(shadow) = &self.shadow {
-            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
-        }
-        views.sort_by_key(|(_, newest)| *newest);
-        let (mut keyed, mut before) = (Vec::<(ViewKey, Root)>::with_capacity(views.len()), None);
-        for (root, newest) in views {
-            let key = match before {
-                Some((same, index)) if same == newest => (newest, index + 1),
-                _ => (newest, 0),
-            };
-            keyed.push((key, root));
-            before = Some(key);
-        }
-        keyed
     }
+    views.push((replica.folded.root, u64::MAX));
+    if let Some(shadow) = &replica.shadow {
+        views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+    }
+    views.sort_by_key(|(_, newest)| *newest);
+    let (mut keyed, mut before) = (Vec::<(ViewKey, Root)>::with_capacity(views.len()), None);
+    for (root, newest) in views {
+        let key = match before {
+            Some((same, index)) if same == newest => (newest, index + 1),
+            _ => (newest, 0),
+        };
+        keyed.push((key, root));
+        before = Some(key);
+    }
+    keyed
+}
 
-    /// Whether its segments are to be counted, or are being counted.
-    pub fn is_count_due(&self) -> bool {
-        let follows = || {
-            self.maintenance.count.after.is_some_and(|sequence| {
-                !self.unfolded_log().any(|state| state.sequence <= sequence)
+/// Whether its segments are to be counted, or are being counted.
+pub fn is_due(replica: &Replica) -> bool {
+    let follows =
+        || {
+            replica.maintenance.count.after.is_some_and(|sequence| {
+                !unfolded_log(replica).any(|state| state.sequence <= sequence)
             })
         };
-        self.maintenance.count.due || self.maintenance.count.job.is_some() || follows()
-    }
+    replica.maintenance.count.due || replica.maintenance.count.job.is_some() || follows()
+}
 
-    fn begin_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<Recount, StoreError> {
-        // Nodes that wait are counted already, and have their places.
-        self.io(core).flush()?;
-        let is_first = std::mem::take(&mut self.maintenance.count.due);
-        self.maintenance.count.after = None;
-        self.maintenance.count.leaving.clear();
-        Ok(Recount {
-            is_first,
-            done: None,
-            at: None,
-            cursor: 0,
-            live: BTreeMap::new(),
-            through_sequence: core.sequence,
-            open: self.open_parts(core),
-            log: self.unfolded_log().map(|state| state.unit).collect(),
-            learned_to: (!core.logical_of(self.family.guid).is_learned()).then_some(0),
-            table_cursor: 0,
-            logical_cursor: 0,
-        })
-    }
+fn begin<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<Recount, StoreError> {
+    // Nodes that wait are counted already, and have their places.
+    replica.io(core).flush()?;
+    let is_first = std::mem::take(&mut replica.maintenance.count.due);
+    replica.maintenance.count.after = None;
+    replica.maintenance.count.leaving.clear();
+    Ok(Recount {
+        is_first,
+        done: None,
+        at: None,
+        cursor: 0,
+        live: BTreeMap::new(),
+        through_sequence: core.sequence,
+        open: open_parts(replica, core),
+        log: unfolded_log(replica).map(|state| state.unit).collect(),
+        learned_to: (!core.logical_of(replica.family.guid).is_learned()).then_some(0),
+        table_cursor: 0,
+        logical_cursor: 0,
+    })
+}
 
-    fn open_parts<D: Disk>(&self, core: &Core<D>) -> BTreeMap<u32, OpenPart> {
-        let streams = [Stream::Log, Stream::Moved, Stream::Nodes];
-        let open = streams.map(|stream| self.family.open_segment(stream)).into_iter().flatten();
-        let open = open.map(|segment| &segment.state);
-        let is_folded =
-            |state: &&SegmentState| !self.unfolded_log().any(|log| log.unit == state.unit);
-        let parts = open.filter(is_folded).map(|state| {
-            let end = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-            (state.unit, OpenPart { end, counter: state.live_bytes })
-        });
-        parts.collect()
-    }
+fn open_parts<D: Disk>(replica: &Replica, core: &Core<D>) -> BTreeMap<u32, OpenPart> {
+    let streams = [Stream::Log, Stream::Moved, Stream::Nodes];
+    let open = streams.map(|stream| replica.family.open_segment(stream)).into_iter().flatten();
+    let open = open.map(|segment| &segment.state);
+    let is_folded =
+        |state: &&SegmentState| !unfolded_log(replica).any(|log| log.unit == state.unit);
+    let parts = open.filter(is_folded).map(|state| {
+        let end = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        (state.unit, OpenPart { end, counter: state.live_bytes })
+    });
+    parts.collect()
+}
 
-    /// Segments of log of which something is not folded.
-    fn unfolded_log(&self) -> impl Iterator<Item = &SegmentState> {
-        let (folded, first_needed) = (self.folded.head.position.lsn.0, self.log_start().index);
-        let busy = self.family.segments.all_busy().map(|segment| &segment.state);
-        // Entries that were cut away are needed by no view, whatever their LSNs.
-        busy.filter(move |state| {
-            let is_needed = state.last_index >= first_needed && state.last_lsn > folded;
-            matches!(state.stream, Stream::Log) && is_needed
-        })
-    }
+/// Segments of log of which something is not folded.
+fn unfolded_log(replica: &Replica) -> impl Iterator<Item = &SegmentState> {
+    let (folded, first_needed) =
+        (replica.folded.head.position.lsn.0, checkpoint::log_start(replica).index);
+    let busy = replica.family.segments.all_busy().map(|segment| &segment.state);
+    // Entries that were cut away are needed by no view, whatever their LSNs.
+    busy.filter(move |state| {
+        let is_needed = state.last_index >= first_needed && state.last_lsn > folded;
+        matches!(state.stream, Stream::Log) && is_needed
+    })
+}
 
-    /// Counts on; true when the estimates have been replaced.
-    pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let mut job = match self.maintenance.count.job.take() {
-            Some(job) => job,
-            None => self.begin_recount(core)?,
-        };
-        let views = self.counted_views(core);
-        for _ in 0..core.options.step_nodes.max(1) {
-            if !self.count_part(core, &mut job, &views)? {
-                self.finish_recount(&job);
-                self.map_changed(core);
-                return Ok(true);
-            }
-        }
-        self.maintenance.count.job = Some(job);
-        Ok(false)
-    }
-
-    /// Looks at the leaves that the next step of a count reads.
-    pub fn look_ahead_of_count<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let views = self.counted_views(core);
-        let job = self.maintenance.count.job.as_ref();
-        let done = job.and_then(|job| job.done);
-        let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))
-        else {
-            return Ok(());
-        };
-        let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
-        let mut cursor = job.filter(|job| job.at == Some(*key)).map_or(0, |job| job.cursor);
-        let (mut io, mut lacking) = (self.io(core), Ok(()));
-        for _ in 0..io.core.options.step_nodes.max(1) {
-            let Some(part) = tree::next_part(&mut io, *root, from, cursor)? else { break };
-            cursor = part.range().1;
-            if let Part::Leaf { node, .. } = part {
-                lacking = lacking.and(io.load(0, &node).map(drop));
-            }
-        }
-        lacking
-    }
-
-    /// Counts the next leaf; false: there is none.
-    fn count_part<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut Recount,
-        views: &[(ViewKey, Root)],
-    ) -> Result<bool, StoreError> {
-        if let Some(from) = job.learned_to {
-            job.learned_to = self.learn_moved(core, from)?;
+/// Counts on; true when the estimates have been replaced.
+pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
+    let mut job = match replica.maintenance.count.job.take() {
+        Some(job) => job,
+        None => begin(replica, core)?,
+    };
+    let views = counted_views(replica, core);
+    for _ in 0..core.options.step_nodes.max(1) {
+        if !count_part(replica, core, &mut job, &views)? {
+            finish(replica, &job);
+            replica.map_changed(core);
             return Ok(true);
         }
-        let Some((key, root, from)) = job.next(views) else {
-            return Ok(self.count_table(core, job)? || self.count_logical(core, job)?);
-        };
-        let mut io = self.io(core);
-        let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
-            (job.done, job.at, job.cursor) = (Some(key), None, 0);
-            return Ok(true);
-        };
-        job.cursor = part.range().1;
-        let Part::Leaf { node, .. } = part else { return Ok(true) };
-        let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
-        let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
-        let mut count = |place: u64, bytes: u64| {
-            let held = self.family.holder_of(core, place);
-            let counts = |(unit, block): &(u32, Option<u64>)| job.counts(*unit, block.unwrap_or(0));
-            if let Some((unit, _)) = held.filter(counts) {
-                *job.live.entry(unit).or_default() += bytes;
-            }
-        };
-        count(node.place / BLOCK_SIZE as u64, node.length.into());
-        for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
-            if leaf.blocks[i].version > from {
-                count(leaf.blocks[i].place, BLOCK_SIZE as u64);
-            }
-        }
-        Ok(true)
     }
+    replica.maintenance.count.job = Some(job);
+    Ok(false)
+}
 
-    /// Counts the next leaf of the table of segments; false: there is none.
-    fn count_table<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut Recount,
-    ) -> Result<bool, StoreError> {
-        let Some(part) = self.next_of_table(core, job.table_cursor)? else { return Ok(false) };
-        job.table_cursor = part.range().1;
-        self.count_node(core, job, part);
-        Ok(true)
-    }
-
-    /// Counts the next leaf of the map of moved blocks; false: there is none.
-    fn count_logical<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        job: &mut Recount,
-    ) -> Result<bool, StoreError> {
-        let Some(part) = self.next_of_logical(core, job.logical_cursor)? else { return Ok(false) };
-        job.logical_cursor = part.range().1;
-        self.count_node(core, job, part);
-        Ok(true)
-    }
-
-    fn count_node<D: Disk>(&self, core: &Core<D>, job: &mut Recount, part: Part) {
-        let Part::Leaf { node, .. } = part else { return };
-        let block = node.place / BLOCK_SIZE as u64;
-        let held = self.family.holder_of(core, block);
-        if let Some((unit, _)) = held.filter(|(unit, _)| job.counts(*unit, block)) {
-            *job.live.entry(unit).or_default() += u64::from(node.length);
+/// Looks at the leaves that the next step of a count reads.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let views = counted_views(replica, core);
+    let job = replica.maintenance.count.job.as_ref();
+    let done = job.and_then(|job| job.done);
+    let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))
+    else {
+        return Ok(());
+    };
+    let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
+    let mut cursor = job.filter(|job| job.at == Some(*key)).map_or(0, |job| job.cursor);
+    let (mut io, mut lacking) = (replica.io(core), Ok(()));
+    for _ in 0..io.core.options.step_nodes.max(1) {
+        let Some(part) = tree::next_part(&mut io, *root, from, cursor)? else { break };
+        cursor = part.range().1;
+        if let Part::Leaf { node, .. } = part {
+            lacking = lacking.and(io.load(0, &node).map(drop));
         }
     }
+    lacking
+}
 
-    fn finish_recount(&mut self, job: &Recount) {
-        self.family.segments.recounted(|state| {
-            if state.sequence > job.through_sequence {
-                return None;
-            }
-            let live = job.live.get(&state.unit).copied().unwrap_or(0);
-            let is_settled = state.last_lsn == 0;
-            let is_folded = !job.log.contains(&state.unit)
-                || is_settled && mutant::is("log-folded-beside-a-count-is-counted");
-            match job.open.get(&state.unit) {
-                Some(_) if mutant::is("open-segments-not-counted") => None,
-                Some(part) => Some((state.live_bytes + live).saturating_sub(part.counter)),
-                None if state.stream != Stream::Log || is_folded => Some(live),
-                None => None,
-            }
-        });
-        if job.is_first && !job.log.is_empty() {
-            self.maintenance.count.after = Some(job.through_sequence);
+/// Counts the next leaf; false: there is none.
+fn count_part<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut Recount,
+    views: &[(ViewKey, Root)],
+) -> Result<bool, StoreError> {
+    if let Some(from) = job.learned_to {
+        job.learned_to = logical::learn_moved(replica, core, from)?;
+        return Ok(true);
+    }
+    let Some((key, root, from)) = job.next(views) else {
+        return Ok(count_table(replica, core, job)? || count_logical(replica, core, job)?);
+    };
+    let mut io = replica.io(core);
+    let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
+        (job.done, job.at, job.cursor) = (Some(key), None, 0);
+        return Ok(true);
+    };
+    job.cursor = part.range().1;
+    let Part::Leaf { node, .. } = part else { return Ok(true) };
+    let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
+    let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
+    let mut count = |place: u64, bytes: u64| {
+        let held = replica.family.holder_of(core, place);
+        let counts = |(unit, block): &(u32, Option<u64>)| job.counts(*unit, block.unwrap_or(0));
+        if let Some((unit, _)) = held.filter(counts) {
+            *job.live.entry(unit).or_default() += bytes;
         }
+    };
+    count(node.place / BLOCK_SIZE as u64, node.length.into());
+    for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
+        if leaf.blocks[i].version > from {
+            count(leaf.blocks[i].place, BLOCK_SIZE as u64);
+        }
+    }
+    Ok(true)
+}
+
+/// Counts the next leaf of the table of segments; false: there is none.
+fn count_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut Recount,
+) -> Result<bool, StoreError> {
+    let Some(part) = table::next_of_table(replica, core, job.table_cursor)? else {
+        return Ok(false);
+    };
+    job.table_cursor = part.range().1;
+    count_node(replica, core, job, part);
+    Ok(true)
+}
+
+/// Counts the next leaf of the map of moved blocks; false: there is none.
+fn count_logical<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    job: &mut Recount,
+) -> Result<bool, StoreError> {
+    let Some(part) = logical::next_of_logical(replica, core, job.logical_cursor)? else {
+        return Ok(false);
+    };
+    job.logical_cursor = part.range().1;
+    count_node(replica, core, job, part);
+    Ok(true)
+}
+
+fn count_node<D: Disk>(replica: &Replica, core: &Core<D>, job: &mut Recount, part: Part) {
+    let Part::Leaf { node, .. } = part else { return };
+    let block = node.place / BLOCK_SIZE as u64;
+    let held = replica.family.holder_of(core, block);
+    if let Some((unit, _)) = held.filter(|(unit, _)| job.counts(*unit, block)) {
+        *job.live.entry(unit).or_default() += u64::from(node.length);
+    }
+}
+
+fn finish(replica: &mut Replica, job: &Recount) {
+    replica.family.segments.recounted(|state| {
+        if state.sequence > job.through_sequence {
+            return None;
+        }
+        let live = job.live.get(&state.unit).copied().unwrap_or(0);
+        let is_settled = state.last_lsn == 0;
+        let is_folded = !job.log.contains(&state.unit)
+            || is_settled && mutant::is("log-folded-beside-a-count-is-counted");
+        match job.open.get(&state.unit) {
+            Some(_) if mutant::is("open-segments-not-counted") => None,
+            Some(part) => Some((state.live_bytes + live).saturating_sub(part.counter)),
+            None if state.stream != Stream::Log || is_folded => Some(live),
+            None => None,
+        }
+    });
+    if job.is_first && !job.log.is_empty() {
+        replica.maintenance.count.after = Some(job.through_sequence);
     }
 }

@@ -33,98 +33,96 @@ pub enum Naming {
     Logical,
 }
 
-impl Replica {
-    /// The naming of what is written to the stream of moved blocks. A flip gives up the map of logical
-    /// places, so what a rebuild may show has none.
-    pub fn naming(&self) -> Naming {
-        if self.shadow.is_some() { Naming::Place } else { Naming::Logical }
-    }
+/// The naming of what is written to the stream of moved blocks. A flip gives up the map of logical
+/// places, so what a rebuild may show has none.
+pub fn naming(replica: &Replica) -> Naming {
+    if replica.shadow.is_some() { Naming::Place } else { Naming::Logical }
+}
 
-    /// Writes blocks to the stream of moved ones. Returns where they are: of those that have no logical
-    /// place, how leaves are to name them.
-    pub fn write_moved<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        blocks: &[MovedBlock],
-        naming: Naming,
-        from_reserve: bool,
-    ) -> Result<Vec<u64>, StoreError> {
-        let mut places = Vec::with_capacity(blocks.len());
-        let mut rest = blocks;
-        while !rest.is_empty() {
-            let room = self.family.room(&core.superblock, Stream::Moved) as usize;
-            let fresh = core.superblock.unit_blocks as usize - 1;
-            let most = |room: usize| {
-                let all = rest.len().min(BLOCKS_A_BATCH);
-                (1..=all).rev().find(|n| n + header_blocks(*n) <= room)
-            };
-            let count = most(room).or_else(|| most(fresh));
-            let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
-            let (now, later) = rest.split_at(count);
-            self.write_moved_batch(core, now, naming, from_reserve, &mut places)?;
-            rest = later;
-        }
-        Ok(places)
+/// Writes blocks to the stream of moved ones. Returns where they are: of those that have no logical
+/// place, how leaves are to name them.
+pub fn write_moved<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    blocks: &[MovedBlock],
+    naming: Naming,
+    from_reserve: bool,
+) -> Result<Vec<u64>, StoreError> {
+    let mut places = Vec::with_capacity(blocks.len());
+    let mut rest = blocks;
+    while !rest.is_empty() {
+        let room = replica.family.room(&core.superblock, Stream::Moved) as usize;
+        let fresh = core.superblock.unit_blocks as usize - 1;
+        let most = |room: usize| {
+            let all = rest.len().min(BLOCKS_A_BATCH);
+            (1..=all).rev().find(|n| n + header_blocks(*n) <= room)
+        };
+        let count = most(room).or_else(|| most(fresh));
+        let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
+        let (now, later) = rest.split_at(count);
+        write_moved_batch(replica, core, now, naming, from_reserve, &mut places)?;
+        rest = later;
     }
+    Ok(places)
+}
 
-    fn write_moved_batch<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        blocks: &[MovedBlock],
-        naming: Naming,
-        from_reserve: bool,
-        places: &mut Vec<u64>,
-    ) -> Result<(), StoreError> {
-        core.check_usable()?;
-        let total = (blocks.len() + header_blocks(blocks.len())) as u32;
-        let guid_hash = self.family.guid_hash;
-        let segment = self.family.segment_for(core, Stream::Moved, total, from_reserve)?;
-        let state = segment.state;
-        let header = header_blocks(blocks.len()) as u64;
-        let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-        let logical = core.logical.get(&self.identity.guid).filter(|_| naming == Naming::Logical);
-        let first = u64::from(state.used_blocks) + header;
-        let first = logical.and_then(|logical| logical.place(&state, first));
-        let mut writer = HeaderWriter::new(&mut core.buffers.header);
-        for (block, offset) in blocks.iter().zip(0..) {
-            let name = match block.name {
-                0 => first.map_or(0, |first| first + offset),
-                name => name,
-            };
-            places.push(if block.name == 0 && name != 0 { name } else { start + header + offset });
-            let entry = BatchEntry {
-                epoch: name,
-                lsn: block.version,
-                lba: block.lba,
-                blocks: 1,
-                kind: WRITE_KIND,
-                ..BatchEntry::default()
-            };
-            writer.entry(&entry, std::iter::once(block.crc));
-        }
-        let check = writer.finish(&BatchHeader {
-            stream: Stream::Moved,
-            sequence: state.sequence,
-            index: segment.next_index,
-            previous: segment.previous,
-            guid_hash,
-            watermark: 0,
-            starts: core.superblock.starts,
-            data_blocks: blocks.len() as u32,
-            key: 0,
-        });
-        debug_assert_eq!(header, (core.buffers.header.len() / BLOCK_SIZE) as u64);
-        let mut parts = Vec::with_capacity(blocks.len() + 1);
-        parts.push(IoSlice::new(&core.buffers.header));
-        parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
-        core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
-        segment.state.used_blocks += header as u32 + blocks.len() as u32;
-        segment.state.live_bytes += (blocks.len() * BLOCK_SIZE) as u64;
-        segment.next_index += 1;
-        segment.previous = check;
-        segment.write_out(core);
-        Ok(())
+fn write_moved_batch<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    blocks: &[MovedBlock],
+    naming: Naming,
+    from_reserve: bool,
+    places: &mut Vec<u64>,
+) -> Result<(), StoreError> {
+    core.check_usable()?;
+    let total = (blocks.len() + header_blocks(blocks.len())) as u32;
+    let guid_hash = replica.family.guid_hash;
+    let segment = replica.family.segment_for(core, Stream::Moved, total, from_reserve)?;
+    let state = segment.state;
+    let header = header_blocks(blocks.len()) as u64;
+    let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+    let logical = core.logical.get(&replica.identity.guid).filter(|_| naming == Naming::Logical);
+    let first = u64::from(state.used_blocks) + header;
+    let first = logical.and_then(|logical| logical.place(&state, first));
+    let mut writer = HeaderWriter::new(&mut core.buffers.header);
+    for (block, offset) in blocks.iter().zip(0..) {
+        let name = match block.name {
+            0 => first.map_or(0, |first| first + offset),
+            name => name,
+        };
+        places.push(if block.name == 0 && name != 0 { name } else { start + header + offset });
+        let entry = BatchEntry {
+            epoch: name,
+            lsn: block.version,
+            lba: block.lba,
+            blocks: 1,
+            kind: WRITE_KIND,
+            ..BatchEntry::default()
+        };
+        writer.entry(&entry, std::iter::once(block.crc));
     }
+    let check = writer.finish(&BatchHeader {
+        stream: Stream::Moved,
+        sequence: state.sequence,
+        index: segment.next_index,
+        previous: segment.previous,
+        guid_hash,
+        watermark: 0,
+        starts: core.superblock.starts,
+        data_blocks: blocks.len() as u32,
+        key: 0,
+    });
+    debug_assert_eq!(header, (core.buffers.header.len() / BLOCK_SIZE) as u64);
+    let mut parts = Vec::with_capacity(blocks.len() + 1);
+    parts.push(IoSlice::new(&core.buffers.header));
+    parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));
+    core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
+    segment.state.used_blocks += header as u32 + blocks.len() as u32;
+    segment.state.live_bytes += (blocks.len() * BLOCK_SIZE) as u64;
+    segment.next_index += 1;
+    segment.previous = check;
+    segment.write_out(core);
+    Ok(())
 }
 
 fn header_blocks(blocks: usize) -> usize {

@@ -1,7 +1,7 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
 //! recorded. (The scrub is in [`crate::background::scrub`].)
 //!
-//! A single function decides ([`Pool::next_step`]). Both the urgency of the work and the step
+//! A single function decides ([`next_step`]). Both the urgency of the work and the step
 //! itself follow it. So a pool that reports work as due always has a step that makes progress, and
 //! a pool that waits for a sync or for room reports nothing as due.
 //!
@@ -21,13 +21,20 @@ use quoin_replication::replica::store::StoreError;
 use quoin_types::{ReplicaGuid, mutant};
 
 use crate::api::Due;
+use crate::background::checkpoint;
+use crate::background::cleaner;
+use crate::background::difference;
 use crate::background::due_work::Fact;
+use crate::background::look_ahead;
 use crate::background::maintenance::Cause;
+use crate::background::recount;
+use crate::clones::flatten;
 use crate::disk::Disk;
 use crate::format::batch::Stream;
 use crate::format::checkpoint::SegmentState;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::replica::Replica;
+use crate::space::freed;
 use crate::space::segment_table::{Held, MOST_LIVE_PERCENT};
 
 /// Live percent up to which a segment is emptied though space is plenty.
@@ -42,11 +49,11 @@ const NODES_LIVE_PERCENT: u64 = 60;
 const SPRAWL_PERCENT: std::ops::Range<u64> = 35..50;
 const SPRAWL_LIVE_PERCENT: u64 = 50;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
-const CLEAN_BELOW_PERCENT: u64 = 12;
+pub const CLEAN_BELOW_PERCENT: u64 = 12;
 const URGENT_BELOW_PERCENT: u64 = 3;
 /// Free percent (above the reserve) below which a pool that can gain nothing calls itself short:
 /// what targets have on their way still fits.
-const SHORT_BELOW_PERCENT: u32 = 2;
+pub const SHORT_BELOW_PERCENT: u32 = 2;
 /// Emptied segments that wait for a commit.
 const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
@@ -98,34 +105,32 @@ impl Step {
     }
 }
 
-impl Replica {
-    pub(crate) fn may_commit(&self) -> bool {
-        self.maintenance.may_commit() && !self.is_prepared()
-    }
+pub fn may_commit(replica: &Replica) -> bool {
+    replica.maintenance.may_commit() && !replica.is_prepared()
+}
 
-    /// Whether some of its log could be folded now.
-    pub(crate) fn has_foldable(&self) -> bool {
-        !self.is_prepared() && self.foldable() >= self.log.first_lsn()
-    }
+/// Whether some of its log could be folded now.
+pub fn has_foldable(replica: &Replica) -> bool {
+    !replica.is_prepared() && checkpoint::foldable(replica) >= replica.log.first_lsn()
+}
 
-    /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
-    /// what the entries replace.
-    fn fold_gain(&self, unit_blocks: u64) -> u64 {
-        if !self.has_foldable() {
-            return 0;
-        }
-        let first_needed = self.log_start().index;
-        let held = |s: &&crate::space::segments::Segment| {
-            let state = &s.state;
-            state.last_lsn <= self.stable.0 && !self.family.open.contains(&Some(state.unit))
-        };
-        let log = self.family.log_from(first_needed);
-        let held: u64 = log.filter(held).map(|s| u64::from(s.state.units)).sum();
-        // A view that goes away may give up any number of blocks.
-        let views = self.log.special_from(0).take_while(|(lsn, _)| *lsn <= self.stable.0);
-        let views = views.filter(|(_, kind)| drops_a_view(kind)).count() as u64;
-        held + self.log.hole_blocks / unit_blocks + views * FOLD_SEGMENTS
+/// About how many units a fold lets clean-up gain: closed log that only waits for it, and
+/// what the entries replace.
+fn fold_gain(replica: &Replica, unit_blocks: u64) -> u64 {
+    if !has_foldable(replica) {
+        return 0;
     }
+    let first_needed = checkpoint::log_start(replica).index;
+    let held = |s: &&crate::space::segments::Segment| {
+        let state = &s.state;
+        state.last_lsn <= replica.stable.0 && !replica.family.open.contains(&Some(state.unit))
+    };
+    let log = replica.family.log_from(first_needed);
+    let held: u64 = log.filter(held).map(|s| u64::from(s.state.units)).sum();
+    // A view that goes away may give up any number of blocks.
+    let views = replica.log.special_from(0).take_while(|(lsn, _)| *lsn <= replica.stable.0);
+    let views = views.filter(|(_, kind)| drops_a_view(kind)).count() as u64;
+    held + replica.log.hole_blocks / unit_blocks + views * FOLD_SEGMENTS
 }
 
 fn drops_a_view(kind: &quoin_types::EntryKind) -> bool {
@@ -133,445 +138,360 @@ fn drops_a_view(kind: &quoin_types::EntryKind) -> bool {
     matches!(kind, DeleteSnapshot { .. } | Revert { .. })
 }
 
-impl<D: Disk> Pool<D> {
-    fn percent(&self, units: u32) -> u64 {
-        u64::from(units) * 100 / u64::from(self.core.allocator.units().max(1))
-    }
+pub fn percent<D: Disk>(pool: &Pool<D>, units: u32) -> u64 {
+    u64::from(units) * 100 / u64::from(pool.core.allocator.units().max(1))
+}
 
-    /// Units that the next commits and syncs make free.
-    fn coming_units(&self) -> u32 {
-        self.core.freed.units() + self.due_work().coming_units()
-    }
+/// Units that the next commits and syncs make free.
+pub fn coming_units<D: Disk>(pool: &Pool<D>) -> u32 {
+    pool.core.freed.units() + pool.due_work().coming_units()
+}
 
-    fn log_bytes(&self) -> u64 {
-        self.due_work().log_bytes()
-    }
+fn log_bytes<D: Disk>(pool: &Pool<D>) -> u64 {
+    pool.due_work().log_bytes()
+}
 
-    pub(crate) fn due(&self) -> Due {
-        if self.core.faults.failed.is_some() || self.waits_for_disk() || self.next_step().is_none()
-        {
-            return Due::Idle;
-        }
-        let (log, limit) = (self.log_bytes(), self.core.options.checkpoint_bytes);
-        let usable = self.percent(self.core.allocator.free_for_clients());
-        match () {
-            _ if usable < URGENT_BELOW_PERCENT || log > 2 * limit => Due::Urgent,
-            _ if usable < CLEAN_BELOW_PERCENT || log > limit => Due::Soon,
-            _ => Due::Relaxed,
-        }
+pub fn due<D: Disk>(pool: &Pool<D>) -> Due {
+    if pool.core.faults.failed.is_some()
+        || look_ahead::waits_for_disk(pool)
+        || next_step(pool).is_none()
+    {
+        return Due::Idle;
     }
-
-    /// How full a segment may be that is emptied now.
-    fn live_limit_percent(&self) -> u64 {
-        let free = self.core.allocator.free_for_clients() + self.coming_units();
-        // In thousandths, so that a small pool has a slope and no stairs.
-        let free = u64::from(free) * 1000 / u64::from(self.core.allocator.units().max(1));
-        let (most, least) = (10 * CLEAN_BELOW_PERCENT, 10 * URGENT_BELOW_PERCENT);
-        let short = most.saturating_sub(free).min(most - least);
-        EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
-    }
-
-    /// How full a segment may be that is emptied because too much of the pool is dead. Counted are
-    /// the segments that can be emptied: the log changes with every write, which gains nothing.
-    fn sprawl_limit_percent(&self) -> u64 {
-        let Held { capacity, live } = self.due_work().candidates();
-        let dead = (capacity.saturating_sub(live) * 100).checked_div(capacity).unwrap_or(0);
-        let (from, to) = (SPRAWL_PERCENT.start, SPRAWL_PERCENT.end);
-        let sprawl = dead.saturating_sub(from).min(to - from);
-        EAGER_LIVE_PERCENT + (SPRAWL_LIVE_PERCENT - EAGER_LIVE_PERCENT) * sprawl / (to - from)
-    }
-
-    /// The segment to empty next. Looked for again only when something has changed that decides
-    /// it, since this is asked at every turn.
-    fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
-        let changes = self.due_work().changes();
-        let free_units = self.core.allocator.free_units();
-        let key = VictimKey { changes, free_units, limit, starved: self.starved };
-        if let Some((found_for, victim)) = self.victim.get()
-            && found_for == key
-        {
-            #[cfg(any(test, debug_assertions))]
-            self.compare_victim(changes, limit, victim);
-            return victim;
-        }
-        let victim = self.find_victim(limit);
-        #[cfg(any(test, debug_assertions))]
-        self.compare_victim(changes, limit, victim);
-        self.victim.set(Some((key, victim)));
-        victim
-    }
-
-    fn find_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
-        let limit = limit.max(self.sprawl_limit_percent());
-        let work = self.due_work();
-        // A segment gains as much as any other of its class, or more if it is older.
-        let candidates = work.with_candidates(limit).filter_map(|guid| {
-            let segments = &self.replicas.get(&guid)?.family.segments;
-            Some((guid, segments))
-        });
-        candidates
-            .flat_map(|(guid, segments)| {
-                segments.oldest_of_classes().map(move |(class, s)| (guid, class, s))
-            })
-            .filter_map(|(guid, class, s)| {
-                let benefit = self.benefit(guid, class.live_percent.into(), limit, &s)?;
-                Some((benefit, guid, s))
-            })
-            .max_by_key(|(benefit, _, s)| (*benefit, std::cmp::Reverse(s.sequence)))
-            .map(|(_, guid, s)| (guid, s))
-    }
-
-    /// What emptying a segment gains, if it may be emptied.
-    fn benefit(
-        &self,
-        guid: ReplicaGuid,
-        live_percent: u64,
-        limit: u64,
-        segment: &SegmentState,
-    ) -> Option<u64> {
-        let newest = self.core.sequence;
-        let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
-        let limit = match segment.stream {
-            Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
-            Stream::Log | Stream::Moved => limit,
-        };
-        let may = live_percent <= limit
-            && (segment.live_bytes == 0 || self.has_room(segment))
-            && !self.gains_nothing(guid, segment);
-        may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
-            // Next to nothing to move, or no time to lose: the emptiest.
-            true => (1 << 50) - live_percent,
-            false => (100 - live_percent) * age / (100 + live_percent),
-        })
-    }
-
-    /// Returns true if emptying a segment of nodes would gain nothing and space is not short.
-    fn gains_nothing(&self, guid: ReplicaGuid, segment: &SegmentState) -> bool {
-        let gain = self.replicas.get(&guid).map(|replica| replica.maintenance.node_gain);
-        segment.stream == Stream::Nodes
-            && segment.live_bytes > 0
-            && gain.is_some_and(|gain| gain.is_none_of(segment.sequence))
-            && self.live_limit_percent() <= EAGER_LIVE_PERCENT
-            && !mutant::is("clean-up-follows-itself")
-    }
-
-    /// Compares a choice with one by a look at all segments; where these are many, a choice of many.
-    #[cfg(any(test, debug_assertions))]
-    fn compare_victim(
-        &self,
-        changes: u64,
-        limit: u64,
-        victim: Option<(ReplicaGuid, SegmentState)>,
-    ) {
-        const FEW_UNITS: u32 = 4096;
-        const ONE_OF: u64 = 1024;
-        let used = self.core.allocator.units() - self.core.allocator.free_units();
-        if used <= FEW_UNITS || changes.is_multiple_of(ONE_OF) {
-            assert_eq!(victim.map(|(_, s)| s.unit), self.victim_of_all(limit));
-        }
-    }
-
-    /// The choice by a look at all segments: what [`Pool::find_victim`] has to come to.
-    #[cfg(any(test, debug_assertions))]
-    fn victim_of_all(&self, limit: u64) -> Option<u32> {
-        let limit = limit.max(self.sprawl_limit_percent());
-        let workable = self.replicas.values().filter(|r| r.maintenance.quarantined.is_none());
-        workable
-            .flat_map(|r| r.victims().map(move |s| (r, s)))
-            .filter_map(|(r, s)| {
-                let capacity = r.family.segments.capacity(s.units);
-                let live_percent = (s.live_bytes * 100 / capacity).min(100);
-                Some((self.benefit(r.identity.guid, live_percent, limit, &s)?, s))
-            })
-            .max_by_key(|(benefit, s)| (*benefit, std::cmp::Reverse(s.sequence)))
-            .map(|(_, s)| s.unit)
-    }
-
-    /// Whether what a segment holds, and the nodes that then change, can be written elsewhere.
-    fn has_room(&self, segment: &SegmentState) -> bool {
-        let needed = 2 * segment.units + 1;
-        !self.starved && self.core.allocator.free_units() >= needed
-    }
-
-    pub(crate) fn work(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
-        self.core.check_usable()?;
-        let mut left = budget_bytes.max(1) as i64;
-        while left > 0 {
-            if self.waits_for_disk() {
-                return Ok(false);
-            }
-            let Some(step) = self.next_step() else { return Ok(false) };
-            let guid = step.replica();
-            if guid.is_some_and(|guid| self.lacks(guid, &step)) {
-                return Ok(false);
-            }
-            self.counts_next = !matches!(step, Step::Difference(_) | Step::Recount(_));
-            self.victim.set(None);
-            if let Some(guid) = guid {
-                self.touch(guid);
-            }
-            match self.step(step) {
-                // Damage of one replica must not keep the others' logs from being folded.
-                Err(StoreError::Damaged(what)) => {
-                    if let Some(guid) = guid
-                        && let Some(replica) = self.replicas.get_mut(&guid)
-                    {
-                        replica.maintenance.quarantined = Some(Cause::Damaged);
-                        self.core.faults.damaged.push((guid, what));
-                    }
-                }
-                // Waiting loses no data.
-                Err(error) if error.is_refused_read() => {
-                    if let Some(replica) = guid.and_then(|g| self.replicas.get_mut(&g)) {
-                        replica.maintenance.quarantined = Some(Cause::Unreadable);
-                    }
-                }
-                Err(error) if error.is_lack_of_room() => {
-                    // Until a unit is given back only what needs none is tried.
-                    self.starved = true;
-                    return Err(error);
-                }
-                done => done?,
-            }
-            self.victim.set(None);
-            left -= STEP_BYTES as i64;
-        }
-        Ok(self.due() > Due::Idle)
-    }
-
-    /// Makes free some of what finished syncs allow.
-    pub(crate) fn release_some(&mut self) {
-        let free = self.core.allocator.free_units();
-        self.core.release(self.core.tickets.synced);
-        self.starved &= self.core.allocator.free_units() == free;
-    }
-
-    /// Whether the pool can take little more: next to nothing is free, and no work that is done
-    /// or waited for gains anything. `was`: the last answer, for hysteresis.
-    pub fn is_short(&self, was: bool) -> bool {
-        let allocator = &self.core.allocator;
-        let margin = (allocator.units() * SHORT_BELOW_PERCENT / 100).max(2);
-        let free = allocator.free_for_clients();
-        match was {
-            true => free < 2 * margin,
-            false => {
-                free < margin
-                    && self.coming_units() == 0
-                    && (self.starved || self.next_step().is_none())
-            }
-        }
-    }
-
-    /// Looks whether the file system below is short of room, or has it again.
-    pub fn look_below(&mut self) {
-        self.core.look_below();
-    }
-
-    /// Whether it is the file system below that is short of room, not the pool.
-    pub fn is_short_below(&self) -> bool {
-        self.core.allocator.short_below
-    }
-
-    /// Replicas that were set aside for what could not be read are worked on again: now and then
-    /// it can be.
-    pub fn look_again(&mut self) {
-        self.victim.set(None);
-        self.touch_all();
-        for replica in self.replicas.values_mut() {
-            replica.maintenance.try_again();
-            replica.maintenance.commit_waits = false;
-        }
-        // Segments that could not be read wait for the next commit. Where they are all that could
-        // give room there is none: a full pool takes nothing that would need it.
-        let short = self.percent(self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;
-        if short && self.next_step().is_none() {
-            for replica in self.replicas.values_mut() {
-                replica.family.segments.try_again();
-            }
-            self.touch_all();
-            self.victim.set(None);
-        }
-    }
-
-    /// The most useful thing that can be done now. `None`: nothing would be gained, or what was
-    /// gained waits for a sync.
-    fn next_step(&self) -> Option<Step> {
-        let allocator = &self.core.allocator;
-        let work = self.due_work();
-        if self.core.freed.is_due(self.core.tickets.synced) {
-            return Some(Step::Release);
-        }
-        let live_limit = self.live_limit_percent();
-        let short = live_limit > EAGER_LIVE_PERCENT;
-        // Counts that are too high hide what can be gained, and clean-up need not wait for them.
-        let difference = || work.first(Fact::ViewLeaving).map(Step::Difference);
-        let recount = || work.first(Fact::CountDue).map(Step::Recount);
-        let first = short && self.counts_next && work.first(Fact::Folding).is_none();
-        if (first || mutant::is("count-before-all-else"))
-            && let Some(step) = difference().or_else(recount)
-        {
-            return Some(step);
-        }
-        // A job that was begun is finished before another starts.
-        if let Some(guid) = work.first(Fact::AtWork) {
-            return Some(Step::GoOn(guid));
-        }
-        // Emptied segments are worth nothing until they are recorded as such; clean-up must not
-        // use up the room it works in before it has its gains.
-        let limit = PENDING_FREE_MAX.min(allocator.reserve_units / 3).max(1);
-        let tight = allocator.free_units() <= allocator.reserve_units;
-        if let Some((most, guid)) = work.most_emptied()
-            && (most >= limit || (tight && most > 0))
-        {
-            return Some(Step::Commit(guid));
-        }
-        let unit_blocks = u64::from(self.core.superblock.unit_blocks);
-        if !self.starved {
-            let keep = if short { 0 } else { self.core.options.log_keep_bytes };
-            let much = self.log_bytes() > self.core.options.checkpoint_bytes;
-            if let Some(guid) = work.first(Fact::FoldWanted) {
-                return Some(Step::Fold(guid, 0));
-            }
-            if let Some((bytes, guid)) = work.longest_log()
-                && much
-                && bytes > keep
-            {
-                return Some(Step::Fold(guid, keep));
-            }
-            if short && let Some(guid) = self.best_fold(FOLD_SEGMENTS, unit_blocks) {
-                return Some(Step::Fold(guid, 0));
-            }
-        }
-        // Its cost follows what it makes known, and clean-up goes by it.
-        if !short && let Some(step) = difference() {
-            return Some(step);
-        }
-        if !short && self.core.discard_due() {
-            return Some(Step::Discard);
-        }
-        if let Some((guid, segment)) = self.best_victim(live_limit) {
-            return Some(Step::Empty(guid, segment));
-        }
-        if short
-            && !self.starved
-            && let Some(guid) = self.best_fold(1, unit_blocks)
-        {
-            return Some(Step::Fold(guid, 0));
-        }
-        // The folded map holds trimmed blocks until the trim is folded too. A client that trims an
-        // idle volume writes nothing that would make a fold due.
-        if !self.starved
-            && let Some(guid) = work.first(Fact::Trimmed)
-        {
-            return Some(Step::Fold(guid, 0));
-        }
-        if let Some(guid) = work.first(Fact::ToRecord) {
-            return Some(Step::Commit(guid));
-        }
-        if self.core.discard_due() {
-            return Some(Step::Discard);
-        }
-        // It takes room, and is in no hurry.
-        if !short
-            && !self.starved
-            && let Some(guid) = work.first(Fact::Flattening)
-        {
-            return Some(Step::Flatten(guid));
-        }
-        difference().or_else(recount)
-    }
-
-    /// The replica whose fold lets the most be gained, if that is at least so many units.
-    fn best_fold(&self, units: u64, unit_blocks: u64) -> Option<ReplicaGuid> {
-        self.due_work()
-            .foldable()
-            .filter_map(|guid| {
-                let gain = self.replicas.get(&guid)?.fold_gain(unit_blocks);
-                Some((gain, std::cmp::Reverse(guid)))
-            })
-            .filter(|(gain, _)| *gain >= units)
-            .max()
-            .map(|(_, guid)| guid.0)
-    }
-
-    fn step(&mut self, step: Step) -> Result<(), StoreError> {
-        let core = &mut self.core;
-        let replica = step.replica().and_then(|guid| self.replicas.get_mut(&guid));
-        let Some(replica) = replica else {
-            match step {
-                Step::Release => self.release_some(),
-                Step::Discard => core.discard_some(),
-                _ => {}
-            }
-            return Ok(());
-        };
-        let done = match step {
-            Step::Release | Step::Discard => Ok(()),
-            Step::GoOn(_) if replica.maintenance.checkpoint.is_some() => {
-                replica.step_checkpoint(core).map(drop)
-            }
-            Step::GoOn(_) => replica.step_clean(core).map(drop),
-            Step::Commit(_) => replica.begin_commit(core),
-            Step::Fold(_, keep) => {
-                replica.begin_checkpoint(keep);
-                replica.maintenance.fold_wanted = false;
-                Ok(())
-            }
-            Step::Empty(_, segment) => {
-                let listing = self.look_ahead.listing(core, &replica.family, segment);
-                replica.begin_clean(core, segment.unit, listing).map(|complete| {
-                    if !complete {
-                        replica.family.segments.set_aside(segment.unit);
-                    }
-                })
-            }
-            Step::Difference(_) => replica.step_difference(core),
-            Step::Recount(_) => replica.step_recount(core).map(drop),
-            Step::Flatten(_) => replica.step_flatten(core),
-        };
-        if done.is_err() {
-            // The counters include work towards a result that is dropped.
-            replica.maintenance.count.begin_anew();
-        }
-        done
-    }
-
-    /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that
-    /// the next start has nothing to replay. Syncs on this thread.
-    pub fn settle(&mut self) -> Result<(), StoreError> {
-        self.victim.set(None);
-        self.touch_all();
-        for replica in self.replicas.values_mut() {
-            if !replica.is_prepared() {
-                replica.checkpoint_now(&mut self.core, replica.stable.0)?;
-            }
-            replica.family.segments.recorded.write_drifted();
-        }
-        // Nodes, then the record, then what it frees.
-        for _ in 0..3 {
-            for replica in self.replicas.values_mut() {
-                while replica.maintenance.dirty
-                    && !replica.is_prepared()
-                    && replica.maintenance.commit.is_none()
-                {
-                    replica.begin_commit(&mut self.core)?;
-                }
-            }
-            self.touch_all();
-            self.core.tickets.request();
-            use crate::api::ReplicaPool;
-            if let Some(ticket) = self.sync_wanted() {
-                let result = self.core.disk.sync();
-                self.sync_finished(ticket, result)?;
-            }
-        }
-        Ok(())
+    let (log, limit) = (log_bytes(pool), pool.core.options.checkpoint_bytes);
+    let usable = percent(pool, pool.core.allocator.free_for_clients());
+    match () {
+        _ if usable < URGENT_BELOW_PERCENT || log > 2 * limit => Due::Urgent,
+        _ if usable < CLEAN_BELOW_PERCENT || log > limit => Due::Soon,
+        _ => Due::Relaxed,
     }
 }
 
-impl crate::replica::Replica {
-    /// Whether an increment waits for its flip: its maps must not change until then.
-    pub fn is_prepared(&self) -> bool {
-        self.shadow.as_ref().is_some_and(|s| s.prepared.is_some())
+/// How full a segment may be that is emptied now.
+fn live_limit_percent<D: Disk>(pool: &Pool<D>) -> u64 {
+    let free = pool.core.allocator.free_for_clients() + coming_units(pool);
+    // In thousandths, so that a small pool has a slope and no stairs.
+    let free = u64::from(free) * 1000 / u64::from(pool.core.allocator.units().max(1));
+    let (most, least) = (10 * CLEAN_BELOW_PERCENT, 10 * URGENT_BELOW_PERCENT);
+    let short = most.saturating_sub(free).min(most - least);
+    EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
+}
+
+/// How full a segment may be that is emptied because too much of the pool is dead. Counted are
+/// the segments that can be emptied: the log changes with every write, which gains nothing.
+fn sprawl_limit_percent<D: Disk>(pool: &Pool<D>) -> u64 {
+    let Held { capacity, live } = pool.due_work().candidates();
+    let dead = (capacity.saturating_sub(live) * 100).checked_div(capacity).unwrap_or(0);
+    let (from, to) = (SPRAWL_PERCENT.start, SPRAWL_PERCENT.end);
+    let sprawl = dead.saturating_sub(from).min(to - from);
+    EAGER_LIVE_PERCENT + (SPRAWL_LIVE_PERCENT - EAGER_LIVE_PERCENT) * sprawl / (to - from)
+}
+
+/// The segment to empty next. Looked for again only when something has changed that decides
+/// it, since this is asked at every turn.
+fn best_victim<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
+    let changes = pool.due_work().changes();
+    let free_units = pool.core.allocator.free_units();
+    let key = VictimKey { changes, free_units, limit, starved: pool.starved };
+    if let Some((found_for, victim)) = pool.victim.get()
+        && found_for == key
+    {
+        #[cfg(any(test, debug_assertions))]
+        compare_victim(pool, changes, limit, victim);
+        return victim;
     }
+    let victim = find_victim(pool, limit);
+    #[cfg(any(test, debug_assertions))]
+    compare_victim(pool, changes, limit, victim);
+    pool.victim.set(Some((key, victim)));
+    victim
+}
+
+fn find_victim<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
+    let limit = limit.max(sprawl_limit_percent(pool));
+    let work = pool.due_work();
+    // A segment gains as much as any other of its class, or more if it is older.
+    let candidates = work.with_candidates(limit).filter_map(|guid| {
+        let segments = &pool.replicas.get(&guid)?.family.segments;
+        Some((guid, segments))
+    });
+    candidates
+        .flat_map(|(guid, segments)| {
+            segments.oldest_of_classes().map(move |(class, s)| (guid, class, s))
+        })
+        .filter_map(|(guid, class, s)| {
+            let benefit = benefit(pool, guid, class.live_percent.into(), limit, &s)?;
+            Some((benefit, guid, s))
+        })
+        .max_by_key(|(benefit, _, s)| (*benefit, std::cmp::Reverse(s.sequence)))
+        .map(|(_, guid, s)| (guid, s))
+}
+
+/// What emptying a segment gains, if it may be emptied.
+fn benefit<D: Disk>(
+    pool: &Pool<D>,
+    guid: ReplicaGuid,
+    live_percent: u64,
+    limit: u64,
+    segment: &SegmentState,
+) -> Option<u64> {
+    let newest = pool.core.sequence;
+    let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
+    let limit = match segment.stream {
+        Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
+        Stream::Log | Stream::Moved => limit,
+    };
+    let may = live_percent <= limit
+        && (segment.live_bytes == 0 || has_room(pool, segment))
+        && !gains_nothing(pool, guid, segment);
+    may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
+        // Next to nothing to move, or no time to lose: the emptiest.
+        true => (1 << 50) - live_percent,
+        false => (100 - live_percent) * age / (100 + live_percent),
+    })
+}
+
+/// Returns true if emptying a segment of nodes would gain nothing and space is not short.
+fn gains_nothing<D: Disk>(pool: &Pool<D>, guid: ReplicaGuid, segment: &SegmentState) -> bool {
+    let gain = pool.replicas.get(&guid).map(|replica| replica.maintenance.node_gain);
+    segment.stream == Stream::Nodes
+        && segment.live_bytes > 0
+        && gain.is_some_and(|gain| gain.is_none_of(segment.sequence))
+        && live_limit_percent(pool) <= EAGER_LIVE_PERCENT
+        && !mutant::is("clean-up-follows-itself")
+}
+
+/// Compares a choice with one by a look at all segments; where these are many, a choice of many.
+#[cfg(any(test, debug_assertions))]
+fn compare_victim<D: Disk>(
+    pool: &Pool<D>,
+    changes: u64,
+    limit: u64,
+    victim: Option<(ReplicaGuid, SegmentState)>,
+) {
+    const FEW_UNITS: u32 = 4096;
+    const ONE_OF: u64 = 1024;
+    let used = pool.core.allocator.units() - pool.core.allocator.free_units();
+    if used <= FEW_UNITS || changes.is_multiple_of(ONE_OF) {
+        assert_eq!(victim.map(|(_, s)| s.unit), victim_of_all(pool, limit));
+    }
+}
+
+/// The choice by a look at all segments: what [`find_victim`] has to come to.
+#[cfg(any(test, debug_assertions))]
+fn victim_of_all<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<u32> {
+    let limit = limit.max(sprawl_limit_percent(pool));
+    let workable = pool.replicas.values().filter(|r| r.maintenance.quarantined.is_none());
+    workable
+        .flat_map(|r| cleaner::victims(r).map(move |s| (r, s)))
+        .filter_map(|(r, s)| {
+            let capacity = r.family.segments.capacity(s.units);
+            let live_percent = (s.live_bytes * 100 / capacity).min(100);
+            Some((benefit(pool, r.identity.guid, live_percent, limit, &s)?, s))
+        })
+        .max_by_key(|(benefit, s)| (*benefit, std::cmp::Reverse(s.sequence)))
+        .map(|(_, s)| s.unit)
+}
+
+/// Whether what a segment holds, and the nodes that then change, can be written elsewhere.
+fn has_room<D: Disk>(pool: &Pool<D>, segment: &SegmentState) -> bool {
+    let needed = 2 * segment.units + 1;
+    !pool.starved && pool.core.allocator.free_units() >= needed
+}
+
+pub fn work<D: Disk>(pool: &mut Pool<D>, budget_bytes: u64) -> Result<bool, StoreError> {
+    pool.core.check_usable()?;
+    let mut left = budget_bytes.max(1) as i64;
+    while left > 0 {
+        if look_ahead::waits_for_disk(pool) {
+            return Ok(false);
+        }
+        let Some(step) = next_step(pool) else { return Ok(false) };
+        let guid = step.replica();
+        if guid.is_some_and(|guid| look_ahead::lacks(pool, guid, &step)) {
+            return Ok(false);
+        }
+        pool.counts_next = !matches!(step, Step::Difference(_) | Step::Recount(_));
+        pool.victim.set(None);
+        if let Some(guid) = guid {
+            pool.touch(guid);
+        }
+        match execute(pool, step) {
+            // Damage of one replica must not keep the others' logs from being folded.
+            Err(StoreError::Damaged(what)) => {
+                if let Some(guid) = guid
+                    && let Some(replica) = pool.replicas.get_mut(&guid)
+                {
+                    replica.maintenance.quarantined = Some(Cause::Damaged);
+                    pool.core.faults.damaged.push((guid, what));
+                }
+            }
+            // Waiting loses no data.
+            Err(error) if error.is_refused_read() => {
+                if let Some(replica) = guid.and_then(|g| pool.replicas.get_mut(&g)) {
+                    replica.maintenance.quarantined = Some(Cause::Unreadable);
+                }
+            }
+            Err(error) if error.is_lack_of_room() => {
+                // Until a unit is given back only what needs none is tried.
+                pool.starved = true;
+                return Err(error);
+            }
+            done => done?,
+        }
+        pool.victim.set(None);
+        left -= STEP_BYTES as i64;
+    }
+    Ok(due(pool) > Due::Idle)
+}
+
+/// Makes free some of what finished syncs allow.
+pub fn release_some<D: Disk>(pool: &mut Pool<D>) {
+    let free = pool.core.allocator.free_units();
+    let synced = pool.core.tickets.synced;
+    freed::release(&mut pool.core, synced);
+    pool.starved &= pool.core.allocator.free_units() == free;
+}
+
+/// The most useful thing that can be done now. `None`: nothing would be gained, or what was
+/// gained waits for a sync.
+pub fn next_step<D: Disk>(pool: &Pool<D>) -> Option<Step> {
+    let allocator = &pool.core.allocator;
+    let work = pool.due_work();
+    if pool.core.freed.is_due(pool.core.tickets.synced) {
+        return Some(Step::Release);
+    }
+    let live_limit = live_limit_percent(pool);
+    let short = live_limit > EAGER_LIVE_PERCENT;
+    // Counts that are too high hide what can be gained, and clean-up need not wait for them.
+    let difference = || work.first(Fact::ViewLeaving).map(Step::Difference);
+    let recount = || work.first(Fact::CountDue).map(Step::Recount);
+    let first = short && pool.counts_next && work.first(Fact::Folding).is_none();
+    if (first || mutant::is("count-before-all-else"))
+        && let Some(step) = difference().or_else(recount)
+    {
+        return Some(step);
+    }
+    // A job that was begun is finished before another starts.
+    if let Some(guid) = work.first(Fact::AtWork) {
+        return Some(Step::GoOn(guid));
+    }
+    // Emptied segments are worth nothing until they are recorded as such; clean-up must not
+    // use up the room it works in before it has its gains.
+    let limit = PENDING_FREE_MAX.min(allocator.reserve_units / 3).max(1);
+    let tight = allocator.free_units() <= allocator.reserve_units;
+    if let Some((most, guid)) = work.most_emptied()
+        && (most >= limit || (tight && most > 0))
+    {
+        return Some(Step::Commit(guid));
+    }
+    let unit_blocks = u64::from(pool.core.superblock.unit_blocks);
+    if !pool.starved {
+        let keep = if short { 0 } else { pool.core.options.log_keep_bytes };
+        let much = log_bytes(pool) > pool.core.options.checkpoint_bytes;
+        if let Some(guid) = work.first(Fact::FoldWanted) {
+            return Some(Step::Fold(guid, 0));
+        }
+        if let Some((bytes, guid)) = work.longest_log()
+            && much
+            && bytes > keep
+        {
+            return Some(Step::Fold(guid, keep));
+        }
+        if short && let Some(guid) = best_fold(pool, FOLD_SEGMENTS, unit_blocks) {
+            return Some(Step::Fold(guid, 0));
+        }
+    }
+    // Its cost follows what it makes known, and clean-up goes by it.
+    if !short && let Some(step) = difference() {
+        return Some(step);
+    }
+    if !short && freed::discard_due(&pool.core) {
+        return Some(Step::Discard);
+    }
+    if let Some((guid, segment)) = best_victim(pool, live_limit) {
+        return Some(Step::Empty(guid, segment));
+    }
+    if short
+        && !pool.starved
+        && let Some(guid) = best_fold(pool, 1, unit_blocks)
+    {
+        return Some(Step::Fold(guid, 0));
+    }
+    // The folded map holds trimmed blocks until the trim is folded too. A client that trims an
+    // idle volume writes nothing that would make a fold due.
+    if !pool.starved
+        && let Some(guid) = work.first(Fact::Trimmed)
+    {
+        return Some(Step::Fold(guid, 0));
+    }
+    if let Some(guid) = work.first(Fact::ToRecord) {
+        return Some(Step::Commit(guid));
+    }
+    if freed::discard_due(&pool.core) {
+        return Some(Step::Discard);
+    }
+    // It takes room, and is in no hurry.
+    if !short
+        && !pool.starved
+        && let Some(guid) = work.first(Fact::Flattening)
+    {
+        return Some(Step::Flatten(guid));
+    }
+    difference().or_else(recount)
+}
+
+/// The replica whose fold lets the most be gained, if that is at least so many units.
+fn best_fold<D: Disk>(pool: &Pool<D>, units: u64, unit_blocks: u64) -> Option<ReplicaGuid> {
+    pool.due_work()
+        .foldable()
+        .filter_map(|guid| {
+            let gain = fold_gain(pool.replicas.get(&guid)?, unit_blocks);
+            Some((gain, std::cmp::Reverse(guid)))
+        })
+        .filter(|(gain, _)| *gain >= units)
+        .max()
+        .map(|(_, guid)| guid.0)
+}
+
+fn execute<D: Disk>(pool: &mut Pool<D>, step: Step) -> Result<(), StoreError> {
+    let core = &mut pool.core;
+    let replica = step.replica().and_then(|guid| pool.replicas.get_mut(&guid));
+    let Some(replica) = replica else {
+        match step {
+            Step::Release => release_some(pool),
+            Step::Discard => freed::discard_some(core),
+            _ => {}
+        }
+        return Ok(());
+    };
+    let done = match step {
+        Step::Release | Step::Discard => Ok(()),
+        Step::GoOn(_) if replica.maintenance.checkpoint.is_some() => {
+            checkpoint::step(replica, core).map(drop)
+        }
+        Step::GoOn(_) => cleaner::step(replica, core).map(drop),
+        Step::Commit(_) => checkpoint::begin_commit(replica, core),
+        Step::Fold(_, keep) => {
+            checkpoint::begin(replica, keep);
+            replica.maintenance.fold_wanted = false;
+            Ok(())
+        }
+        Step::Empty(_, segment) => {
+            let listing = pool.look_ahead.listing(core, &replica.family, segment);
+            cleaner::begin(replica, core, segment.unit, listing).map(|complete| {
+                if !complete {
+                    replica.family.segments.set_aside(segment.unit);
+                }
+            })
+        }
+        Step::Difference(_) => difference::step(replica, core),
+        Step::Recount(_) => recount::step(replica, core).map(drop),
+        Step::Flatten(_) => flatten::step(replica, core),
+    };
+    if done.is_err() {
+        // The counters include work towards a result that is dropped.
+        replica.maintenance.count.begin_anew();
+    }
+    done
 }

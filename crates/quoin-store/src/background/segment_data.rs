@@ -108,7 +108,7 @@ impl SegmentData {
         self.take_alone(core, place)
     }
 
-    /// Whether a block was read.
+    /// Returns true if a block was read, and since then nothing was written in place.
     pub fn has<D>(&mut self, core: &Core<D>, place: u64) -> bool {
         self.drop_older(core);
         self.held(place).is_some()

@@ -33,6 +33,7 @@ use crate::format::relatives::{BaseId, BaseState, RelativesState};
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableState;
 use crate::pool::{CREATION_BYTES, Pool};
+use crate::rebuild::shadow;
 use crate::replica::upper::Upper;
 use crate::replica::{Replica, Synced};
 
@@ -64,7 +65,7 @@ pub fn check_bases<D: Disk>(
     durable: &mut DurableState,
 ) {
     for (guid, replica) in replicas {
-        if replica.is_remnant() {
+        if is_remnant(replica) {
             core.bases.only_clones_show(*guid);
         }
         let Some(base) = replica.family.relatives.base else { continue };
@@ -94,195 +95,193 @@ fn state_of(kept: &SnapshotState, parent: Option<BaseId>) -> BaseState {
     BaseState { snapshot: kept.info.id, lsn, blocks, parent, root: kept.root }
 }
 
-impl<D: Disk> Pool<D> {
-    /// See [`crate::ReplicaPool::create_clone`].
-    pub(crate) fn make_clone(
-        &mut self,
-        identity: ReplicaIdentity,
-        meta: ReplicaMeta,
-        blocks: u64,
-        source: &CloneSource,
-    ) -> Result<Cloned, StoreError> {
-        self.core.check_usable()?;
-        let guid = identity.guid;
-        let is_known = self.replicas.contains_key(&guid);
-        if is_known || self.core.durable.retired.contains(&guid) {
-            return Err(StoreError::Rule("a GUID is born once"));
-        }
-        if self.ring_lacks(identity.volume_spec.len() + 2 * CREATION_BYTES) {
-            return Err(StoreError::RingFull);
-        }
-        let Some(keeper) = self.holder_of(source) else {
-            return Err(StoreError::Rule("a clone is made where its snapshot is"));
-        };
-        self.touch(keeper);
-        let Some(replica) = self.replicas.get_mut(&keeper) else { return Err(UNREADABLE) };
-        if replica.meta.damaged || replica.maintenance.quarantined.is_some() {
-            return Err(StoreError::Damaged("the replica that has the snapshot of a clone"));
-        }
-        let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == source.snapshot)
-        else {
-            // It is above the map still.
-            replica.maintenance.fold_wanted = true;
-            return Ok(Cloned::NotYet);
-        };
-        if blocks < kept.info.blocks || blocks > VOLUME_BLOCKS_MAX {
-            return Err(StoreError::Rule("a clone has the size of its snapshot at least"));
-        }
-        let kept = kept.clone();
-        let parent = replica.family.relatives.base;
-        if self.core.bases.depth(parent) + 1 >= BASES_DEEP_MAX {
-            return Err(StoreError::Rule(
-                "clones of clones are too deep: flatten one of those that it comes from",
-            ));
-        }
-        let id = BaseId { replica: keeper, snapshot: source.snapshot };
-        let durable = self.core.durable.replicas.get(&keeper).ok_or(UNREADABLE)?;
-        let mut relatives = RelativesState::decode(durable.relatives.clone());
-        let relatives = relatives.as_mut().map_err(|_| UNREADABLE)?;
-        // A map shows the base that was recorded with it.
-        let recorded = base_of(durable.checkpoint.clone(), source.snapshot, relatives.base)?;
-        let Some(recorded) = recorded else {
-            // Its map is not recorded yet.
-            self.replicas.entry(keeper).and_modify(|r| r.maintenance.dirty = true);
-            return Ok(Cloned::NotYet);
-        };
-        let is_base = relatives.bases.iter().any(|base| base.snapshot == source.snapshot);
-        if !is_base {
-            relatives.bases.push(recorded);
-        }
-        let clone =
-            new_clone(identity.clone(), meta.clone(), blocks, source, &kept, id, &self.core);
-        let own = RelativesState { base: Some(id), ..RelativesState::default() };
-        let checkpoint = Checkpoint {
-            head: clone.folded.head.clone(),
-            stable: clone.stable,
-            sequence: self.core.sequence,
-            ..Checkpoint::default()
-        };
-        let records = [
-            Record::Create(identity),
-            Record::Meta(guid, Box::new(meta), clone.stable),
-            Record::Checkpoint(guid, checkpoint.encode()),
-            Record::Relatives(guid, own.encode()),
-            Record::Relatives(keeper, relatives.encode()),
-        ];
-        if mutant::is("base-recorded-apart-from-its-clone") {
-            let [create, meta, checkpoint, own, base] = records;
-            self.core.record_all([create, meta, checkpoint, own])?;
-            self.core.record(base)?;
-        } else {
-            self.core.record_all(records)?;
-        }
-        self.keep_base(keeper, &kept, parent)?;
-        self.core.bases.begin_use(id);
-        self.replicas.insert(guid, clone);
-        self.touch(guid);
-        self.touch(keeper);
-        Ok(Cloned::Made)
+/// See [`crate::ReplicaPool::create_clone`].
+pub fn make_clone<D: Disk>(
+    pool: &mut Pool<D>,
+    identity: ReplicaIdentity,
+    meta: ReplicaMeta,
+    blocks: u64,
+    source: &CloneSource,
+) -> Result<Cloned, StoreError> {
+    pool.core.check_usable()?;
+    let guid = identity.guid;
+    let is_known = pool.replicas.contains_key(&guid);
+    if is_known || pool.core.durable.retired.contains(&guid) {
+        return Err(StoreError::Rule("a GUID is born once"));
     }
-
-    /// The replica that has a snapshot, as a part of its log or of its map.
-    fn holder_of(&self, source: &CloneSource) -> Option<ReplicaGuid> {
-        let has = |replica: &Replica| {
-            replica.identity.volume == source.volume
-                && !replica.is_remnant()
-                && replica.snapshots.iter().any(|s| s.id == source.snapshot && !s.hidden)
-        };
-        self.replicas.iter().find(|(_, replica)| has(replica)).map(|(guid, _)| *guid)
+    if pool.ring_lacks(identity.volume_spec.len() + 2 * CREATION_BYTES) {
+        return Err(StoreError::RingFull);
     }
+    let Some(keeper) = holder_of(pool, source) else {
+        return Err(StoreError::Rule("a clone is made where its snapshot is"));
+    };
+    pool.touch(keeper);
+    let Some(replica) = pool.replicas.get_mut(&keeper) else { return Err(UNREADABLE) };
+    if replica.meta.damaged || replica.maintenance.quarantined.is_some() {
+        return Err(StoreError::Damaged("the replica that has the snapshot of a clone"));
+    }
+    let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == source.snapshot) else {
+        // It is above the map still.
+        replica.maintenance.fold_wanted = true;
+        return Ok(Cloned::NotYet);
+    };
+    if blocks < kept.info.blocks || blocks > VOLUME_BLOCKS_MAX {
+        return Err(StoreError::Rule("a clone has the size of its snapshot at least"));
+    }
+    let kept = kept.clone();
+    let parent = replica.family.relatives.base;
+    if pool.core.bases.depth(parent) + 1 >= BASES_DEEP_MAX {
+        return Err(StoreError::Rule(
+            "clones of clones are too deep: flatten one of those that it comes from",
+        ));
+    }
+    let id = BaseId { replica: keeper, snapshot: source.snapshot };
+    let durable = pool.core.durable.replicas.get(&keeper).ok_or(UNREADABLE)?;
+    let mut relatives = RelativesState::decode(durable.relatives.clone());
+    let relatives = relatives.as_mut().map_err(|_| UNREADABLE)?;
+    // A map shows the base that was recorded with it.
+    let recorded = base_of(durable.checkpoint.clone(), source.snapshot, relatives.base)?;
+    let Some(recorded) = recorded else {
+        // Its map is not recorded yet.
+        pool.replicas.entry(keeper).and_modify(|r| r.maintenance.dirty = true);
+        return Ok(Cloned::NotYet);
+    };
+    let is_base = relatives.bases.iter().any(|base| base.snapshot == source.snapshot);
+    if !is_base {
+        relatives.bases.push(recorded);
+    }
+    let clone = new_clone(identity.clone(), meta.clone(), blocks, source, &kept, id, &pool.core);
+    let own = RelativesState { base: Some(id), ..RelativesState::default() };
+    let checkpoint = Checkpoint {
+        head: clone.folded.head.clone(),
+        stable: clone.stable,
+        sequence: pool.core.sequence,
+        ..Checkpoint::default()
+    };
+    let records = [
+        Record::Create(identity),
+        Record::Meta(guid, Box::new(meta), clone.stable),
+        Record::Checkpoint(guid, checkpoint.encode()),
+        Record::Relatives(guid, own.encode()),
+        Record::Relatives(keeper, relatives.encode()),
+    ];
+    if mutant::is("base-recorded-apart-from-its-clone") {
+        let [create, meta, checkpoint, own, base] = records;
+        pool.core.record_all([create, meta, checkpoint, own])?;
+        pool.core.record(base)?;
+    } else {
+        pool.core.record_all(records)?;
+    }
+    keep_base(pool, keeper, &kept, parent)?;
+    pool.core.bases.begin_use(id);
+    pool.replicas.insert(guid, clone);
+    pool.touch(guid);
+    pool.touch(keeper);
+    Ok(Cloned::Made)
+}
 
-    /// Makes a snapshot a base, in memory and in the record that is on its way.
-    fn keep_base(
-        &mut self,
-        keeper: ReplicaGuid,
-        kept: &SnapshotState,
-        parent: Option<BaseId>,
-    ) -> Result<(), StoreError> {
-        let core = &mut self.core;
-        let Some(replica) = self.replicas.get_mut(&keeper) else { return Ok(()) };
-        let id = BaseId { replica: keeper, snapshot: kept.info.id };
-        if let Some(commit) = &mut replica.maintenance.commit
-            && !commit.relatives.bases.iter().any(|base| base.snapshot == kept.info.id)
-            && !mutant::is("base-forgotten-by-a-commit-under-way")
-        {
-            // The snapshot is in it: it is in the map, and in the record before.
-            let base = base_of(commit.record.clone(), kept.info.id, commit.relatives.base)?;
-            commit.relatives.bases.extend(base);
-        }
-        if core.bases.get(id).is_none() {
-            // The clone reads nodes from the disk that wait here to be written.
-            replica.io(core).flush()?;
-            core.bases.insert(keeper, &state_of(kept, parent));
-            parent.into_iter().for_each(|parent| core.bases.begin_use(parent));
-        }
-        replica.family.relatives.kept_through = core.bases.kept_through(keeper);
+/// The replica that has a snapshot, as a part of its log or of its map.
+fn holder_of<D: Disk>(pool: &Pool<D>, source: &CloneSource) -> Option<ReplicaGuid> {
+    let has = |replica: &Replica| {
+        replica.identity.volume == source.volume
+            && !is_remnant(replica)
+            && replica.snapshots.iter().any(|s| s.id == source.snapshot && !s.hidden)
+    };
+    pool.replicas.iter().find(|(_, replica)| has(replica)).map(|(guid, _)| *guid)
+}
+
+/// Makes a snapshot a base, in memory and in the record that is on its way.
+fn keep_base<D: Disk>(
+    pool: &mut Pool<D>,
+    keeper: ReplicaGuid,
+    kept: &SnapshotState,
+    parent: Option<BaseId>,
+) -> Result<(), StoreError> {
+    let core = &mut pool.core;
+    let Some(replica) = pool.replicas.get_mut(&keeper) else { return Ok(()) };
+    let id = BaseId { replica: keeper, snapshot: kept.info.id };
+    if let Some(commit) = &mut replica.maintenance.commit
+        && !commit.relatives.bases.iter().any(|base| base.snapshot == kept.info.id)
+        && !mutant::is("base-forgotten-by-a-commit-under-way")
+    {
+        // The snapshot is in it: it is in the map, and in the record before.
+        let base = base_of(commit.record.clone(), kept.info.id, commit.relatives.base)?;
+        commit.relatives.bases.extend(base);
+    }
+    if core.bases.get(id).is_none() {
+        // The clone reads nodes from the disk that wait here to be written.
+        replica.io(core).flush()?;
+        core.bases.insert(keeper, &state_of(kept, parent));
+        parent.into_iter().for_each(|parent| core.bases.begin_use(parent));
+    }
+    replica.family.relatives.kept_through = core.bases.kept_through(keeper);
+    replica.family.changes += 1;
+    Ok(())
+}
+
+/// Deletes a replica whose bases clones show: they stay, and all else goes.
+pub fn leave_remnant<D: Disk>(
+    pool: &mut Pool<D>,
+    guid: ReplicaGuid,
+) -> Result<(), StoreError> {
+    let core = &mut pool.core;
+    let Some(replica) = pool.replicas.get_mut(&guid) else { return Ok(()) };
+    let durable = core.durable.replicas.get(&guid).ok_or(UNREADABLE)?;
+    let mut checkpoint = Checkpoint::decode(durable.checkpoint.clone()).map_err(|_| UNREADABLE)?;
+    let mut relatives =
+        RelativesState::decode(durable.relatives.clone()).map_err(|_| UNREADABLE)?;
+    (checkpoint.root, checkpoint.shadow) = (Root::default(), None);
+    checkpoint.snapshots.clear();
+    checkpoint.segments.extend(durable.log_segments.iter().copied());
+    // Much of what they hold is dead now.
+    checkpoint.segments =
+        checkpoint.segments.iter().map(|s| s.counted().0.recorded(true)).collect();
+    checkpoint.table = checkpoint.table.map(|table| TableState { too_high: true, ..table });
+    checkpoint.log = LogStart {
+        index: replica.family.log_end.next_index,
+        previous: replica.family.log_end.previous,
+        ..LogStart::default()
+    };
+    checkpoint.sequence = core.sequence;
+    checkpoint.stable = checkpoint.head.position.lsn;
+    (relatives.base, relatives.is_remnant) = (None, true);
+    core.record_all([
+        Record::Checkpoint(guid, checkpoint.encode()),
+        Record::Relatives(guid, relatives.encode()),
+        Record::Retired(guid),
+    ])?;
+    become_remnant(replica);
+    core.bases.only_clones_show(guid);
+    core.tickets.request();
+    pool.victim.set(None);
+    pool.drop_calls(guid);
+    pool.touch(guid);
+    Ok(())
+}
+
+/// Gives up bases that no clone shows any more, and remnants that have none left.
+pub fn drop_unused_bases<D: Disk>(pool: &mut Pool<D>) -> Result<(), StoreError> {
+    while let Some((BaseId { replica: keeper, .. }, base)) = pool.core.bases.take_unused() {
+        pool.touch(keeper);
+        let Some(replica) = pool.replicas.get_mut(&keeper) else { continue };
+        replica.family.relatives.kept_through = pool.core.bases.kept_through(keeper);
         replica.family.changes += 1;
-        Ok(())
-    }
-
-    /// Deletes a replica whose bases clones show: they stay, and all else goes.
-    pub(crate) fn leave_remnant(&mut self, guid: ReplicaGuid) -> Result<(), StoreError> {
-        let core = &mut self.core;
-        let Some(replica) = self.replicas.get_mut(&guid) else { return Ok(()) };
-        let durable = core.durable.replicas.get(&guid).ok_or(UNREADABLE)?;
-        let mut checkpoint =
-            Checkpoint::decode(durable.checkpoint.clone()).map_err(|_| UNREADABLE)?;
-        let mut relatives =
-            RelativesState::decode(durable.relatives.clone()).map_err(|_| UNREADABLE)?;
-        (checkpoint.root, checkpoint.shadow) = (Root::default(), None);
-        checkpoint.snapshots.clear();
-        checkpoint.segments.extend(durable.log_segments.iter().copied());
-        // Much of what they hold is dead now.
-        checkpoint.segments =
-            checkpoint.segments.iter().map(|s| s.counted().0.recorded(true)).collect();
-        checkpoint.table = checkpoint.table.map(|table| TableState { too_high: true, ..table });
-        checkpoint.log = LogStart {
-            index: replica.family.log_end.next_index,
-            previous: replica.family.log_end.previous,
-            ..LogStart::default()
-        };
-        checkpoint.sequence = core.sequence;
-        checkpoint.stable = checkpoint.head.position.lsn;
-        (relatives.base, relatives.is_remnant) = (None, true);
-        core.record_all([
-            Record::Checkpoint(guid, checkpoint.encode()),
-            Record::Relatives(guid, relatives.encode()),
-            Record::Retired(guid),
-        ])?;
-        replica.become_remnant();
-        core.bases.only_clones_show(guid);
-        core.tickets.request();
-        self.victim.set(None);
-        self.drop_calls(guid);
-        self.touch(guid);
-        Ok(())
-    }
-
-    /// Gives up bases that no clone shows any more, and remnants that have none left.
-    pub(crate) fn drop_unused_bases(&mut self) -> Result<(), StoreError> {
-        while let Some((BaseId { replica: keeper, .. }, base)) = self.core.bases.take_unused() {
-            self.touch(keeper);
-            let Some(replica) = self.replicas.get_mut(&keeper) else { continue };
-            replica.family.relatives.kept_through = self.core.bases.kept_through(keeper);
-            replica.family.changes += 1;
-            replica.maintenance.count.leave([LeavingView::new(base.root, base.lsn)]);
-            replica.maintenance.dirty = true;
-            if replica.is_remnant() && !replica.keeps_bases() {
-                self.remove(keeper)?;
-            }
+        replica.maintenance.count.leave([LeavingView::new(base.root, base.lsn)]);
+        replica.maintenance.dirty = true;
+        if is_remnant(replica) && !keeps_bases(replica) {
+            pool.remove(keeper)?;
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Removes remnants of which a crash, or a hostile hand, left no bases.
-    pub(crate) fn drop_empty_remnants(&mut self) -> Result<(), StoreError> {
-        let is_empty = |replica: &Replica| replica.is_remnant() && !replica.keeps_bases();
-        let all = self.replicas.iter();
-        let empty: Vec<ReplicaGuid> =
-            all.filter(|(_, replica)| is_empty(replica)).map(|(guid, _)| *guid).collect();
-        empty.into_iter().try_for_each(|guid| self.remove(guid))
-    }
+/// Removes remnants of which a crash, or a hostile hand, left no bases.
+pub fn drop_empty_remnants<D: Disk>(pool: &mut Pool<D>) -> Result<(), StoreError> {
+    let is_empty = |replica: &Replica| is_remnant(replica) && !keeps_bases(replica);
+    let all = pool.replicas.iter();
+    let empty: Vec<ReplicaGuid> =
+        all.filter(|(_, replica)| is_empty(replica)).map(|(guid, _)| *guid).collect();
+    empty.into_iter().try_for_each(|guid| pool.remove(guid))
 }
 
 /// A clone as it begins: without a block of its own.
@@ -308,46 +307,44 @@ fn new_clone<D: Disk>(
     clone
 }
 
-impl Replica {
-    /// Whether it was deleted, and nothing but its bases is left.
-    pub fn is_remnant(&self) -> bool {
-        self.family.relatives.is_remnant
-    }
+/// Whether it was deleted, and nothing but its bases is left.
+pub fn is_remnant(replica: &Replica) -> bool {
+    replica.family.relatives.is_remnant
+}
 
-    /// Whether clones show snapshots of it.
-    pub fn keeps_bases(&self) -> bool {
-        self.family.relatives.kept_through > 0
-    }
+/// Whether clones show snapshots of it.
+pub fn keeps_bases(replica: &Replica) -> bool {
+    replica.family.relatives.kept_through > 0
+}
 
-    fn become_remnant(&mut self) {
-        (self.family.relatives.base, self.family.relatives.is_remnant) = (None, true);
-        self.abandon_shadow();
-        self.pins.clear();
-        self.maintenance.checkpoint = None;
-        self.maintenance.clean = None;
-        self.maintenance.flatten = None;
-        self.maintenance.fold_for_increment = None;
-        self.maintenance.fold_wanted = false;
-        if let Some(commit) = self.maintenance.commit.take() {
-            // Its record would bring the replica back.
-            self.maintenance.pending_free.extend(commit.frees);
-        }
-        let last = self.head.position.lsn;
-        self.folded.head = self.head.clone();
-        (self.folded.root, self.stable) = (Root::default(), last);
-        self.folded.snapshots.clear();
-        self.snapshots.clear();
-        self.log = Log::after(last);
-        self.upper = Upper::default();
-        self.frozen.clear();
-        self.synced = Synced { durable: Lsn(last.0), syncing: Lsn(last.0) };
-        self.family.close(Stream::Log);
-        self.family.forget_log_before(self.family.log_end.next_index);
-        self.family.changes += 1;
-        self.maintenance.quarantined = None;
-        self.maintenance.count.begin_anew();
-        (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
+fn become_remnant(replica: &mut Replica) {
+    (replica.family.relatives.base, replica.family.relatives.is_remnant) = (None, true);
+    shadow::abandon(replica);
+    replica.pins.clear();
+    replica.maintenance.checkpoint = None;
+    replica.maintenance.clean = None;
+    replica.maintenance.flatten = None;
+    replica.maintenance.fold_for_increment = None;
+    replica.maintenance.fold_wanted = false;
+    if let Some(commit) = replica.maintenance.commit.take() {
+        // Its record would bring the replica back.
+        replica.maintenance.pending_free.extend(commit.frees);
     }
+    let last = replica.head.position.lsn;
+    replica.folded.head = replica.head.clone();
+    (replica.folded.root, replica.stable) = (Root::default(), last);
+    replica.folded.snapshots.clear();
+    replica.snapshots.clear();
+    replica.log = Log::after(last);
+    replica.upper = Upper::default();
+    replica.frozen.clear();
+    replica.synced = Synced { durable: Lsn(last.0), syncing: Lsn(last.0) };
+    replica.family.close(Stream::Log);
+    replica.family.forget_log_before(replica.family.log_end.next_index);
+    replica.family.changes += 1;
+    replica.maintenance.quarantined = None;
+    replica.maintenance.count.begin_anew();
+    (replica.maintenance.dirty, replica.maintenance.commit_waits) = (true, false);
 }
 
 #[cfg(test)]

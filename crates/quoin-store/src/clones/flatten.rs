@@ -11,9 +11,10 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, crc32c, mutant};
 
-use crate::background::relocation::MovedBlock;
+use crate::background::cleaner;
+use crate::background::relocation::{self, MovedBlock};
 use crate::clones::bases::BASES_DEEP_MAX;
-use crate::clones::lookup::{first_of, shows_base};
+use crate::clones::lookup::{self, first_of, shows_base};
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
@@ -45,191 +46,189 @@ enum Stretch {
     End,
 }
 
-impl Replica {
-    /// Whether the next step of it can be done now.
-    pub fn may_flatten(&self) -> bool {
-        // A rebuild gives all of it blocks of its own.
-        let is_rebuilt = self.shadow.is_some();
-        self.maintenance.flatten.is_some() && !self.is_clean_blocked() && !is_rebuilt
-    }
+/// Whether the next step of it can be done now.
+pub fn is_due(replica: &Replica) -> bool {
+    // A rebuild gives all of it blocks of its own.
+    let is_rebuilt = replica.shadow.is_some();
+    replica.maintenance.flatten.is_some() && !cleaner::is_blocked(replica) && !is_rebuilt
+}
 
-    /// Whether it shows a base, by its maps or by its last record.
-    pub fn shows_base(&self) -> bool {
-        let work = &self.maintenance;
-        let in_commit = work.commit.as_ref().is_some_and(|c| !c.given_up_bases.is_empty());
-        self.family.relatives.base.is_some() || !work.given_up_bases.is_empty() || in_commit
-    }
+/// Whether it shows a base, by its maps or by its last record.
+pub fn shows_a_base(replica: &Replica) -> bool {
+    let work = &replica.maintenance;
+    let in_commit = work.commit.as_ref().is_some_and(|c| !c.given_up_bases.is_empty());
+    replica.family.relatives.base.is_some() || !work.given_up_bases.is_empty() || in_commit
+}
 
-    /// Begins to take over the blocks of its base, if it has one.
-    pub fn begin_flatten(&mut self) {
-        if self.family.relatives.base.is_some() && self.maintenance.flatten.is_none() {
-            self.maintenance.flatten = Some(Flatten::default());
+/// Begins to take over the blocks of its base, if it has one.
+pub fn begin(replica: &mut Replica) {
+    if replica.family.relatives.base.is_some() && replica.maintenance.flatten.is_none() {
+        replica.maintenance.flatten = Some(Flatten::default());
+    }
+}
+
+fn next_to_flatten<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    base: BaseId,
+    cursor: u64,
+) -> Result<Stretch, StoreError> {
+    let mut io = replica.io(core);
+    let parts = lookup::next_of_bases(&mut io, 0, cursor)?;
+    let Some((start, hole_end)) = first_of(&parts, cursor) else { return Ok(Stretch::End) };
+    let leaf_end = (start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64;
+    let count = if hole_end.is_some() { 1 } else { (leaf_end - start) as usize };
+    let mut found = vec![BlockAt::default(); count];
+    lookup::blocks_of(&mut io, base, start, &mut found, BASES_DEEP_MAX)?;
+    Ok(match hole_end {
+        Some(end) => {
+            let end = end.min(start.saturating_add(HOLE_BLOCKS_MAX));
+            Stretch::Hole { start, end, version: found[0].version }
+        }
+        None => Stretch::Leaf { start, found },
+    })
+}
+
+/// Roots of all views that may show the base.
+fn roots_over_base<D: Disk>(replica: &Replica, core: &Core<D>) -> Vec<Root> {
+    let mut roots: Vec<Root> = replica.folded.snapshots.iter().map(|s| s.root).collect();
+    roots.extend(replica.pins.values().map(|pin| pin.root));
+    roots.extend(core.bases.of(replica.identity.guid).map(|(_, base)| base.root));
+    roots.push(replica.folded.root);
+    roots
+}
+
+/// Which blocks of a stretch some view shows of the base.
+fn shown_of_base<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    start: u64,
+    count: usize,
+) -> Result<Vec<bool>, StoreError> {
+    let (mut shown, mut own) = (vec![false; count], vec![BlockAt::default(); count]);
+    for root in roots_over_base(replica, core) {
+        tree::blocks(&mut replica.io(core), root, start, &mut own)?;
+        for (shown, block) in shown.iter_mut().zip(&own) {
+            *shown |= shows_base(block);
         }
     }
+    Ok(shown)
+}
 
-    fn next_to_flatten<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        base: BaseId,
-        cursor: u64,
-    ) -> Result<Stretch, StoreError> {
-        let mut io = self.io(core);
-        let parts = io.next_of_bases(0, cursor)?;
-        let Some((start, hole_end)) = first_of(&parts, cursor) else { return Ok(Stretch::End) };
-        let leaf_end = (start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64;
-        let count = if hole_end.is_some() { 1 } else { (leaf_end - start) as usize };
-        let mut found = vec![BlockAt::default(); count];
-        io.blocks_of(base, start, &mut found, BASES_DEEP_MAX)?;
-        Ok(match hole_end {
-            Some(end) => {
-                let end = end.min(start.saturating_add(HOLE_BLOCKS_MAX));
-                Stretch::Hole { start, end, version: found[0].version }
-            }
-            None => Stretch::Leaf { start, found },
-        })
-    }
-
-    /// Roots of all views that may show the base.
-    fn roots_over_base<D: Disk>(&self, core: &Core<D>) -> Vec<Root> {
-        let mut roots: Vec<Root> = self.folded.snapshots.iter().map(|s| s.root).collect();
-        roots.extend(self.pins.values().map(|pin| pin.root));
-        roots.extend(core.bases.of(self.identity.guid).map(|(_, base)| base.root));
-        roots.push(self.folded.root);
-        roots
-    }
-
-    /// Which blocks of a stretch some view shows of the base.
-    fn shown_of_base<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        start: u64,
-        count: usize,
-    ) -> Result<Vec<bool>, StoreError> {
-        let (mut shown, mut own) = (vec![false; count], vec![BlockAt::default(); count]);
-        for root in self.roots_over_base(core) {
-            tree::blocks(&mut self.io(core), root, start, &mut own)?;
-            for (shown, block) in shown.iter_mut().zip(&own) {
-                *shown |= shows_base(block);
-            }
+/// Takes over some of the base.
+pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let (Some(Flatten { cursor }), Some(base)) =
+        (replica.maintenance.flatten, replica.family.relatives.base)
+    else {
+        replica.maintenance.flatten = None;
+        return Ok(());
+    };
+    replica.map_changed(core);
+    let end = match next_to_flatten(replica, core, base, cursor)? {
+        Stretch::Hole { start, end, version } => {
+            let blocks = (end - start) as u32;
+            let change = Change::FillHole { version };
+            cleaner::update_views(replica, core, &[Edit { lba: start, blocks, change }], &[])?;
+            end
         }
-        Ok(shown)
-    }
-
-    /// Takes over some of the base.
-    pub fn step_flatten<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let (Some(Flatten { cursor }), Some(base)) =
-            (self.maintenance.flatten, self.family.relatives.base)
-        else {
-            self.maintenance.flatten = None;
+        Stretch::Leaf { start, found } => {
+            take_over(replica, core, start, &found)?;
+            start + found.len() as u64
+        }
+        Stretch::End => {
+            end(replica, core, base);
             return Ok(());
-        };
-        self.map_changed(core);
-        let end = match self.next_to_flatten(core, base, cursor)? {
-            Stretch::Hole { start, end, version } => {
-                let blocks = (end - start) as u32;
-                let change = Change::FillHole { version };
-                self.update_views(core, &[Edit { lba: start, blocks, change }], &[])?;
-                end
-            }
-            Stretch::Leaf { start, found } => {
-                self.take_over(core, start, &found)?;
-                start + found.len() as u64
-            }
-            Stretch::End => {
-                self.end_flatten(core, base);
-                return Ok(());
-            }
-        };
-        self.maintenance.flatten = Some(Flatten { cursor: end });
-        self.maintenance.dirty = true;
-        Ok(())
-    }
+        }
+    };
+    replica.maintenance.flatten = Some(Flatten { cursor: end });
+    replica.maintenance.dirty = true;
+    Ok(())
+}
 
-    fn take_over<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        start: u64,
-        found: &[BlockAt],
-    ) -> Result<(), StoreError> {
-        let shown = self.shown_of_base(core, start, found.len())?;
-        let (mut edits, mut moved) = (Vec::new(), Vec::new());
-        let wanted = (start..).zip(found).zip(shown).filter(|(_, shown)| *shown);
-        for ((lba, block), _) in wanted {
-            let BlockAt { version, place, crc } = *block;
-            let change = match place {
-                0 if version == 0 => continue,
-                0 => Change::FillHole { version },
-                _ => {
-                    let bytes = read_good(core, block);
-                    let crc_at = moved.len() as u32;
-                    match bytes {
-                        Some(bytes) => {
-                            moved.push(MovedBlock { lba, version, crc, name: 0, bytes });
-                            Change::Fill { version, place: 0, crc_at }
-                        }
-                        None => {
-                            let bad = BadBlock::stretch(self.identity.guid, lba, Lsn(version));
-                            core.note_bad(bad);
-                            Change::Fill { version, place: LOST_PLACE, crc_at: u32::MAX }
-                        }
+fn take_over<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    start: u64,
+    found: &[BlockAt],
+) -> Result<(), StoreError> {
+    let shown = shown_of_base(replica, core, start, found.len())?;
+    let (mut edits, mut moved) = (Vec::new(), Vec::new());
+    let wanted = (start..).zip(found).zip(shown).filter(|(_, shown)| *shown);
+    for ((lba, block), _) in wanted {
+        let BlockAt { version, place, crc } = *block;
+        let change = match place {
+            0 if version == 0 => continue,
+            0 => Change::FillHole { version },
+            _ => {
+                let bytes = read_good(core, block);
+                let crc_at = moved.len() as u32;
+                match bytes {
+                    Some(bytes) => {
+                        moved.push(MovedBlock { lba, version, crc, name: 0, bytes });
+                        Change::Fill { version, place: 0, crc_at }
+                    }
+                    None => {
+                        let bad = BadBlock::stretch(replica.identity.guid, lba, Lsn(version));
+                        core.note_bad(bad);
+                        Change::Fill { version, place: LOST_PLACE, crc_at: u32::MAX }
                     }
                 }
-            };
-            edits.push(Edit { lba, blocks: 1, change });
-        }
-        if edits.is_empty() {
-            return Ok(());
-        }
-        let places = self.write_moved(core, &moved, self.naming(), false)?;
-        let mut crcs: Vec<u32> = moved.iter().map(|block| block.crc).collect();
-        let lost_at = crcs.len() as u32;
-        crcs.push(0);
-        for edit in &mut edits {
-            if let Change::Fill { place, crc_at, .. } = &mut edit.change {
-                match places.get(*crc_at as usize) {
-                    Some(written) => *place = *written,
-                    None => *crc_at = lost_at,
-                }
+            }
+        };
+        edits.push(Edit { lba, blocks: 1, change });
+    }
+    if edits.is_empty() {
+        return Ok(());
+    }
+    let places =
+        relocation::write_moved(replica, core, &moved, relocation::naming(replica), false)?;
+    let mut crcs: Vec<u32> = moved.iter().map(|block| block.crc).collect();
+    let lost_at = crcs.len() as u32;
+    crcs.push(0);
+    for edit in &mut edits {
+        if let Change::Fill { place, crc_at, .. } = &mut edit.change {
+            match places.get(*crc_at as usize) {
+                Some(written) => *place = *written,
+                None => *crc_at = lost_at,
             }
         }
-        self.update_views(core, &edits, &crcs)
     }
+    cleaner::update_views(replica, core, &edits, &crcs)
+}
 
-    /// All of it is its own by now.
-    fn end_flatten<D: Disk>(&mut self, core: &mut Core<D>, base: BaseId) {
-        self.maintenance.flatten = None;
-        self.family.relatives.base = None;
-        let mut given_up = vec![base];
-        for own in core.bases.of_mut(self.identity.guid) {
-            given_up.extend(own.parent.take());
-        }
-        if mutant::is("base-given-up-before-its-clone-is-recorded") {
-            given_up.drain(..).for_each(|base| core.bases.end_use(base));
-        }
-        self.maintenance.given_up_bases.append(&mut given_up);
-        (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
+/// All of it is its own by now.
+fn end<D: Disk>(replica: &mut Replica, core: &mut Core<D>, base: BaseId) {
+    replica.maintenance.flatten = None;
+    replica.family.relatives.base = None;
+    let mut given_up = vec![base];
+    for own in core.bases.of_mut(replica.identity.guid) {
+        given_up.extend(own.parent.take());
     }
+    if mutant::is("base-given-up-before-its-clone-is-recorded") {
+        given_up.drain(..).for_each(|base| core.bases.end_use(base));
+    }
+    replica.maintenance.given_up_bases.append(&mut given_up);
+    (replica.maintenance.dirty, replica.maintenance.commit_waits) = (true, false);
+}
 
-    /// Looks at what the next step reads.
-    pub fn look_ahead_of_flatten<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let (Some(Flatten { cursor }), Some(base)) =
-            (self.maintenance.flatten, self.family.relatives.base)
-        else {
-            return Ok(());
-        };
-        let (start, found) = match self.next_to_flatten(core, base, cursor)? {
-            Stretch::Leaf { start, found } => (start, found),
-            Stretch::Hole { .. } | Stretch::End => return Ok(()),
-        };
-        let shown = self.shown_of_base(core, start, found.len())?;
-        let mut lacking = Ok(());
-        let mut buffer = vec![0; BLOCK_SIZE];
-        for (block, _) in found.iter().zip(shown).filter(|(block, shown)| *shown && is_there(block))
-        {
-            lacking = lacking.and(core.read_beside(block.place, &mut buffer));
-        }
-        lacking
+/// Looks at what the next step reads.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let (Some(Flatten { cursor }), Some(base)) =
+        (replica.maintenance.flatten, replica.family.relatives.base)
+    else {
+        return Ok(());
+    };
+    let (start, found) = match next_to_flatten(replica, core, base, cursor)? {
+        Stretch::Leaf { start, found } => (start, found),
+        Stretch::Hole { .. } | Stretch::End => return Ok(()),
+    };
+    let shown = shown_of_base(replica, core, start, found.len())?;
+    let mut lacking = Ok(());
+    let mut buffer = vec![0; BLOCK_SIZE];
+    for (block, _) in found.iter().zip(shown).filter(|(block, shown)| *shown && is_there(block)) {
+        lacking = lacking.and(core.read_beside(block.place, &mut buffer));
     }
+    lacking
 }
 
 fn is_there(block: &BlockAt) -> bool {

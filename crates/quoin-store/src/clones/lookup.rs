@@ -10,6 +10,7 @@ use crate::format::node::{BAD_PLACE, BASE_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
 use crate::map::tree::{self, Part};
 use crate::replica::may_lack;
+use crate::space::logical;
 
 /// Whether the base shows instead of what a map says here.
 pub fn shows_base(block: &BlockAt) -> bool {
@@ -28,107 +29,114 @@ fn over(own: BlockAt, below: BlockAt) -> BlockAt {
     }
 }
 
-impl<D: Disk> NodeIo<'_, D> {
-    /// State of `out.len()` blocks from `lba` on in a view of the replica, its base included.
-    pub fn blocks(&mut self, root: Root, lba: u64, out: &mut [BlockAt]) -> Result<(), StoreError> {
-        let (own, base) = (self.family.guid, self.family.relatives.base);
-        self.blocks_over(own, root, base, lba, out, BASES_DEEP_MAX)
-    }
+/// State of `out.len()` blocks from `lba` on in a view of the replica, its base included.
+pub fn blocks<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    root: Root,
+    lba: u64,
+    out: &mut [BlockAt],
+) -> Result<(), StoreError> {
+    let (own, base) = (io.family.guid, io.family.relatives.base);
+    blocks_over(io, own, root, base, lba, out, BASES_DEEP_MAX)
+}
 
-    /// Places that come back are the pool's: logical ones are told from each other by the replica alone.
-    fn blocks_over(
-        &mut self,
-        replica: ReplicaGuid,
-        root: Root,
-        base: Option<BaseId>,
-        lba: u64,
-        out: &mut [BlockAt],
-        deep: usize,
-    ) -> Result<(), StoreError> {
-        let mut lacking = may_lack(tree::blocks(self, root, lba, out))?;
-        if lacking.is_ok() {
-            lacking = may_lack(self.resolve(replica, out))?;
-        }
-        let Some(base) = base else {
-            // What went back to a base that is not shown any more is a hole there.
-            for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
-                block.place = 0;
-            }
-            return lacking;
-        };
-        if lacking.is_err() || mutant::is("base-not-looked-at") {
-            // Which blocks are the base's is not known yet.
-            return lacking;
-        }
-        let mut at = 0;
-        while at < out.len() {
-            let run = out[at..].iter().take_while(|block| shows_base(block)).count();
-            if run > 0 {
-                let mut below = vec![BlockAt::default(); run];
-                let found = self.blocks_of(base, lba + at as u64, &mut below, deep);
-                lacking = lacking.and(may_lack(found)?);
-                for (block, below) in out[at..].iter_mut().zip(below) {
-                    *block = over(*block, below);
-                }
-            }
-            at += run.max(1);
-        }
-        lacking
+/// Places that come back are the pool's: logical ones are told from each other by the replica alone.
+fn blocks_over<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    replica: ReplicaGuid,
+    root: Root,
+    base: Option<BaseId>,
+    lba: u64,
+    out: &mut [BlockAt],
+    deep: usize,
+) -> Result<(), StoreError> {
+    let mut lacking = may_lack(tree::blocks(io, root, lba, out))?;
+    if lacking.is_ok() {
+        lacking = may_lack(logical::resolve(io, replica, out))?;
     }
+    let Some(base) = base else {
+        // What went back to a base that is not shown any more is a hole there.
+        for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
+            block.place = 0;
+        }
+        return lacking;
+    };
+    if lacking.is_err() || mutant::is("base-not-looked-at") {
+        // Which blocks are the base's is not known yet.
+        return lacking;
+    }
+    let mut at = 0;
+    while at < out.len() {
+        let run = out[at..].iter().take_while(|block| shows_base(block)).count();
+        if run > 0 {
+            let mut below = vec![BlockAt::default(); run];
+            let found = blocks_of(io, base, lba + at as u64, &mut below, deep);
+            lacking = lacking.and(may_lack(found)?);
+            for (block, below) in out[at..].iter_mut().zip(below) {
+                *block = over(*block, below);
+            }
+        }
+        at += run.max(1);
+    }
+    lacking
+}
 
-    /// State of blocks in a base.
-    pub(super) fn blocks_of(
-        &mut self,
-        id: BaseId,
-        lba: u64,
-        out: &mut [BlockAt],
-        deep: usize,
-    ) -> Result<(), StoreError> {
-        let base = self.core.bases.get(id).filter(|_| deep > 0).copied();
-        let Some(Base { root, blocks, parent, .. }) = base else {
-            out.fill(BlockAt { place: BAD_PLACE, ..BlockAt::default() });
-            return Ok(());
-        };
-        // Behind its end a clone that is larger has nothing of it.
-        let within = blocks.saturating_sub(lba).min(out.len() as u64) as usize;
-        match within {
-            0 => Ok(()),
-            within => {
-                let out = &mut out[..within];
-                self.blocks_over(id.replica, root, parent, lba, out, deep - 1)
-            }
+/// State of blocks in a base.
+pub(super) fn blocks_of<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    id: BaseId,
+    lba: u64,
+    out: &mut [BlockAt],
+    deep: usize,
+) -> Result<(), StoreError> {
+    let base = io.core.bases.get(id).filter(|_| deep > 0).copied();
+    let Some(Base { root, blocks, parent, .. }) = base else {
+        out.fill(BlockAt { place: BAD_PLACE, ..BlockAt::default() });
+        return Ok(());
+    };
+    // Behind its end a clone that is larger has nothing of it.
+    let within = blocks.saturating_sub(lba).min(out.len() as u64) as usize;
+    match within {
+        0 => Ok(()),
+        within => {
+            let out = &mut out[..within];
+            blocks_over(io, id.replica, root, parent, lba, out, deep - 1)
         }
     }
+}
 
-    /// The next parts from `cursor` on of a view and of the bases behind it that may hold versions
-    /// above `from`: of each one at most, those of bases cut to their size.
-    pub fn next_parts(
-        &mut self,
-        root: Root,
-        from: u64,
-        cursor: u64,
-    ) -> Result<Vec<Part>, StoreError> {
-        let mut parts = Vec::new();
-        parts.extend(tree::next_part(self, root, from, cursor)?);
-        parts.extend(self.next_of_bases(from, cursor)?);
-        Ok(parts)
-    }
+/// The next parts from `cursor` on of a view and of the bases behind it that may hold versions
+/// above `from`: of each one at most, those of bases cut to their size.
+pub fn next_parts<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    root: Root,
+    from: u64,
+    cursor: u64,
+) -> Result<Vec<Part>, StoreError> {
+    let mut parts = Vec::new();
+    parts.extend(tree::next_part(io, root, from, cursor)?);
+    parts.extend(next_of_bases(io, from, cursor)?);
+    Ok(parts)
+}
 
-    /// As [`NodeIo::next_parts`], of the bases alone.
-    pub fn next_of_bases(&mut self, from: u64, cursor: u64) -> Result<Vec<Part>, StoreError> {
-        let mut parts = Vec::new();
-        for base in bases_of(self.core, self.family.relatives.base) {
-            if base.lsn <= from || cursor >= base.blocks {
-                continue;
-            }
-            let mut part = tree::next_part(self, base.root, from, cursor)?;
-            if let Some(Part::Hole { end, .. } | Part::Damaged { end, .. }) = &mut part {
-                *end = base.blocks.min(*end);
-            }
-            parts.extend(part.filter(|part| part.range().0 < base.blocks));
+/// Parts of the bases alone, as [`next_parts`] gives them.
+pub fn next_of_bases<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    from: u64,
+    cursor: u64,
+) -> Result<Vec<Part>, StoreError> {
+    let mut parts = Vec::new();
+    for base in bases_of(io.core, io.family.relatives.base) {
+        if base.lsn <= from || cursor >= base.blocks {
+            continue;
         }
-        Ok(parts)
+        let mut part = tree::next_part(io, base.root, from, cursor)?;
+        if let Some(Part::Hole { end, .. } | Part::Damaged { end, .. }) = &mut part {
+            *end = base.blocks.min(*end);
+        }
+        parts.extend(part.filter(|part| part.range().0 < base.blocks));
     }
+    Ok(parts)
 }
 
 fn bases_of<D>(core: &Core<D>, base: Option<BaseId>) -> Vec<Base> {

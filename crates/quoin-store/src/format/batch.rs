@@ -138,7 +138,8 @@ pub struct BatchHeader {
 }
 
 /// Entry of a header. For nodes: `epoch` is the byte place, `lba` the first LBA covered,
-/// `blocks` the length in bytes, `kind` the level, `lsn` the newest version inside.
+/// `blocks` the length in bytes, `kind` the level, `lsn` the newest version inside. For moved blocks:
+/// `epoch` is the logical place of the first, or 0.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BatchEntry<'a> {
     pub epoch: u64,

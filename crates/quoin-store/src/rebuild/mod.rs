@@ -1,3 +1,4 @@
 //! Increments, sent and received.
 
+pub mod sending;
 pub mod shadow;

@@ -31,8 +31,8 @@ impl FrozenViews {
         self.views.iter().find(|view| view.lsn == lsn).map(|view| &view.upper)
     }
 
-    /// Whether the view of a snapshot is there and stands on the folded map; false: it has to be
-    /// made.
+    /// Notes a read of the view of a snapshot. Returns false if no such view stands on the folded map: it
+    /// has to be made.
     pub fn renew(&mut self, lsn: Lsn, folded: Lsn) -> bool {
         let found = self.views.iter().position(|view| (view.lsn, view.stands_on) == (lsn, folded));
         let Some(at) = found else { return false };

@@ -1,6 +1,7 @@
 //! A replica: its folded map, the log above it, and how the two answer together.
 
 pub mod frozen;
+pub mod slots;
 pub mod upper;
 
 use std::collections::BTreeMap;
@@ -12,7 +13,10 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{Content, ReadView, Slot, SnapshotHead, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, SnapshotId, crc32c, mutant};
 
+use self::slots::push_slot;
+use crate::background::checkpoint;
 use crate::background::maintenance::Maintenance;
+use crate::clones::lookup;
 use crate::core::{BadBlock, Core, Kept, NodeBatch, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::disk::read_buffer::ReadBuffer;
@@ -24,11 +28,10 @@ use crate::format::node::{BAD_PLACE, BlockAt, LOST_PLACE, Root};
 use crate::format::record::Record;
 use crate::log::history::Head;
 use crate::log::memtable::Log;
-use crate::rebuild::shadow::Shadow;
+use crate::rebuild::shadow::{self, Shadow};
 use crate::replica::frozen::FrozenViews;
 use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
 use crate::space::segments::{Family, LogEnd};
-use crate::testing::model::push_slot;
 
 /// Header bytes that a batch may take; more entries become several batches.
 const HEADER_BYTES_MAX: usize = 60 * BLOCK_SIZE;
@@ -119,6 +122,11 @@ impl Replica {
         }
     }
 
+    /// Returns true if an increment waits for its flip: the maps must not change until then.
+    pub fn is_prepared(&self) -> bool {
+        self.shadow.as_ref().is_some_and(|s| s.prepared.is_some())
+    }
+
     /// A map was changed, or it became known what is dead, by something else than clean-up.
     pub fn map_changed<D: Disk>(&mut self, core: &Core<D>) {
         self.maintenance.node_gain.changed(core.sequence);
@@ -158,6 +166,8 @@ impl Replica {
 
     // ---- append and truncate -------------------------------------------------------------
 
+    /// Appends entries to the log and shows them in the memtable. They are in the kernel then, or under
+    /// `durability: media` in this process, and durable after the next sync.
     pub fn append<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -165,7 +175,7 @@ impl Replica {
     ) -> Result<(), StoreError> {
         core.check_usable()?;
         self.head.check_append(self.snapshots.len(), entries)?;
-        self.abandon_shadow();
+        shadow::abandon(self);
         core.mark.change();
         core.tickets.written.add(self.identity.guid);
         let (taken, refused) = entries.split_at(self.fitting_reverts(entries));
@@ -299,7 +309,7 @@ impl Replica {
         self.log.push_batch(last, log_start);
         if before != Some(state.unit) {
             // All of the log before may have been folded.
-            self.family.forget_log_before(self.log_start().index);
+            self.family.forget_log_before(checkpoint::log_start(self).index);
         }
         let mut place = start + u64::from(header_blocks);
         for entry in entries {
@@ -341,7 +351,7 @@ impl Replica {
             core.record(Record::Cut { guid, index, keep })?;
         }
         self.cut(core, keep);
-        self.family.forget_log_before(self.log_start().index);
+        self.family.forget_log_before(checkpoint::log_start(self).index);
         Ok(())
     }
 
@@ -441,10 +451,10 @@ impl Replica {
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
-            return io.blocks(root, lba, found);
+            return lookup::blocks(&mut io, root, lba, found);
         }
         let upper = match view {
-            Source::Root(root) => return io.blocks(*root, lba, found),
+            Source::Root(root) => return lookup::blocks(&mut io, *root, lba, found),
             Source::Live => &*upper,
             Source::Frozen(lsn) => frozen.get(*lsn).ok_or(StoreError::Rule("no such view"))?,
         };

@@ -9,6 +9,7 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{EntryKind, Lsn, mutant};
 
+use crate::clones::lookup;
 use crate::core::NodeIo;
 use crate::disk::Disk;
 use crate::format::checkpoint::SnapshotState;
@@ -99,7 +100,7 @@ impl Upper {
         }
         // The states after no Revert, after the first one, and so on.
         let mut states = Vec::with_capacity(self.reverts.len() + 1);
-        let mut lacking = may_lack(io.blocks(folded.root, lba, found))?;
+        let mut lacking = may_lack(lookup::blocks(io, folded.root, lba, found))?;
         states.push(found.to_vec());
         for revert in &self.reverts {
             overlay(log, &revert.before, lba, found)?;
@@ -130,7 +131,7 @@ impl Unfolded {
         match &self.kept {
             Kept::Folded => {
                 let snapshot = snapshots.iter().find(|s| s.info.lsn.0 == self.since).ok_or(GONE)?;
-                io.blocks(snapshot.root, lba, &mut kept)?;
+                lookup::blocks(io, snapshot.root, lba, &mut kept)?;
             }
             Kept::Log { reverts, entries } => {
                 kept.copy_from_slice(states.get(*reverts).ok_or(GONE)?);
@@ -172,13 +173,13 @@ fn find_above<D: Disk>(
     for (from, to, lsn) in memtable.range(lba, end) {
         if from > at {
             let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
-            lacking = lacking.and(may_lack(io.blocks(root, at, gap))?);
+            lacking = lacking.and(may_lack(lookup::blocks(io, root, at, gap))?);
         }
         fill(log, lsn, from, &mut found[(from - lba) as usize..(to - lba) as usize])?;
         at = to;
     }
     if at < end {
-        io.blocks(root, at, &mut found[(at - lba) as usize..])?;
+        lookup::blocks(io, root, at, &mut found[(at - lba) as usize..])?;
     }
     lacking
 }

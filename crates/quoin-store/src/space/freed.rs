@@ -89,77 +89,72 @@ impl Freed {
     }
 }
 
-impl<D: Disk> Core<D> {
-    /// Frees some of what the finished syncs allow; whether more is left of it.
-    pub fn release(&mut self, ticket: u64) -> bool {
-        let mut freed = 0;
-        while freed < FREED_A_STEP
-            && let Some((unit, units)) = self.freed.next(ticket)
-        {
-            self.allocator.give_warm(unit, units);
-            freed += units;
-        }
-        self.freed.is_due(ticket)
+/// Frees some of what the finished syncs allow; whether more is left of it.
+pub fn release<D: Disk>(core: &mut Core<D>, ticket: u64) -> bool {
+    let mut freed = 0;
+    while freed < FREED_A_STEP
+        && let Some((unit, units)) = core.freed.next(ticket)
+    {
+        core.allocator.give_warm(unit, units);
+        freed += units;
     }
+    core.freed.is_due(ticket)
+}
 
-    fn gives_back(&self) -> bool {
-        !self.keeps_space() && self.disk.gives_back()
+fn gives_back<D: Disk>(core: &Core<D>) -> bool {
+    !core.keeps_space() && core.disk.gives_back()
+}
+
+/// Whether free units hold more space than stays warm, or may hold some of an earlier life.
+pub fn discard_due<D: Disk>(core: &Core<D>) -> bool {
+    gives_back(core)
+        && (core.allocator.is_too_warm() || core.freed.swept_units < core.allocator.units())
+}
+
+/// Gives the space of a few free units back.
+pub fn discard_some<D: Disk>(core: &mut Core<D>) {
+    if !gives_back(core) {
+        return;
     }
-
-    /// Whether free units hold more space than stays warm, or may hold some of an earlier life.
-    pub fn discard_due(&self) -> bool {
-        self.gives_back()
-            && (self.allocator.is_too_warm() || self.freed.swept_units < self.allocator.units())
+    let all = mutant::is("space-given-back-in-one-step");
+    let most = if all { usize::MAX } else { DISCARDED_A_STEP };
+    // The last ones first, so in descending order.
+    let mut units = Vec::new();
+    while units.len() < most
+        && let Some(unit) = core.allocator.cool_one()
+    {
+        units.push(unit);
     }
-
-    /// Gives the space of a few free units back.
-    pub fn discard_some(&mut self) {
-        if !self.gives_back() {
-            return;
-        }
-        let all = mutant::is("space-given-back-in-one-step");
-        let most = if all { usize::MAX } else { DISCARDED_A_STEP };
-        // The last ones first, so in descending order.
-        let mut units = Vec::new();
-        while units.len() < most
-            && let Some(unit) = self.allocator.cool_one()
-        {
-            units.push(unit);
-        }
-        units.reverse();
-        if units.is_empty() {
-            self.sweep(&mut units);
-        }
-        let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
-        for run in units.chunk_by(|a, b| a + 1 == *b) {
-            let offset = self.superblock.unit_start(run[0]) * BLOCK_SIZE as u64;
-            self.disk.discard(offset, run.len() as u64 * unit_bytes);
-        }
+    units.reverse();
+    if units.is_empty() {
+        sweep(core, &mut units);
     }
+    let unit_bytes = u64::from(core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+    for run in units.chunk_by(|a, b| a + 1 == *b) {
+        let offset = core.superblock.unit_start(run[0]) * BLOCK_SIZE as u64;
+        core.disk.discard(offset, run.len() as u64 * unit_bytes);
+    }
+}
 
-    /// Looks on for free units with space that was not given back before the last start. They are
-    /// not warm: a start may have been cut off in the middle of giving them back.
-    fn sweep(&mut self, found: &mut Vec<u32>) {
-        let units = self.allocator.units();
-        let until = self.freed.swept_units.saturating_add(SWEPT_A_STEP).min(units);
-        let mut asked = 0;
-        while self.freed.swept_units < until
-            && found.len() < DISCARDED_A_STEP
-            && asked < ASKED_A_STEP
-        {
-            let unit = self.freed.swept_units;
-            self.freed.swept_units += 1;
-            if !self.allocator.is_cold(unit) {
-                continue;
-            }
-            asked += 1;
-            let start = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
-            let next = self.disk.next_space(start);
-            match next.map(|offset| self.superblock.unit_of(offset / BLOCK_SIZE as u64)) {
-                Some(Some(at)) if at == unit => found.push(unit),
-                Some(Some(at)) => self.freed.swept_units = at.max(unit + 1),
-                _ => self.freed.swept_units = units,
-            }
+/// Looks on for free units with space that was not given back before the last start. They are
+/// not warm: a start may have been cut off in the middle of giving them back.
+fn sweep<D: Disk>(core: &mut Core<D>, found: &mut Vec<u32>) {
+    let units = core.allocator.units();
+    let until = core.freed.swept_units.saturating_add(SWEPT_A_STEP).min(units);
+    let mut asked = 0;
+    while core.freed.swept_units < until && found.len() < DISCARDED_A_STEP && asked < ASKED_A_STEP {
+        let unit = core.freed.swept_units;
+        core.freed.swept_units += 1;
+        if !core.allocator.is_cold(unit) {
+            continue;
+        }
+        asked += 1;
+        let start = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+        let next = core.disk.next_space(start);
+        match next.map(|offset| core.superblock.unit_of(offset / BLOCK_SIZE as u64)) {
+            Some(Some(at)) if at == unit => found.push(unit),
+            Some(Some(at)) => core.freed.swept_units = at.max(unit + 1),
+            _ => core.freed.swept_units = units,
         }
     }
 }

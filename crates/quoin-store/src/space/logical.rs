@@ -228,68 +228,58 @@ impl Moves {
     }
 }
 
-impl<D: Disk> NodeIo<'_, D> {
-    /// Replaces the logical places of a replica's blocks by places of the pool.
-    pub fn resolve(
-        &mut self,
-        replica: quoin_types::ReplicaGuid,
-        found: &mut [BlockAt],
-    ) -> Result<(), StoreError> {
-        let (mut at, mut lacking) = (0, Ok(()));
-        while at < found.len() {
-            let first = found[at].place;
-            if !is_logical(first) {
-                at += 1;
-                continue;
-            }
-            let run = found[at..].iter().zip(first..).take_while(|(b, place)| b.place == *place);
-            let run = run.count().min(LEAF_BLOCKS);
-            let blocks = &mut found[at..at + run];
-            at += run;
-            lacking = lacking.and(may_lack(self.resolve_run(replica, blocks))?);
+/// Replaces the logical places of a replica's blocks by places of the pool.
+pub fn resolve<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    replica: quoin_types::ReplicaGuid,
+    found: &mut [BlockAt],
+) -> Result<(), StoreError> {
+    let (mut at, mut lacking) = (0, Ok(()));
+    while at < found.len() {
+        let first = found[at].place;
+        if !is_logical(first) {
+            at += 1;
+            continue;
         }
-        lacking
+        let run = found[at..].iter().zip(first..).take_while(|(b, place)| b.place == *place);
+        let run = run.count().min(LEAF_BLOCKS);
+        let blocks = &mut found[at..at + run];
+        at += run;
+        lacking = lacking.and(may_lack(resolve_run(io, replica, blocks))?);
     }
-
-    fn resolve_run(
-        &mut self,
-        replica: quoin_types::ReplicaGuid,
-        found: &mut [BlockAt],
-    ) -> Result<(), StoreError> {
-        let first = block_of(found[0].place);
-        let logical = self.core.logical.get(&replica);
-        let in_place = |block| logical?.in_place(&self.core.superblock, block);
-        let pending = |block| logical?.pending.get(&block).map(|(place, _)| *place);
-        let mut moved = Vec::new();
-        for (i, block) in found.iter_mut().enumerate() {
-            let number = first + i as u64;
-            match in_place(number).or_else(|| pending(number)) {
-                Some(0) => block.place = BAD_PLACE,
-                Some(place) => block.place = place,
-                None => moved.push(i),
-            }
-        }
-        let Some((from, to)) = moved.first().zip(moved.last()) else { return Ok(()) };
-        let root = logical.map_or_else(Root::default, |logical| logical.root);
-        let mut places = vec![BlockAt::default(); to - from + 1];
-        let looked = tree::blocks(self, root, first + *from as u64, &mut places);
-        for i in &moved {
-            found[*i].place = match places[i - from].place {
-                // A block that is named and cannot be found is no hole.
-                0 => BAD_PLACE,
-                place => place,
-            };
-        }
-        looked
-    }
+    lacking
 }
 
-impl<D: Disk> Core<D> {
-    /// The logical places of a replica.
-    pub fn logical_of(&mut self, replica: quoin_types::ReplicaGuid) -> &mut Logical {
-        let superblock = &self.superblock;
-        self.logical.entry(replica).or_insert_with(|| Logical::new(superblock, None))
+fn resolve_run<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    replica: quoin_types::ReplicaGuid,
+    found: &mut [BlockAt],
+) -> Result<(), StoreError> {
+    let first = block_of(found[0].place);
+    let logical = io.core.logical.get(&replica);
+    let in_place = |block| logical?.in_place(&io.core.superblock, block);
+    let pending = |block| logical?.pending.get(&block).map(|(place, _)| *place);
+    let mut moved = Vec::new();
+    for (i, block) in found.iter_mut().enumerate() {
+        let number = first + i as u64;
+        match in_place(number).or_else(|| pending(number)) {
+            Some(0) => block.place = BAD_PLACE,
+            Some(place) => block.place = place,
+            None => moved.push(i),
+        }
     }
+    let Some((from, to)) = moved.first().zip(moved.last()) else { return Ok(()) };
+    let root = logical.map_or_else(Root::default, |logical| logical.root);
+    let mut places = vec![BlockAt::default(); to - from + 1];
+    let looked = tree::blocks(io, root, first + *from as u64, &mut places);
+    for i in &moved {
+        found[*i].place = match places[i - from].place {
+            // A block that is named and cannot be found is no hole.
+            0 => BAD_PLACE,
+            place => place,
+        };
+    }
+    looked
 }
 
 impl Family {
@@ -318,202 +308,206 @@ impl Family {
     }
 }
 
-impl Replica {
-    fn logical_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        NodeIo { tree: Tree::Logical, ..self.io(core) }
-    }
+fn logical_io<'a, D: Disk>(replica: &'a mut Replica, core: &'a mut Core<D>) -> NodeIo<'a, D> {
+    NodeIo { tree: Tree::Logical, ..replica.io(core) }
+}
 
-    /// Compares blocks of the segment of this unit, each the place by which leaves name it and where it
-    /// lies, with what the names stand for: an emptying that ended half-way left copies.
-    pub fn stand_for_their_names<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        unit: u32,
-        blocks: impl Iterator<Item = (u64, u64)>,
-    ) -> Result<Vec<bool>, StoreError> {
-        let guid = self.family.guid;
-        let root = core.logical_of(guid).root;
-        let (mut stand, mut lacking) = (Vec::new(), Ok(()));
-        for (name, at) in blocks {
-            if !is_logical(name) {
-                stand.push(true);
-                continue;
-            }
-            let number = block_of(name);
-            let logical = core.logical_of(guid);
-            if let Some((written_in, _)) = logical.written_in(number) {
-                stand.push(written_in == unit);
-                continue;
-            }
-            if let Some((place, _)) = logical.pending.get(&number) {
-                stand.push(*place == at);
-                continue;
-            }
-            let mut found = [BlockAt::default()];
-            let looked = tree::blocks(&mut self.logical_io(core), root, number, &mut found);
-            lacking = lacking.and(may_lack(looked)?);
-            // A name stands for one content: with the map lost, a good copy is as good as any.
-            let is_lost = matches!(found[0].place, BAD_PLACE | LOST_PLACE);
-            stand.push(is_lost || found[0].place == at);
+/// Compares blocks of the segment of this unit, each the place by which leaves name it and where it
+/// lies, with what the names stand for: an emptying that ended half-way left copies.
+pub fn stand_for_their_names<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    unit: u32,
+    blocks: impl Iterator<Item = (u64, u64)>,
+) -> Result<Vec<bool>, StoreError> {
+    let guid = replica.family.guid;
+    let root = core.logical_of(guid).root;
+    let (mut stand, mut lacking) = (Vec::new(), Ok(()));
+    for (name, at) in blocks {
+        if !is_logical(name) {
+            stand.push(true);
+            continue;
         }
-        lacking.map(|()| stand)
-    }
-
-    /// Looks at the nodes that a move of these blocks reads.
-    pub fn look_ahead_of_names<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        places: impl Iterator<Item = u64>,
-    ) -> Result<(), StoreError> {
-        let root = core.logical_of(self.family.guid).root;
-        let named = places.filter(|place| is_logical(*place)).map(block_of);
-        let stretches = named.map(|block| (block, block + 1));
-        tree::look_ahead(&mut self.logical_io(core), root, stretches, LEAF_BLOCKS)
-    }
-
-    /// Has logical places stand for blocks that were moved to a place of the pool, with this checksum;
-    /// place 0: the block is dead.
-    pub fn name_moved<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        moved: impl Iterator<Item = (u64, u64, u32)>,
-    ) -> Result<(), StoreError> {
-        let logical = core.logical_of(self.family.guid);
-        logical.pending.extend(moved.map(|(name, place, crc)| (block_of(name), (place, crc))));
-        let pending = logical.pending.len();
-        match pending {
-            0..=PENDING_MAX => Ok(()),
-            PENDING_HARD_MAX.. => self.merge_all_moved(core),
-            _ => self.merge_moved(core),
+        let number = block_of(name);
+        let logical = core.logical_of(guid);
+        if let Some((written_in, _)) = logical.written_in(number) {
+            stand.push(written_in == unit);
+            continue;
         }
-    }
-
-    /// Merges what was moved into the map, if there is room for its nodes: else the record has it.
-    pub fn merge_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        match self.merge_all_moved(core) {
-            Err(StoreError::Full) => {
-                // Nodes on the way to what is dropped were counted.
-                self.maintenance.count.begin_anew();
-                Ok(())
-            }
-            merged => merged,
+        if let Some((place, _)) = logical.pending.get(&number) {
+            stand.push(*place == at);
+            continue;
         }
+        let mut found = [BlockAt::default()];
+        let looked = tree::blocks(&mut logical_io(replica, core), root, number, &mut found);
+        lacking = lacking.and(may_lack(looked)?);
+        // A name stands for one content: with the map lost, a good copy is as good as any.
+        let is_lost = matches!(found[0].place, BAD_PLACE | LOST_PLACE);
+        stand.push(is_lost || found[0].place == at);
     }
+    lacking.map(|()| stand)
+}
 
-    fn merge_all_moved<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        let logical = core.logical_of(self.family.guid);
-        if logical.pending.is_empty() || mutant::is("names-not-merged-with-a-commit") {
-            return Ok(());
-        }
-        let (mut edits, mut crcs) = (Vec::new(), Vec::new());
-        for (block, (place, crc)) in &logical.pending {
-            let change = match *place {
-                0 => Change::Hole { version: 0 },
-                place => Change::Data { version: NAMED, place, crc_at: crcs.len() as u32 },
-            };
-            edits.push(Edit { lba: *block, blocks: 1, change });
-            crcs.extend((*place != 0).then_some(*crc));
-        }
-        self.update_logical(core, &edits, &crcs)?;
-        core.logical_of(self.family.guid).pending.clear();
-        Ok(())
+/// Looks at the nodes that a move of these blocks reads.
+pub fn look_ahead_of_names<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    places: impl Iterator<Item = u64>,
+) -> Result<(), StoreError> {
+    let root = core.logical_of(replica.family.guid).root;
+    let named = places.filter(|place| is_logical(*place)).map(block_of);
+    let stretches = named.map(|block| (block, block + 1));
+    tree::look_ahead(&mut logical_io(replica, core), root, stretches, LEAF_BLOCKS)
+}
+
+/// Has logical places stand for blocks that were moved to a place of the pool, with this checksum;
+/// place 0: the block is dead.
+pub fn name_moved<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    moved: impl Iterator<Item = (u64, u64, u32)>,
+) -> Result<(), StoreError> {
+    let logical = core.logical_of(replica.family.guid);
+    logical.pending.extend(moved.map(|(name, place, crc)| (block_of(name), (place, crc))));
+    let pending = logical.pending.len();
+    match pending {
+        0..=PENDING_MAX => Ok(()),
+        PENDING_HARD_MAX.. => merge_all_moved(replica, core),
+        _ => merge_moved(replica, core),
     }
+}
 
-    /// Changes the map of moved blocks.
-    pub fn update_logical<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        edits: &[Edit],
-        crcs: &[u32],
-    ) -> Result<(), StoreError> {
-        let guid = self.family.guid;
-        let root = core.logical_of(guid).root;
-        let mut io = self.logical_io(core);
-        let root = tree::update(&mut io, root, edits, crcs, None)?;
-        io.core.logical_of(guid).root = root;
-        if io.core.bases.of(guid).next().is_some() {
-            // Clones read nodes from the disk: they know nothing of what waits here to be written.
-            io.flush()?;
+/// Merges what was moved into the map, if there is room for its nodes: else the record has it.
+pub fn merge_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    match merge_all_moved(replica, core) {
+        Err(StoreError::Full) => {
+            // Nodes on the way to what is dropped were counted.
+            replica.maintenance.count.begin_anew();
+            Ok(())
         }
-        Ok(())
+        merged => merged,
     }
+}
 
-    /// Notes a moved block: by what it was in before, in the segment of this unit.
-    pub fn note_move<D: Disk>(&self, core: &Core<D>, moves: &mut Moves, place: u64, unit: u32) {
-        let Some(logical) = core.logical.get(&self.family.guid) else { return };
-        let block = block_of(place);
-        let origin = match logical.written_in(block) {
-            Some((_, offset)) => Some(block - offset),
-            None => logical.stretch_of(block).map(|stretch| stretch.start),
+fn merge_all_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let logical = core.logical_of(replica.family.guid);
+    if logical.pending.is_empty() || mutant::is("names-not-merged-with-a-commit") {
+        return Ok(());
+    }
+    let (mut edits, mut crcs) = (Vec::new(), Vec::new());
+    for (block, (place, crc)) in &logical.pending {
+        let change = match *place {
+            0 => Change::Hole { version: 0 },
+            place => Change::Data { version: NAMED, place, crc_at: crcs.len() as u32 },
         };
-        // Blocks of one unit are taken for one stretch before that is known.
-        let origin = origin.or(block.checked_div(logical.unit_blocks).map(|unit| !unit));
-        moves.push(block, unit, origin);
+        edits.push(Edit { lba: *block, blocks: 1, change });
+        crcs.extend((*place != 0).then_some(*crc));
     }
+    update_logical(replica, core, &edits, &crcs)?;
+    core.logical_of(replica.family.guid).pending.clear();
+    Ok(())
+}
 
-    /// A segment was emptied, of which the blocks had these names.
-    pub fn emptied<D: Disk>(
-        &self,
-        core: &mut Core<D>,
-        state: &SegmentState,
-        names: impl Iterator<Item = u64>,
-        moves: &Moves,
-    ) {
-        let logical = core.logical_of(self.family.guid);
-        logical.remove(state);
-        let moved: Vec<Stretch> = moves.0.iter().map(|(stretch, _)| *stretch).collect();
-        let names = names.filter(|place| is_logical(*place)).map(block_of);
-        logical.emptied(state.unit, names, &moved);
+/// Changes the map of moved blocks.
+pub fn update_logical<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    edits: &[Edit],
+    crcs: &[u32],
+) -> Result<(), StoreError> {
+    let guid = replica.family.guid;
+    let root = core.logical_of(guid).root;
+    let mut io = logical_io(replica, core);
+    let root = tree::update(&mut io, root, edits, crcs, None)?;
+    io.core.logical_of(guid).root = root;
+    if io.core.bases.of(guid).next().is_some() {
+        // Clones read nodes from the disk: they know nothing of what waits here to be written.
+        io.flush()?;
     }
+    Ok(())
+}
 
-    /// The next leaf of the map of moved blocks from this one on.
-    pub fn next_of_logical<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        from: u64,
-    ) -> Result<Option<Part>, StoreError> {
-        let logical = core.logical_of(self.family.guid);
-        let (root, end) = (logical.root, u64::from(logical.next) * logical.unit_blocks);
-        let part = tree::next_part(&mut self.logical_io(core), root, 0, from)?;
-        // Nothing is behind the last number, and a walk of what is made up need not end.
-        Ok(part.filter(|part| part.range().0 < end))
-    }
+/// Notes a moved block: by what it was in before, in the segment of this unit.
+pub fn note_move<D: Disk>(
+    replica: &Replica,
+    core: &Core<D>,
+    moves: &mut Moves,
+    place: u64,
+    unit: u32,
+) {
+    let Some(logical) = core.logical.get(&replica.family.guid) else { return };
+    let block = block_of(place);
+    let origin = match logical.written_in(block) {
+        Some((_, offset)) => Some(block - offset),
+        None => logical.stretch_of(block).map(|stretch| stretch.start),
+    };
+    // Blocks of one unit are taken for one stretch before that is known.
+    let origin = origin.or(block.checked_div(logical.unit_blocks).map(|unit| !unit));
+    moves.push(block, unit, origin);
+}
 
-    /// Learns which segments hold the moved blocks of the next leaf from this block on. `None`: there
-    /// is none.
-    pub fn learn_moved<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        from: u64,
-    ) -> Result<Option<u64>, StoreError> {
-        let Some(part) = self.next_of_logical(core, from)? else {
-            core.logical_of(self.family.guid).is_learned = true;
-            return Ok(None);
-        };
-        let (start, end) = part.range();
-        let Part::Leaf { node, .. } = part else { return Ok(Some(end)) };
-        let loaded = self.logical_io(core).load(0, &node)?;
-        let Some(Node::Leaf(leaf)) = loaded.as_deref() else { return Ok(Some(end)) };
-        let units = leaf
-            .blocks
-            .iter()
-            .map(|block| self.family.segments.containing(core.superblock.unit_of(block.place)?));
-        let units: Vec<Option<u32>> = units.collect();
-        let logical = core.logical_of(self.family.guid);
-        for (block, unit) in (start..).zip(units) {
-            let Some(unit) = unit else { continue };
-            if logical.stretch_of(block).is_some() || logical.written_in(block).is_some() {
-                continue;
-            }
-            match logical.moved.range_mut(..block).next_back() {
-                Some((_, (end, of))) if *of == unit && (*end..=*end + 256).contains(&block) => {
-                    *end = block + 1;
-                }
-                _ => drop(logical.moved.insert(block, (block + 1, unit))),
-            }
+/// A segment was emptied, of which the blocks had these names.
+pub fn emptied<D: Disk>(
+    replica: &Replica,
+    core: &mut Core<D>,
+    state: &SegmentState,
+    names: impl Iterator<Item = u64>,
+    moves: &Moves,
+) {
+    let logical = core.logical_of(replica.family.guid);
+    logical.remove(state);
+    let moved: Vec<Stretch> = moves.0.iter().map(|(stretch, _)| *stretch).collect();
+    let names = names.filter(|place| is_logical(*place)).map(block_of);
+    logical.emptied(state.unit, names, &moved);
+}
+
+/// The next leaf of the map of moved blocks from this one on.
+pub fn next_of_logical<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: u64,
+) -> Result<Option<Part>, StoreError> {
+    let logical = core.logical_of(replica.family.guid);
+    let (root, end) = (logical.root, u64::from(logical.next) * logical.unit_blocks);
+    let part = tree::next_part(&mut logical_io(replica, core), root, 0, from)?;
+    // Nothing is behind the last number, and a walk of what is made up need not end.
+    Ok(part.filter(|part| part.range().0 < end))
+}
+
+/// Learns which segments hold the moved blocks of the next leaf from this block on. `None`: there
+/// is none.
+pub fn learn_moved<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: u64,
+) -> Result<Option<u64>, StoreError> {
+    let Some(part) = next_of_logical(replica, core, from)? else {
+        core.logical_of(replica.family.guid).is_learned = true;
+        return Ok(None);
+    };
+    let (start, end) = part.range();
+    let Part::Leaf { node, .. } = part else { return Ok(Some(end)) };
+    let loaded = logical_io(replica, core).load(0, &node)?;
+    let Some(Node::Leaf(leaf)) = loaded.as_deref() else { return Ok(Some(end)) };
+    let units = leaf
+        .blocks
+        .iter()
+        .map(|block| replica.family.segments.containing(core.superblock.unit_of(block.place)?));
+    let units: Vec<Option<u32>> = units.collect();
+    let logical = core.logical_of(replica.family.guid);
+    for (block, unit) in (start..).zip(units) {
+        let Some(unit) = unit else { continue };
+        if logical.stretch_of(block).is_some() || logical.written_in(block).is_some() {
+            continue;
         }
-        Ok(Some(end))
+        match logical.moved.range_mut(..block).next_back() {
+            Some((_, (end, of))) if *of == unit && (*end..=*end + 256).contains(&block) => {
+                *end = block + 1;
+            }
+            _ => drop(logical.moved.insert(block, (block + 1, unit))),
+        }
     }
+    Ok(Some(end))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Free units, segments, and space that is given back; the names of blocks that clean-up moves.
 
+pub mod batches;
 pub mod bit_set;
 pub mod freed;
 pub mod logical;

@@ -17,38 +17,36 @@ use crate::format::superblock::LARGE_UNITS;
 /// times more.
 const WARM_UNITS: u32 = 2;
 
-impl<D: Disk> Core<D> {
-    /// Makes the unit that is ready free, as a used one.
-    pub fn take_ready(&mut self) {
-        let Some((unit, units)) = self.allocator.readying else { return };
-        match self.disk.made_ready() {
-            None => return,
-            Some(true) => self.allocator.give_warm(unit, units),
-            Some(false) => self.allocator.give(unit, units),
-        }
-        self.allocator.readying = None;
+/// Makes the unit that is ready free, as a used one.
+pub fn take_ready<D: Disk>(core: &mut Core<D>) {
+    let Some((unit, units)) = core.allocator.readying else { return };
+    match core.disk.made_ready() {
+        None => return,
+        Some(true) => core.allocator.give_warm(unit, units),
+        Some(false) => core.allocator.give(unit, units),
     }
+    core.allocator.readying = None;
+}
 
-    /// Begins to make ready what a log needs next, where room is plenty.
-    pub fn ready_next(&mut self, large: bool) {
-        let warm_enough = WARM_UNITS * if large { LARGE_UNITS } else { 1 };
-        if self.allocator.readying.is_some()
-            || !self.disk.notes_space()
-            || self.allocator.warm_units() >= warm_enough
-            || self.allocator.short_below
-            || self.allocator.free_for_clients() <= 4 * LARGE_UNITS
-        {
-            return;
-        }
-        let Some((unit, units, is_warm)) = self.allocate(large, false, false) else { return };
-        if is_warm {
-            return self.allocator.give_warm(unit, units);
-        }
-        let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
-        let length = u64::from(units) * u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
-        match self.disk.make_ready(offset, length) {
-            true => self.allocator.readying = Some((unit, units)),
-            false => self.allocator.give(unit, units),
-        }
+/// Begins to make ready what a log needs next, where room is plenty.
+pub fn ready_next<D: Disk>(core: &mut Core<D>, large: bool) {
+    let warm_enough = WARM_UNITS * if large { LARGE_UNITS } else { 1 };
+    if core.allocator.readying.is_some()
+        || !core.disk.notes_space()
+        || core.allocator.warm_units() >= warm_enough
+        || core.allocator.short_below
+        || core.allocator.free_for_clients() <= 4 * LARGE_UNITS
+    {
+        return;
+    }
+    let Some((unit, units, is_warm)) = core.allocate(large, false, false) else { return };
+    if is_warm {
+        return core.allocator.give_warm(unit, units);
+    }
+    let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+    let length = u64::from(units) * u64::from(core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+    match core.disk.make_ready(offset, length) {
+        true => core.allocator.readying = Some((unit, units)),
+        false => core.allocator.give(unit, units),
     }
 }

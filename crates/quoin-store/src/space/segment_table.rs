@@ -103,7 +103,7 @@ impl Packed {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Class {
     pub live_percent: u8,
-    /// Nothing in it is live: it is free for the asking.
+    /// Some of it is live. A segment with nothing live is free for the asking.
     pub has_live: bool,
     pub is_large: bool,
     pub has_nodes: bool,

@@ -15,6 +15,7 @@ use crate::format::record::Record;
 use crate::format::segment::segment_header;
 use crate::format::superblock::{LARGE_UNITS, Superblock};
 use crate::space::bit_set::BitSet;
+use crate::space::ready;
 use crate::space::segment_table::Segments;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
@@ -373,7 +374,7 @@ impl Family {
         let is_small = self.relatives.base.is_some() && self.segments.units() < LARGE_UNITS.into();
         let large = self.large && !is_small && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
         let waits = self.log_waits && stream == Stream::Log;
-        core.take_ready();
+        ready::take_ready(core);
         let warm_first = waits && core.disk.notes_space();
         let allocated = core.allocate(large, from_reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
@@ -425,7 +426,7 @@ impl Family {
             self.log_order.push_back((state.sequence, unit));
         }
         if waits {
-            core.ready_next(large);
+            ready::ready_next(core, large);
         }
         Ok(self.segments.insert(segment))
     }

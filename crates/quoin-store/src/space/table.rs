@@ -27,7 +27,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, mutant};
 
-use crate::background::cleaner::read_header;
 use crate::core::{Core, NodeIo, Tree};
 use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
@@ -37,6 +36,7 @@ use crate::format::segment::decode_header;
 use crate::format::table::{entry_of, segment_of};
 use crate::map::tree::{self, Change, Edit, Nodes, Part};
 use crate::replica::Replica;
+use crate::space::batches::read_header;
 use crate::space::segment_table::{PAGE_UNITS, Segments};
 
 /// Pages that one commit writes.
@@ -247,344 +247,354 @@ pub struct FoundTable {
     pub newest: u64,
 }
 
-impl Replica {
-    fn table_io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
-        NodeIo { tree: Tree::Segments, ..self.io(core) }
-    }
+fn table_io<'a, D: Disk>(replica: &'a mut Replica, core: &'a mut Core<D>) -> NodeIo<'a, D> {
+    NodeIo { tree: Tree::Segments, ..replica.io(core) }
+}
 
-    /// What a record says of the table.
-    pub fn table_state(&self) -> Option<TableState> {
-        self.family.segments.recorded.state(self.maintenance.count.is_too_high())
-    }
+/// What a record says of the table.
+pub fn table_state(replica: &Replica) -> Option<TableState> {
+    replica.family.segments.recorded.state(replica.maintenance.count.is_too_high())
+}
 
-    /// Writes what the table lacks, a bounded number of pages, where that is more than a record is
-    /// to have. `Ok(false)`: a lost table is not written anew yet, and the commit waits for it.
-    pub fn write_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        if self.family.segments.recorded.is_lost {
-            return self.write_lost_table(core);
+/// Writes what the table lacks, a bounded number of pages, where that is more than a record is
+/// to have. `Ok(false)`: a lost table is not written anew yet, and the commit waits for it.
+pub fn write_table<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
+    if replica.family.segments.recorded.is_lost {
+        return write_lost_table(replica, core);
+    }
+    let recorded = &replica.family.segments.recorded;
+    let pages = recorded.due_pages(core.options.unrecorded_segments);
+    if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
+        return Ok(true);
+    }
+    core.begin_second_edition()?;
+    let (root, changes) = (recorded.root, recorded.changes_of(&pages));
+    match write_pages(replica, core, root, &pages, 0) {
+        Ok(root) => {
+            replica.family.segments.recorded.written(&pages, changes, root);
+            Ok(true)
         }
-        let recorded = &self.family.segments.recorded;
-        let pages = recorded.due_pages(core.options.unrecorded_segments);
-        if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
-            return Ok(true);
+        Err(StoreError::Damaged(_)) => {
+            replica.family.segments.recorded.is_lost = true;
+            write_lost_table(replica, core)
         }
-        core.begin_second_edition()?;
-        let (root, changes) = (recorded.root, recorded.changes_of(&pages));
-        match self.write_pages(core, root, &pages, 0) {
-            Ok(root) => {
-                self.family.segments.recorded.written(&pages, changes, root);
-                Ok(true)
+        Err(StoreError::Full) => {
+            // The record has it. Nodes on the way to what is dropped were counted.
+            replica.maintenance.count.begin_anew();
+            Ok(true)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes some of the table that takes the place of a lost one; true once it does.
+fn write_lost_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+) -> Result<bool, StoreError> {
+    begin_next_table(replica, Successor::AtLoss, 0, false);
+    if step_next_table(replica, core, Successor::AtLoss)? == NextStep::NoRoom {
+        list_for(replica, core, Successor::AtLoss, 0)?;
+    } else if !is_next_complete(replica, core, Successor::AtLoss) {
+        return Ok(false);
+    }
+    replica.family.segments.change_tables(Successor::AtLoss);
+    // A count that went on beside it knows nothing of its nodes.
+    replica.maintenance.count.begin_anew();
+    Ok(true)
+}
+
+fn write_pages<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    root: Root,
+    pages: &[u32],
+    first_sequence: u64,
+) -> Result<Root, StoreError> {
+    let self_root = replica.family.segments.recorded.root;
+    let (mut edits, mut crcs) = (Vec::new(), Vec::new());
+    let hole = |from: u32, until: u32| Edit {
+        lba: from.into(),
+        blocks: until - from,
+        change: Change::Hole { version: 0 },
+    };
+    for page in pages {
+        let mut at = page * PAGE_UNITS;
+        let settled = replica.family.segments.settled_of(*page);
+        for state in settled.filter(|s| s.sequence >= first_sequence) {
+            if state.unit > at {
+                edits.push(hole(at, state.unit));
             }
-            Err(StoreError::Damaged(_)) => {
-                self.family.segments.recorded.is_lost = true;
-                self.write_lost_table(core)
-            }
-            Err(StoreError::Full) => {
-                // The record has it. Nodes on the way to what is dropped were counted.
-                self.maintenance.count.begin_anew();
-                Ok(true)
-            }
-            Err(error) => Err(error),
+            let (BlockAt { version, place, .. }, live) = entry_of(&state);
+            let change = Change::Data { version, place, crc_at: crcs.len() as u32 };
+            edits.push(Edit { lba: state.unit.into(), blocks: 1, change });
+            crcs.push(live);
+            at = state.unit + 1;
+        }
+        let end = page * PAGE_UNITS + PAGE_UNITS;
+        if at < end {
+            edits.push(hole(at, end));
         }
     }
-
-    /// Writes some of the table that takes the place of a lost one; true once it does.
-    fn write_lost_table<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        self.begin_next_table(Successor::AtLoss, 0, false);
-        if self.step_next_table(core, Successor::AtLoss)? == NextStep::NoRoom {
-            self.list_for(core, Successor::AtLoss, 0)?;
-        } else if !self.is_next_complete(core, Successor::AtLoss) {
-            return Ok(false);
-        }
-        self.family.segments.change_tables(Successor::AtLoss);
-        // A count that went on beside it knows nothing of its nodes.
-        self.maintenance.count.begin_anew();
-        Ok(true)
+    let mut io = table_io(replica, core);
+    if root != self_root {
+        // No count looks at another table than the one in use.
+        io.recount = None;
     }
+    tree::update(&mut io, root, &edits, &crcs, None)
+}
 
-    fn write_pages<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        root: Root,
-        pages: &[u32],
-        first_sequence: u64,
-    ) -> Result<Root, StoreError> {
-        let self_root = self.family.segments.recorded.root;
-        let (mut edits, mut crcs) = (Vec::new(), Vec::new());
-        let hole = |from: u32, until: u32| Edit {
-            lba: from.into(),
-            blocks: until - from,
-            change: Change::Hole { version: 0 },
+/// Writes some of another table.
+pub fn step_next_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    which: Successor,
+) -> Result<NextStep, StoreError> {
+    let most = core.options.unrecorded_segments;
+    replica.family.segments.look_on(which, most);
+    let Some(next) = &replica.family.segments.next[which as usize] else {
+        return Ok(NextStep::Complete);
+    };
+    if next.changes() <= most {
+        let is_complete = next.looked_at == u32::MAX;
+        return Ok(if is_complete { NextStep::Complete } else { NextStep::GoesOn });
+    }
+    if core.allocator.free_units() < UNITS_LEFT {
+        return Ok(NextStep::NoRoom);
+    }
+    core.begin_second_edition()?;
+    let (root, first_sequence) = (next.recorded.root, next.first_sequence);
+    let pages = next.recorded.due_pages(most);
+    let changes = next.recorded.changes_of(&pages);
+    let written = write_pages(replica, core, root, &pages, first_sequence);
+    if let (Ok(root), Some(next)) = (&written, &mut replica.family.segments.next[which as usize]) {
+        next.recorded.written(&pages, changes, *root);
+    }
+    match written {
+        Err(StoreError::Full) => {
+            replica.maintenance.count.begin_anew();
+            Ok(NextStep::NoRoom)
+        }
+        written => next_table_is(replica, which, written).map(|()| NextStep::GoesOn),
+    }
+}
+
+fn is_next_complete<D: Disk>(replica: &Replica, core: &Core<D>, which: Successor) -> bool {
+    replica.family.segments.next[which as usize].as_ref().is_none_or(|next| {
+        next.looked_at == u32::MAX && next.changes() <= core.options.unrecorded_segments
+    })
+}
+
+/// Completes the table that takes over at a flip. Where there is no room for it, the record has
+/// all segments, if the metadata ring has room for them.
+pub fn complete_table_of_flip<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    first_sequence: u64,
+) -> Result<(), StoreError> {
+    begin_next_table(replica, Successor::AtFlip, first_sequence, false);
+    loop {
+        match step_next_table(replica, core, Successor::AtFlip)? {
+            NextStep::Complete => return Ok(()),
+            NextStep::GoesOn => {}
+            NextStep::NoRoom => return list_for(replica, core, Successor::AtFlip, first_sequence),
+        }
+    }
+}
+
+/// Has records list all segments that another table would have: there is no room for its nodes.
+fn list_for<D: Disk>(
+    replica: &mut Replica,
+    core: &Core<D>,
+    which: Successor,
+    first_sequence: u64,
+) -> Result<(), StoreError> {
+    let most = core.ring.segments_in_a_record();
+    let mut next = NextTable::new(first_sequence, true);
+    for state in replica.family.segments.settled() {
+        next.added(state.unit, state.sequence);
+        if next.changes() > most {
+            return Err(StoreError::RingFull);
+        }
+    }
+    replica.family.segments.next[which as usize] = Some(next);
+    Ok(())
+}
+
+/// Begins another table, unless it was begun. `is_new`: nothing was written of what it will have.
+pub fn begin_next_table(
+    replica: &mut Replica,
+    which: Successor,
+    first_sequence: u64,
+    is_new: bool,
+) {
+    let next = &mut replica.family.segments.next[which as usize];
+    if next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
+        *next = Some(NextTable::new(first_sequence, is_new));
+    }
+}
+
+/// Writes nodes of the table anew, where they lie at the places that the edits name.
+pub fn renew_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    nodes: &[Edit],
+) -> Result<(), StoreError> {
+    let root = replica.family.segments.recorded.root;
+    match tree::update(&mut table_io(replica, core), root, nodes, &[], None) {
+        Ok(root) => replica.family.segments.recorded.root = root,
+        Err(StoreError::Damaged(_)) => replica.family.segments.recorded.is_lost = true,
+        Err(error) => return Err(error),
+    }
+    for which in [Successor::AtFlip, Successor::AtLoss] {
+        let Some(next) = &replica.family.segments.next[which as usize] else { continue };
+        let root = next.recorded.root;
+        let mut io = NodeIo { recount: None, ..table_io(replica, core) };
+        let renewed = tree::update(&mut io, root, nodes, &[], None);
+        next_table_is(replica, which, renewed)?;
+    }
+    Ok(())
+}
+
+/// Takes over the root of another table as it was written, or begins it anew where a node of it is
+/// lost.
+fn next_table_is(
+    replica: &mut Replica,
+    which: Successor,
+    written: Result<Root, StoreError>,
+) -> Result<(), StoreError> {
+    let Some(next) = &mut replica.family.segments.next[which as usize] else { return Ok(()) };
+    match written {
+        Ok(root) => next.recorded.root = root,
+        Err(StoreError::Damaged(_)) => *next = NextTable::new(next.first_sequence, false),
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
+
+/// The next leaf of the table from this unit on: where it ends, and its bytes with its place.
+pub fn next_of_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: u64,
+) -> Result<Option<Part>, StoreError> {
+    let root = replica.family.segments.recorded.root;
+    tree::next_part(&mut table_io(replica, core), root, 0, from)
+}
+
+/// Reads the table that a record tells of, and hands out its segments.
+pub fn read_table<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    table: &TableState,
+    mut admit: impl FnMut(&mut Core<D>, &mut Replica, &SegmentState) -> bool,
+) -> Result<Option<FoundTable>, StoreError> {
+    let removed: BTreeSet<u32> = table.removed.iter().copied().collect();
+    let mut found = FoundTable::default();
+    // Segments that the record states beside the table are known already.
+    let recorded = &mut replica.family.segments.recorded;
+    (recorded.root, recorded.removed) = (table.root, removed.clone());
+    let mut at = 0;
+    while let Some(part) = next_of_table(replica, core, at)? {
+        let (start, end) = part.range();
+        if start >= core.allocator.units().into() {
+            // No table has anything there, and a walk of what is made up need not end.
+            break;
+        }
+        at = end;
+        let loaded = match part {
+            Part::Hole { .. } => continue,
+            Part::Damaged { .. } => None,
+            Part::Leaf { node, .. } => table_io(replica, core).load(0, &node)?,
         };
-        for page in pages {
-            let mut at = page * PAGE_UNITS;
-            let settled = self.family.segments.settled_of(*page);
-            for state in settled.filter(|s| s.sequence >= first_sequence) {
-                if state.unit > at {
-                    edits.push(hole(at, state.unit));
-                }
-                let (BlockAt { version, place, .. }, live) = entry_of(&state);
-                let change = Change::Data { version, place, crc_at: crcs.len() as u32 };
-                edits.push(Edit { lba: state.unit.into(), blocks: 1, change });
-                crcs.push(live);
-                at = state.unit + 1;
-            }
-            let end = page * PAGE_UNITS + PAGE_UNITS;
-            if at < end {
-                edits.push(hole(at, end));
-            }
-        }
-        let mut io = self.table_io(core);
-        if root != self_root {
-            // No count looks at another table than the one in use.
-            io.recount = None;
-        }
-        tree::update(&mut io, root, &edits, &crcs, None)
-    }
-
-    /// Writes some of another table.
-    pub fn step_next_table<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        which: Successor,
-    ) -> Result<NextStep, StoreError> {
-        let most = core.options.unrecorded_segments;
-        self.family.segments.look_on(which, most);
-        let Some(next) = &self.family.segments.next[which as usize] else {
-            return Ok(NextStep::Complete);
+        let Some(Node::Leaf(leaf)) = loaded.as_deref() else {
+            found.lost.push((start, end));
+            continue;
         };
-        if next.changes() <= most {
-            let is_complete = next.looked_at == u32::MAX;
-            return Ok(if is_complete { NextStep::Complete } else { NextStep::GoesOn });
-        }
-        if core.allocator.free_units() < UNITS_LEFT {
-            return Ok(NextStep::NoRoom);
-        }
-        core.begin_second_edition()?;
-        let (root, first_sequence) = (next.recorded.root, next.first_sequence);
-        let pages = next.recorded.due_pages(most);
-        let changes = next.recorded.changes_of(&pages);
-        let written = self.write_pages(core, root, &pages, first_sequence);
-        if let (Ok(root), Some(next)) = (&written, &mut self.family.segments.next[which as usize]) {
-            next.recorded.written(&pages, changes, *root);
-        }
-        match written {
-            Err(StoreError::Full) => {
-                self.maintenance.count.begin_anew();
-                Ok(NextStep::NoRoom)
-            }
-            written => self.next_table_is(which, written).map(|()| NextStep::GoesOn),
-        }
-    }
-
-    fn is_next_complete<D: Disk>(&self, core: &Core<D>, which: Successor) -> bool {
-        self.family.segments.next[which as usize].as_ref().is_none_or(|next| {
-            next.looked_at == u32::MAX && next.changes() <= core.options.unrecorded_segments
-        })
-    }
-
-    /// Completes the table that takes over at a flip. Where there is no room for it, the record has
-    /// all segments, if the metadata ring has room for them.
-    pub fn complete_table_of_flip<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        first_sequence: u64,
-    ) -> Result<(), StoreError> {
-        self.begin_next_table(Successor::AtFlip, first_sequence, false);
-        loop {
-            match self.step_next_table(core, Successor::AtFlip)? {
-                NextStep::Complete => return Ok(()),
-                NextStep::GoesOn => {}
-                NextStep::NoRoom => return self.list_for(core, Successor::AtFlip, first_sequence),
-            }
-        }
-    }
-
-    /// Has records list all segments that another table would have: there is no room for its nodes.
-    fn list_for<D: Disk>(
-        &mut self,
-        core: &Core<D>,
-        which: Successor,
-        first_sequence: u64,
-    ) -> Result<(), StoreError> {
-        let most = core.ring.segments_in_a_record();
-        let mut next = NextTable::new(first_sequence, true);
-        for state in self.family.segments.settled() {
-            next.added(state.unit, state.sequence);
-            if next.changes() > most {
-                return Err(StoreError::RingFull);
-            }
-        }
-        self.family.segments.next[which as usize] = Some(next);
-        Ok(())
-    }
-
-    /// Begins another table, unless it was begun. `is_new`: nothing was written of what it will have.
-    pub fn begin_next_table(&mut self, which: Successor, first_sequence: u64, is_new: bool) {
-        let next = &mut self.family.segments.next[which as usize];
-        if next.as_ref().is_none_or(|next| next.first_sequence != first_sequence) {
-            *next = Some(NextTable::new(first_sequence, is_new));
-        }
-    }
-
-    /// Writes nodes of the table anew, where they lie at the places that the edits name.
-    pub fn renew_table<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        nodes: &[Edit],
-    ) -> Result<(), StoreError> {
-        let root = self.family.segments.recorded.root;
-        match tree::update(&mut self.table_io(core), root, nodes, &[], None) {
-            Ok(root) => self.family.segments.recorded.root = root,
-            Err(StoreError::Damaged(_)) => self.family.segments.recorded.is_lost = true,
-            Err(error) => return Err(error),
-        }
-        for which in [Successor::AtFlip, Successor::AtLoss] {
-            let Some(next) = &self.family.segments.next[which as usize] else { continue };
-            let root = next.recorded.root;
-            let mut io = NodeIo { recount: None, ..self.table_io(core) };
-            let renewed = tree::update(&mut io, root, nodes, &[], None);
-            self.next_table_is(which, renewed)?;
-        }
-        Ok(())
-    }
-
-    /// Takes over the root of another table as it was written, or begins it anew where a node of it is
-    /// lost.
-    fn next_table_is(
-        &mut self,
-        which: Successor,
-        written: Result<Root, StoreError>,
-    ) -> Result<(), StoreError> {
-        let Some(next) = &mut self.family.segments.next[which as usize] else { return Ok(()) };
-        match written {
-            Ok(root) => next.recorded.root = root,
-            Err(StoreError::Damaged(_)) => *next = NextTable::new(next.first_sequence, false),
-            Err(error) => return Err(error),
-        }
-        Ok(())
-    }
-
-    /// The next leaf of the table from this unit on: where it ends, and its bytes with its place.
-    pub fn next_of_table<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        from: u64,
-    ) -> Result<Option<Part>, StoreError> {
-        let root = self.family.segments.recorded.root;
-        tree::next_part(&mut self.table_io(core), root, 0, from)
-    }
-
-    /// Reads the table that a record tells of, and hands out its segments.
-    pub fn read_table<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        table: &TableState,
-        mut admit: impl FnMut(&mut Core<D>, &mut Replica, &SegmentState) -> bool,
-    ) -> Result<Option<FoundTable>, StoreError> {
-        let removed: BTreeSet<u32> = table.removed.iter().copied().collect();
-        let mut found = FoundTable::default();
-        // Segments that the record states beside the table are known already.
-        let recorded = &mut self.family.segments.recorded;
-        (recorded.root, recorded.removed) = (table.root, removed.clone());
-        let mut at = 0;
-        while let Some(part) = self.next_of_table(core, at)? {
-            let (start, end) = part.range();
-            if start >= core.allocator.units().into() {
-                // No table has anything there, and a walk of what is made up need not end.
-                break;
-            }
-            at = end;
-            let loaded = match part {
-                Part::Hole { .. } => continue,
-                Part::Damaged { .. } => None,
-                Part::Leaf { node, .. } => self.table_io(core).load(0, &node)?,
+        for (number, entry) in (start..).zip(&leaf.blocks).filter(|(_, e)| e.place != 0) {
+            let unit = u32::try_from(number).ok();
+            let Some(state) = unit.and_then(|unit| segment_of(unit, entry)) else {
+                return Ok(None);
             };
-            let Some(Node::Leaf(leaf)) = loaded.as_deref() else {
-                found.lost.push((start, end));
+            if !removed.contains(&state.unit) && !admit(core, replica, &state) {
+                return Ok(None);
+            }
+        }
+    }
+    if !found.lost.is_empty() {
+        replica.family.segments.recorded.is_lost = true;
+        replica.maintenance.count.request();
+        replica.maintenance.dirty = true;
+    }
+    Ok(Some(found))
+}
+
+/// Finds segments in stretches of units whose leaves are lost, by the headers that lie in units
+/// which nobody is known to use.
+pub fn search_lost<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    found: &FoundTable,
+) -> Result<(), StoreError> {
+    for (from, until) in &found.lost {
+        let until = (*until).min(core.allocator.units().into());
+        for unit in (*from..until).map(|unit| unit as u32) {
+            let recorded = &replica.family.segments.recorded;
+            if !core.allocator.is_cold(unit) || recorded.removed.contains(&unit) {
                 continue;
-            };
-            for (number, entry) in (start..).zip(&leaf.blocks).filter(|(_, e)| e.place != 0) {
-                let unit = u32::try_from(number).ok();
-                let Some(state) = unit.and_then(|unit| segment_of(unit, entry)) else {
-                    return Ok(None);
-                };
-                if !removed.contains(&state.unit) && !admit(core, self, &state) {
-                    return Ok(None);
-                }
             }
-        }
-        if !found.lost.is_empty() {
-            self.family.segments.recorded.is_lost = true;
-            self.maintenance.count.request();
-            self.maintenance.dirty = true;
-        }
-        Ok(Some(found))
-    }
-
-    /// Finds segments in stretches of units whose leaves are lost, by the headers that lie in units
-    /// which nobody is known to use.
-    pub fn search_lost<D: Disk>(
-        &mut self,
-        core: &mut Core<D>,
-        found: &FoundTable,
-    ) -> Result<(), StoreError> {
-        for (from, until) in &found.lost {
-            let until = (*until).min(core.allocator.units().into());
-            for unit in (*from..until).map(|unit| unit as u32) {
-                let recorded = &self.family.segments.recorded;
-                if !core.allocator.is_cold(unit) || recorded.removed.contains(&unit) {
-                    continue;
-                }
-                let mut bytes = vec![0; BLOCK_SIZE];
-                if core.read(core.superblock.unit_start(unit), &mut bytes).is_err() {
-                    continue;
-                }
-                let header = decode_header(&core.superblock, self.identity.guid, unit, &bytes);
-                let Some(mut state) = header else { continue };
-                let is_ours =
-                    state.sequence <= found.newest && Segments::is_possible(unit, state.units);
-                if !is_ours || !core.allocator.take(unit, state.units) {
-                    continue;
-                }
-                state.used_blocks = self.end_of(core, &state)?;
-                state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
-                core.logical_of(self.identity.guid).insert(&state);
-                self.family.segments.insert_settled(&state);
+            let mut bytes = vec![0; BLOCK_SIZE];
+            if core.read(core.superblock.unit_start(unit), &mut bytes).is_err() {
+                continue;
             }
+            let header = decode_header(&core.superblock, replica.identity.guid, unit, &bytes);
+            let Some(mut state) = header else { continue };
+            let is_ours =
+                state.sequence <= found.newest && Segments::is_possible(unit, state.units);
+            if !is_ours || !core.allocator.take(unit, state.units) {
+                continue;
+            }
+            state.used_blocks = end_of(replica, core, &state)?;
+            state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
+            core.logical_of(replica.identity.guid).insert(&state);
+            replica.family.segments.insert_settled(&state);
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Blocks of a segment up to the end of its batches. All of it where one of them may be rotten:
-    /// such a segment is never taken for empty.
-    fn end_of<D: Disk>(&self, core: &Core<D>, state: &SegmentState) -> Result<u32, StoreError> {
-        let blocks = state.units * core.superblock.unit_blocks;
-        let start = core.superblock.unit_start(state.unit);
-        let is_own = |batch: &Batch<'_>| {
-            let header = &batch.header;
-            (header.sequence, header.guid_hash) == (state.sequence, self.family.guid_hash)
+/// Blocks of a segment up to the end of its batches. All of it where one of them may be rotten:
+/// such a segment is never taken for empty.
+fn end_of<D: Disk>(
+    replica: &Replica,
+    core: &Core<D>,
+    state: &SegmentState,
+) -> Result<u32, StoreError> {
+    let blocks = state.units * core.superblock.unit_blocks;
+    let start = core.superblock.unit_start(state.unit);
+    let is_own = |batch: &Batch<'_>| {
+        let header = &batch.header;
+        (header.sequence, header.guid_hash) == (state.sequence, replica.family.guid_hash)
+    };
+    let (mut at, mut end, mut is_whole) = (1, 1, true);
+    let mut bytes = vec![0; BLOCK_SIZE];
+    while at < blocks {
+        let looks_like = core.read(start + u64::from(at), &mut bytes).is_err()
+            || header_blocks(&bytes).is_some();
+        let header = match looks_like {
+            true => read_header(core, start + u64::from(at), blocks - at)?,
+            false => None,
         };
-        let (mut at, mut end, mut is_whole) = (1, 1, true);
-        let mut bytes = vec![0; BLOCK_SIZE];
-        while at < blocks {
-            let looks_like = core.read(start + u64::from(at), &mut bytes).is_err()
-                || header_blocks(&bytes).is_some();
-            let header = match looks_like {
-                true => read_header(core, start + u64::from(at), blocks - at)?,
-                false => None,
-            };
-            match header.as_deref().and_then(Batch::parse).filter(is_own) {
-                Some(_) if !is_whole => return Ok(blocks),
-                Some(batch) => {
-                    at = at.saturating_add(batch.blocks());
-                    end = at;
-                }
-                None => (at, is_whole) = (at + 1, false),
+        match header.as_deref().and_then(Batch::parse).filter(is_own) {
+            Some(_) if !is_whole => return Ok(blocks),
+            Some(batch) => {
+                at = at.saturating_add(batch.blocks());
+                end = at;
             }
+            None => (at, is_whole) = (at + 1, false),
         }
-        Ok(end.min(blocks))
     }
+    Ok(end.min(blocks))
 }
 
 #[cfg(test)]
@@ -820,7 +830,7 @@ mod tests {
         let root = writer.replica().family.segments.recorded.root;
         let pool = &mut writer.pool;
         let replica = pool.replicas.get_mut(&ReplicaIdentity::default().guid).expect("it");
-        let mut io = replica.table_io(&mut pool.core);
+        let mut io = table_io(replica, &mut pool.core);
         let mut nodes = tree::path(&mut io, root, 0).expect("a path");
         nodes.extend(tree::path(&mut io, root, 300).expect("a path"));
         assert!(nodes.len() >= 3);

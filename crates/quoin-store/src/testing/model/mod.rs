@@ -23,6 +23,7 @@ use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ent
 
 use crate::log::history::Head;
 use crate::metadata::tickets::Tickets;
+use crate::replica::slots::{push_slot, without_bytes};
 
 pub use pool::ModelPool;
 
@@ -397,28 +398,6 @@ impl ModelReplica {
             }
             _ => false,
         }
-    }
-}
-
-/// Adds a slot, joining holes of one version.
-pub(crate) fn push_slot(out: &mut Vec<Slot>, slot: Slot) {
-    if let Some(last) = out.last_mut()
-        && last.content == Content::Hole
-        && slot.content == Content::Hole
-        && last.version == slot.version
-        && last.lba + u64::from(last.blocks) == slot.lba
-        && let Some(blocks) = last.blocks.checked_add(slot.blocks)
-    {
-        last.blocks = blocks;
-        return;
-    }
-    out.push(slot);
-}
-
-/// Reduces a slot to what a verification reports: the copy's checksum, without the bytes.
-pub(crate) fn without_bytes(slot: &mut Slot) {
-    if let Content::Data { data, .. } = &mut slot.content {
-        *data = Bytes::new();
     }
 }
 

@@ -1,0 +1,167 @@
+//! Repair of one replica from its peers: a stretch is verified by its checksums on media, a bad block is written
+//! again where it lies, and what is lost of a map is rebuilt from slots.
+
+use bytes::Bytes;
+use quoin_replication::replica::store::StoreError;
+use quoin_types::message::{Content, ReadView, Slot};
+use quoin_types::{BLOCK_SIZE, Lsn, crc32c, mutant};
+
+use crate::background::cleaner;
+use crate::background::relocation::{self, MovedBlock};
+use crate::core::{BadBlock, Core};
+use crate::disk::Disk;
+use crate::format::node::{BAD_PLACE, LEAF_BLOCKS, LOST_PLACE};
+use crate::map::tree::{self, Change, Edit};
+use crate::replica::slots::{push_slot, without_bytes};
+use crate::replica::{Replica, Source};
+
+/// Compares blocks of a view with their checksums on media: `ReplicaStore::verify`.
+#[allow(clippy::too_many_arguments)]
+pub fn verify<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    view: ReadView,
+    lba: u64,
+    blocks: u32,
+    bytes_max: u32,
+    note: bool,
+    out: &mut Vec<Slot>,
+) -> Result<(), StoreError> {
+    let size = replica.view_size(view).ok_or(StoreError::Rule("no such view"))?;
+    let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= size);
+    let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
+    let source = replica.source(view).ok_or(StoreError::Rule("no such view"))?;
+    let known = core.faults.bad.len();
+    let (mut at, mut left) = (lba, u64::from(bytes_max));
+    while at < end && (left > 0 || at == lba) {
+        let leaf = LEAF_BLOCKS as u64;
+        let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
+        let count = count.max(1);
+        replica.find(core, &source, at, count as u32)?;
+        // The leaf may have been read too.
+        left = left.saturating_sub(BLOCK_SIZE as u64);
+        core.forget_found();
+        let mut slots = Vec::new();
+        replica.slots(core, view, at, Lsn::ZERO, true, &mut slots)?;
+        for mut slot in slots {
+            if slot.content != Content::Hole {
+                left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);
+            }
+            without_bytes(&mut slot);
+            push_slot(out, slot);
+        }
+        at += count;
+    }
+    if !note {
+        core.faults.bad.truncate(known);
+    }
+    Ok(())
+}
+
+/// Writes a block again where it lies, if it is the one that the view shows: `ReplicaStore::repair`.
+pub fn repair<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    view: ReadView,
+    lba: u64,
+    version: Lsn,
+    crc: u32,
+    data: &Bytes,
+) -> Result<bool, StoreError> {
+    core.check_usable()?;
+    let Some(size) = replica.view_size(view) else { return Ok(false) };
+    if lba >= size || data.len() != BLOCK_SIZE {
+        return Ok(false);
+    }
+    let Some(source) = replica.source(view) else { return Ok(false) };
+    replica.find(core, &source, lba, 1)?;
+    let Some(block) = core.buffers.found.first().copied() else { return Ok(false) };
+    let same =
+        (block.version, block.crc) == (version.0, crc) || mutant::is("repair-of-another-version");
+    let unplaced = matches!(block.place, 0 | BAD_PLACE | LOST_PLACE);
+    if !same || unplaced || crc32c(data) != crc {
+        return Ok(false);
+    }
+    // Version and checksum are the same: nothing good can be overwritten by it.
+    core.write(block.place, &[std::io::IoSlice::new(data)])?;
+    // Every view that shows this block has it mended.
+    let bad = BadBlock::block(replica.identity.guid, lba, version);
+    core.faults.bad.retain(|b| b.of(None) != bad);
+    Ok(true)
+}
+
+/// Rebuilds what is lost of the map of a stretch, by the module's rule.
+pub fn mend<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    view: ReadView,
+    lba: u64,
+    slots: &[Slot],
+) -> Result<bool, StoreError> {
+    core.check_usable()?;
+    let blocks: u64 = slots.iter().map(|s| u64::from(s.blocks)).sum();
+    // The map of a snapshot that is not folded is the live one, whose turn comes first.
+    let kept = match view {
+        ReadView::Snapshot(id) => {
+            let Some(at) = replica.folded.snapshots.iter().position(|s| s.info.id == id) else {
+                return Ok(false);
+            };
+            Some(at)
+        }
+        ReadView::Live | ReadView::Base => None,
+    };
+    let snapshot = kept.map(|at| &replica.folded.snapshots[at]);
+    let size = snapshot.map_or(replica.head.volume_blocks, |s| s.info.blocks);
+    let root = snapshot.map_or(replica.folded.root, |s| s.root);
+    let base = snapshot.map_or(replica.folded.head.position.lsn, |s| s.info.lsn);
+    let id = snapshot.map(|s| s.info.id);
+    if cleaner::is_blocked(replica)
+        || blocks > LEAF_BLOCKS as u64
+        || lba.checked_add(blocks).is_none_or(|end| end > size)
+    {
+        return Ok(false);
+    }
+    replica.find(core, &Source::Root(root), lba, blocks as u32)?;
+    let lost: Vec<bool> =
+        core.buffers.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
+    if !lost.contains(&true) {
+        // A fold dropped what was lost, since the log had overwritten it.
+        return Ok(true);
+    }
+    if slots.iter().any(|slot| slot.version > base) {
+        // What the log says of these blocks may rest on what is lost under them.
+        replica.maintenance.fold_wanted = true;
+    }
+    let (mut edits, mut moved) = (Vec::new(), Vec::new());
+    let each = slots.iter().flat_map(|s| (s.lba..s.lba + u64::from(s.blocks)).map(move |l| (l, s)));
+    for ((lba, slot), _) in
+        each.zip(&lost).filter(|((_, slot), lost)| **lost && slot.version <= base)
+    {
+        let version = slot.version.0;
+        let mut change = Change::Hole { version };
+        if let Content::Data { crc, data } = &slot.content {
+            let crc_at = moved.len() as u32;
+            change = Change::Data { version, place: 0, crc_at };
+            moved.push(MovedBlock { lba, version, crc: *crc, name: 0, bytes: data.clone() });
+        }
+        edits.push(Edit { lba, blocks: 1, change });
+    }
+    let places = relocation::write_moved(replica, core, &moved, relocation::naming(replica), true)?;
+    for edit in &mut edits {
+        if let Change::Data { place, crc_at, .. } = &mut edit.change {
+            *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
+        }
+    }
+    let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
+    let mut io = replica.io(core);
+    io.gives_up = true;
+    let mended = tree::update(&mut io, root, &edits, &crcs, None)?;
+    match kept {
+        Some(at) => replica.folded.snapshots[at].root = mended,
+        None => replica.folded.root = mended,
+    }
+    replica.maintenance.dirty = true;
+    let guid = replica.identity.guid;
+    core.faults.bad.retain(|b| (b.replica, b.lba, b.snapshot) != (guid, lba, id) || b.blocks == 1);
+    Ok(true)
+}
