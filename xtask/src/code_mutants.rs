@@ -1,7 +1,7 @@
 //! `cargo xtask mutants --code`: breaks the code, not the rules.
 //!
 //! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
-//! store's recovery, or the drivers around them. One build for each of thousands of changes would
+//! store's recovery, the hosts (the drivers' decisions), or the drivers around them. One build for each of thousands of changes would
 //! take days, so a shard of them is woven into one copy of the tree, each behind a switch
 //! (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
 //! tests that reach the change are run one by one, those of the changed crate first, the quickest
@@ -41,7 +41,7 @@ struct Subject {
     has_seeds: bool,
 }
 
-const SUBJECTS: [Subject; 2] = [
+const SUBJECTS: [Subject; 3] = [
     Subject {
         name: "core",
         code: &[
@@ -55,6 +55,16 @@ const SUBJECTS: [Subject; 2] = [
         ],
         packages: &["quoin-types", "quoin-replication", "quoin-store", "quoin-sim"],
         shard: "0/13",
+        has_seeds: true,
+    },
+    Subject {
+        name: "hosts",
+        code: &[
+            "crates/quoin-replication/src/pool_host/*.rs",
+            "crates/quoin-replication/src/target_host/*.rs",
+        ],
+        packages: &["quoin-replication", "quoin-sim", "quoin-pool", "quoin-target"],
+        shard: "0/4",
         has_seeds: true,
     },
     Subject {
@@ -131,7 +141,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
                 arguments.next();
             }
             _ => bail!(
-                "--code takes --of SUBJECT (core, drivers), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
+                "--code takes --of SUBJECT (core, hosts, drivers), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
                  about what was noticed before), --by TESTS (asks those alone whose name begins \
                  so, as in `replication` or `replication replication: edges`) and --only CHANGE (those whose name has that), \
                  and not {argument}"
