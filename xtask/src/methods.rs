@@ -62,7 +62,7 @@ fn folder(path: &Path) -> &Path {
 
 /// Returns the type that a line declares.
 fn declared(line: &str) -> Option<&str> {
-    let mut words = line.trim_start().split_whitespace().skip_while(|word| word.starts_with("pub"));
+    let mut words = line.split_whitespace().skip_while(|word| word.starts_with("pub"));
     let is_type = matches!(words.next(), Some("struct" | "enum" | "union"));
     is_type.then(|| words.next()).flatten().map(name_of)
 }

@@ -494,11 +494,12 @@ fn a_block_that_is_mended_while_its_segment_is_emptied_is_moved_as_mended() {
     volume.check(0, 1000, &slots);
 }
 
-#[test]
-fn a_segment_that_is_larger_than_what_is_kept_of_one_is_emptied_through_a_window() {
+/// A volume under durability `media` with two segments of 16 MiB, of which every twentieth write is left, and
+/// some of another one; and the blocks that were written.
+fn media_volume_with_large_segments(options: PoolOptions) -> (Volume, u32) {
     const BLOCKS: u64 = 64;
     let format = FormatOptions { unit_blocks: 4096, ..format_options() };
-    let mut volume = Volume::with(512 << 20, 1 << 20, options(), &format);
+    let mut volume = Volume::with(512 << 20, 1 << 20, options, &format);
     let view = View { durability: Durability::Media, ..some_view() };
     volume.append(EntryKind::View(Box::new(view)), 0, Bytes::new()).expect("room");
     let write = |volume: &mut Volume, n: u64, byte: u8| {
@@ -506,17 +507,55 @@ fn a_segment_that_is_larger_than_what_is_kept_of_one_is_emptied_through_a_window
         volume.append(EntryKind::Write, n * BLOCKS, data).expect("room");
         volume.written.extend((n * BLOCKS..(n + 1) * BLOCKS).map(|lba| (lba, byte)));
     };
-    // Two segments of 16 MiB, of which every twentieth write is left, and some of another one.
     (0..130).for_each(|n| write(&mut volume, n, n as u8 + 1));
     (0..130).filter(|n| n % 20 != 7).for_each(|n| write(&mut volume, n, n as u8 + 101));
     volume.sync();
     volume.pool.settle().expect("folded");
+    (volume, 130 * BLOCKS as u32)
+}
+
+#[test]
+fn a_segment_that_is_larger_than_what_is_kept_of_one_is_emptied_through_a_window() {
+    let (mut volume, blocks) = media_volume_with_large_segments(options());
     // Once for the headers, and once more where it is moved.
     empty_past_the_cache(&mut volume, |(cached, once)| cached == 0 && (1..=2).contains(&once));
     let read = volume.disk.log.lock().expect("no thread died").reads.len();
     assert!(read > 8000, "{read} blocks of two segments");
     let mut slots = Vec::new();
     let mut replica = volume.pool.replica(GUID).expect("it");
-    replica.read(ReadView::Live, 0, 130 * BLOCKS as u32, true, &mut slots).expect("a read");
-    volume.check(0, 130 * BLOCKS as u32, &slots);
+    replica.read(ReadView::Live, 0, blocks, true, &mut slots).expect("a read");
+    volume.check(0, blocks, &slots);
+}
+
+/// A fold is due before anything is emptied. Each began the list of the segment anew.
+#[test]
+fn a_large_segment_is_emptied_though_a_fold_is_due_whenever_some_of_its_headers_were_read() {
+    let options = PoolOptions { checkpoint_bytes: 1, log_keep_bytes: 0, ..options() };
+    let (mut volume, blocks) = media_volume_with_large_segments(options);
+    let used = volume.pool.stats().used_bytes;
+    let (mut folds, far) = (0, 1 << 19);
+    for _ in 0..20_000 {
+        if volume.pool.stats().used_bytes < used {
+            break;
+        }
+        volume.sync();
+        let begun = volume.begun();
+        if !begun.is_empty() {
+            volume.write(far, 1).expect("room");
+            folds += 1;
+        }
+        for fetch in begun {
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        volume.ready();
+        volume.pool.background(1).expect("background work");
+    }
+    assert!(volume.pool.stats().used_bytes < used, "nothing was emptied beside {folds} folds");
+    assert!(folds > 20, "{folds} folds came between");
+    volume.settle();
+    let mut slots = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 0, blocks, true, &mut slots).expect("a read");
+    volume.check(0, blocks, &slots);
 }

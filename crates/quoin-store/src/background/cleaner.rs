@@ -492,6 +492,10 @@ mod tests {
     use quoin_types::message::ReadView;
     use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
 
+    use crate::background::listing::Listing;
+    use crate::format::batch::Stream;
+    use crate::format::checkpoint::SegmentState;
+    use crate::space::batches::walk;
     use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     /// A sector that is never read again had the pool try for ever, with a sync each time.
@@ -557,5 +561,30 @@ mod tests {
             }
         }
         assert!(pool.stats().used_bytes < used, "it can be read, and is not emptied");
+    }
+
+    /// A record said that the segment ends in the middle of a batch: blocks behind its end were looked for in
+    /// pieces that do not have them.
+    #[test]
+    fn a_segment_whose_last_batch_ends_behind_it_is_not_listed() {
+        let disk = MemoryDisk::new(128 << 20);
+        Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
+        let guid = ReplicaIdentity::default().guid;
+        pool.create(ReplicaIdentity::default(), ReplicaMeta::default(), 4000).expect("room");
+        let (kind, position) = (EntryKind::Write, Position { epoch: Epoch(1), lsn: Lsn(1) });
+        let data = Bytes::from(vec![7; 100 * BLOCK_SIZE]);
+        let entry = Arc::new(Entry::after(Chain(0), position, kind, 0, 100, data, false));
+        pool.replica(guid).expect("it").append(&[entry]).expect("room");
+
+        let family = &pool.replicas[&guid].family;
+        let state = family.segments.iter().find(|s| s.stream == Stream::Log).expect("a log");
+        for (less, is_listed) in [(0, true), (1, false), (99, false)] {
+            let segment = SegmentState { used_blocks: state.used_blocks - less, ..state };
+            let mut listing = Listing::of(&pool.core, family, segment);
+            assert_eq!(listing.go_on(&mut pool.core), Ok(is_listed), "{less} blocks less");
+            let walked = walk(&pool.core, &segment, family.guid_hash, |_, _| {});
+            assert_eq!(walked, Ok(is_listed), "{less} blocks less");
+        }
     }
 }

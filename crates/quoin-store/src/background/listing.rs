@@ -65,8 +65,8 @@ impl Listing {
         self.logical.map_or(0..0, |first| first..first + u64::from(self.segment.used_blocks))
     }
 
-    /// Goes on to the end of the segment. `Ok(false)`: one of its headers is bad, or cannot be read. A
-    /// call that may wait goes as far as its headers are at hand, and on from there when it is made
+    /// Goes on to the end of the segment. `Ok(false)`: one of its headers is bad, or cannot be read, or its
+    /// batch ends behind the segment. A call that may wait goes as far as its headers are at hand, and on from there when it is made
     /// again.
     pub fn go_on<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         while self.at < self.segment.used_blocks {
@@ -74,10 +74,16 @@ impl Listing {
             let Some(batch) = own_batch(&header, &self.segment, self.guid_hash) else {
                 return Ok(false);
             };
+            // A record may say anything of where the segment ends.
+            if batch.blocks() > self.segment.used_blocks - self.at {
+                return Ok(false);
+            }
             self.add(&batch);
-            self.at = self.at.saturating_add(batch.blocks());
-            if self.at >= self.segment.used_blocks {
-                self.data.end_of_headers();
+            self.at += batch.blocks();
+            if self.at == self.segment.used_blocks {
+                // Blocks are moved in the order of their names, and of a log with logical places that is
+                // the order in which they lie.
+                self.data.end_of_headers(self.logical.is_some());
             }
         }
         Ok(true)

@@ -71,11 +71,11 @@ pub fn lacks<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid, step: &Step) -> boo
         return false;
     }
     let Some(replica) = pool.replicas.get_mut(&guid) else { return false };
-    // Of any other segment nothing is kept.
-    ahead.listing = match step {
-        Step::Empty(_, segment) => Some(ahead.listing(&pool.core, &replica.family, *segment)),
-        _ => None,
-    };
+    // Of any other segment nothing is kept. A list that is under way stays through other steps: where
+    // writes go on, one of these is always due before a large segment is looked through.
+    if let Step::Empty(_, segment) = step {
+        ahead.listing = Some(ahead.listing(&pool.core, &replica.family, *segment));
+    }
     let reached = ahead.reached();
     pool.core.fetches.begin(Owner::Background(guid));
     // Whatever else is wrong with it the step itself comes to.

@@ -4,7 +4,7 @@
 //! the piece: its headers and its blocks are taken out of the same pieces, so that each block is
 //! read once. All pieces of a segment that fits in [`PIECES_MAX`] are kept. A larger segment is read
 //! for its headers from one end to the other, and then where blocks are needed, and no more than as
-//! many pieces are kept. Few are requested at once, since the log's syncs wait behind them.
+//! many pieces are kept; where they are needed in no order, blocks are read one by one. Few pieces are requested at once, since the log's syncs wait behind them.
 //!
 //! Any other segment is in the kernel's cache for the most part. Its headers are read a few blocks
 //! at a time, as the next one is often near, and its blocks one by one.
@@ -44,6 +44,8 @@ pub struct SegmentData {
     /// The segment's blocks.
     range: Range<u64>,
     is_cached: bool,
+    /// Blocks are read by the piece, and not one by one.
+    by_piece: bool,
     /// Pieces by their first blocks.
     pieces: BTreeMap<u64, Piece>,
     /// Blocks that were read ahead one by one.
@@ -56,7 +58,8 @@ impl SegmentData {
     /// Nothing of a segment. `is_cached`: it was written through the kernel's cache.
     pub fn of<D>(core: &Core<D>, range: Range<u64>, is_cached: bool) -> Self {
         let (pieces, ahead) = (BTreeMap::new(), BTreeMap::new());
-        SegmentData { range, is_cached, pieces, ahead, as_of: core.writes_in_place }
+        let (by_piece, as_of) = (!is_cached, core.writes_in_place);
+        SegmentData { range, is_cached, by_piece, pieces, ahead, as_of }
     }
 
     /// In a call that may wait: has a block of the header that begins at `start` read beside, if it is
@@ -85,10 +88,12 @@ impl SegmentData {
         self.take_alone(core, place)
     }
 
-    /// The headers are known. Of a segment that is not kept as a whole the blocks are read anew.
-    pub fn end_of_headers(&mut self) {
+    /// The headers are known. Of a segment that is not kept as a whole the blocks are read anew, by the
+    /// piece if they will be needed `in_order`.
+    pub fn end_of_headers(&mut self, in_order: bool) {
         if !self.keeps_all() {
             self.pieces.clear();
+            self.by_piece &= in_order;
         }
         self.ahead.clear();
     }
@@ -170,7 +175,7 @@ impl SegmentData {
     fn piece_with_room(&self, place: u64) -> Option<u64> {
         let first = self.piece_of(place).first;
         let has_room = self.pieces.contains_key(&first) || self.pieces.len() < PIECES_MAX;
-        (!self.is_cached && has_room).then_some(first)
+        (self.by_piece && has_room).then_some(first)
     }
 
     /// A block of a piece that is here.
@@ -296,7 +301,7 @@ mod tests {
     fn what_is_held_of_a_segment_is_bounded_and_little_is_requested_at_once() {
         let disk = MemoryDisk::new(128 << 20);
         let mut pool = pool(&disk);
-        for blocks in [1024, 8192] {
+        for (blocks, in_order) in [(1024, false), (8192, true), (8192, false)] {
             let range = 3000..3000 + blocks;
             let mut data = SegmentData::of(&pool.core, range.clone(), false);
             let (mut all, mut most) = (0, 0);
@@ -309,15 +314,21 @@ mod tests {
             }
             let at_once = PIECES_AT_ONCE * PIECE_BLOCKS as usize * BLOCK_SIZE;
             assert_eq!((all, most), (blocks as usize * BLOCK_SIZE, at_once), "of {blocks} blocks");
-            data.end_of_headers();
+            data.end_of_headers(in_order);
+            let alone = blocks == 8192 && !in_order;
             // Steps over blocks that lie as far apart as they can.
             for step in 0..4 {
                 let places = range.clone().skip(step).step_by(blocks as usize / 256);
-                look(&mut pool.core, &mut data, |data, core| {
+                let looked = look(&mut pool.core, &mut data, |data, core| {
                     for place in places.clone() {
                         let _ = data.look_ahead(core, place);
                     }
                 });
+                if alone {
+                    // By the piece they took as many looks as there may be, and 32 times the bytes.
+                    let each = places.clone().count() * BLOCK_SIZE;
+                    assert_eq!(looked, (each, each), "all at once and nothing else");
+                }
                 for place in places {
                     assert!(data.has(&pool.core, place));
                     assert_eq!(data.block(&pool.core, place).expect("a block").len(), BLOCK_SIZE);

@@ -220,10 +220,7 @@ fn keep_base<D: Disk>(
 }
 
 /// Deletes a replica whose bases clones show: they stay, and all else goes.
-pub fn leave_remnant<D: Disk>(
-    pool: &mut Pool<D>,
-    guid: ReplicaGuid,
-) -> Result<(), StoreError> {
+pub fn leave_remnant<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid) -> Result<(), StoreError> {
     let core = &mut pool.core;
     let Some(replica) = pool.replicas.get_mut(&guid) else { return Ok(()) };
     let durable = core.durable.replicas.get(&guid).ok_or(UNREADABLE)?;

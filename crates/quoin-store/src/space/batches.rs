@@ -9,7 +9,7 @@ use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::SegmentState;
 
-/// Reads a segment's batches in order. False: one of its headers is bad.
+/// Reads a segment's batches in order. False: one of its headers is bad, or its batch ends behind the segment.
 pub fn walk<D: Disk>(
     core: &Core<D>,
     segment: &SegmentState,
@@ -23,9 +23,13 @@ pub fn walk<D: Disk>(
         else {
             return Ok(false);
         };
-        let Some(batch) = own_batch(&bytes, segment, guid_hash) else { return Ok(false) };
+        let room = segment.used_blocks - at;
+        let Some(batch) = own_batch(&bytes, segment, guid_hash).filter(|b| b.blocks() <= room)
+        else {
+            return Ok(false);
+        };
         each(start + u64::from(at), &batch);
-        at = at.saturating_add(batch.blocks());
+        at += batch.blocks();
     }
     Ok(true)
 }
