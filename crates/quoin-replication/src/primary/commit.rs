@@ -1,8 +1,9 @@
 //! Commit and stable, and the times since which they lag.
 //!
 //! An entry is committed once CF counted members have applied it and stable once they have it on
-//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). Every sync
-//! is requested here.
+//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). The syncs of
+//! flushes are requested here; a write with FUA, and each under `durability: media`, is synced by
+//! its replica unasked.
 
 use std::time::Duration;
 

@@ -12,7 +12,6 @@ use std::ops::Range;
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
-use crate::background::checkpoint;
 use crate::background::difference::LeavingView;
 use crate::background::listing::Listing;
 use crate::background::relocation::{self, MovedBlock};
@@ -20,7 +19,6 @@ use crate::background::segment_data::SegmentData;
 use crate::core::{BadBlock, Core, Kept};
 use crate::disk::Disk;
 use crate::format::batch::Stream;
-use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
 use crate::rebuild::shadow;
@@ -98,8 +96,10 @@ pub fn is_blocked(replica: &Replica) -> bool {
 /// Segments that may be cleaned now, by a look at all: closed, and no part of the log that is
 /// kept. What [`crate::space::segment_table`] knows is compared with it.
 #[cfg(any(test, debug_assertions))]
-pub fn victims(replica: &Replica) -> impl Iterator<Item = SegmentState> + '_ {
-    let first_needed = checkpoint::log_start(replica).index;
+pub fn victims(
+    replica: &Replica,
+) -> impl Iterator<Item = crate::format::checkpoint::SegmentState> + '_ {
+    let first_needed = crate::background::checkpoint::log_start(replica).index;
     let blocked = is_blocked(replica);
     replica
         .family

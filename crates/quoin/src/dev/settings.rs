@@ -6,6 +6,9 @@ use quoin_types::PoolId;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::Range;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net as unix;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
@@ -225,6 +228,29 @@ fn default_pool_bytes(free_bytes: u64, pools: usize) -> u64 {
     share - share % (64 << 20)
 }
 
+/// A row of ports that one process has to itself for as long as it runs, so that two that start at the same
+/// time never choose the same port.
+struct Row {
+    number: u32,
+    /// An abstract name, which goes with its process and is known where the ports are: in one network
+    /// namespace.
+    _reserved: Option<unix::UnixListener>,
+}
+
+impl Row {
+    /// Reserves one of so many rows, this one or the next that no other process has. Where all are reserved
+    /// it is this one.
+    fn of(first: u32, rows: u32) -> Row {
+        let rows = rows.max(1);
+        let reserved = (0..rows).map(|n| first.wrapping_add(n) % rows).find_map(|number| {
+            let address = unix::SocketAddr::from_abstract_name(format!("quoin-dev-ports-{number}"));
+            let listener = unix::UnixListener::bind_addr(&address.ok()?).ok()?;
+            Some(Row { number, _reserved: Some(listener) })
+        });
+        reserved.unwrap_or(Row { number: first % rows, _reserved: None })
+    }
+}
+
 /// Listeners that hold the chosen ports while others are chosen.
 #[derive(Default)]
 struct Ports(Vec<TcpListener>);
@@ -235,9 +261,11 @@ impl Ports {
     /// others, so each process chooses in a row of its own first.
     fn next(&mut self) -> Result<SocketAddr> {
         static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
+        static ROW: OnceLock<Row> = OnceLock::new();
         let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
         let count = lasting.len() as u32;
-        let first = std::process::id().wrapping_mul(PORTS_IN_A_ROW);
+        let row = ROW.get_or_init(|| Row::of(std::process::id(), count / PORTS_IN_A_ROW));
+        let first = row.number * PORTS_IN_A_ROW;
         let chosen = (0..count)
             .map(|_| first.wrapping_add(NEXT_OFFSET.fetch_add(1, Ordering::Relaxed)) % count)
             .map(|offset| lasting.start + offset as u16)
@@ -275,6 +303,17 @@ mod tests {
         drop(taken);
         // The choice is remembered.
         assert_eq!(Settings::load_or_create(&layout, None, None).unwrap().0, second);
+    }
+
+    #[test]
+    fn a_row_of_ports_is_of_one_process_until_that_ends() {
+        // No other process has that many.
+        let first = Row::of(8_000, 9_000);
+        let second = Row::of(8_000, 9_000);
+        assert!(first.number >= 8_000 && second.number > first.number, "a row was given twice");
+        let again = first.number;
+        drop(first);
+        assert_eq!(Row::of(again, 9_000).number, again, "it is free again");
     }
 
     #[test]
