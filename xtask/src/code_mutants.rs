@@ -1,9 +1,9 @@
 //! `cargo xtask mutants --code`: breaks the code, not the rules.
 //!
 //! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
-//! store's recovery, the hosts (the drivers' decisions), or the drivers around them. One build for each of thousands of changes would
-//! take days, so a shard of them is woven into one copy of the tree, each behind a switch
-//! (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
+//! store's recovery, the hosts (the drivers' decisions), or the drivers around them. One build for each
+//! of thousands of changes would take days, so a shard of them is woven into one copy of the tree,
+//! each behind a switch (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
 //! tests that reach the change are run one by one, those of the changed crate first, the quickest
 //! first; for the core the simulator's seeds are among them. Changes that do not compile are
 //! unviable; the few that the compiler evaluates (constants) have no switch and are listed as not

@@ -1,6 +1,6 @@
 //! Places of methods: a type of the core, the store or the control plane has its methods in the folder that
-//! declares it, or in one inside. What else works on it are functions of their own module, which name it as
-//! their argument. A type at a crate's root has its methods at the root.
+//! declares it, or in one inside. Other work on it is functions of a module of its own, which take it as an
+//! argument. A type at a crate's root has its methods at the root.
 
 use crate::house::PARTED;
 use crate::run::workspace_root;
