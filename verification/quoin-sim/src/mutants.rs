@@ -85,6 +85,7 @@ pub const ALL: &[Defect] = &[
     core("reply-without-a-lease", Swarm::Takeovers).like("ack-without-lease"),
     core("error-without-a-lease", Swarm::Damage),
     core("idle-lease-not-kept", Swarm::Idle),
+    core("full-replica-not-synced", Swarm::Broad),
     core("refusals-always-followed", Swarm::Rollbacks),
     core("overtaken-only-where-it-served", Swarm::Churn),
     core("refused-reads-at-any-distance", Swarm::Hosts),

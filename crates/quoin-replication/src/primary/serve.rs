@@ -376,14 +376,19 @@ impl Primary {
         let Some(wanted) = self.commit.sync_due(now, last, after, is_much) else { return };
         for index in 0..self.members.len() {
             let peer = &mut self.members[index];
+            // One without room does not take the rest before some of what it has is stable and folded.
+            let lsn = match peer.room.stuck && !mutant::is("full-replica-not-synced") {
+                true => wanted.min(Lsn(peer.progress.next.0.saturating_sub(1))),
+                false => wanted,
+            };
             if peer.link == Link::Fed
-                && peer.progress.next > wanted
-                && peer.progress.sync_asked < wanted
-                && peer.progress.durable < wanted
+                && peer.progress.next > lsn
+                && peer.progress.sync_asked < lsn
+                && peer.progress.durable < lsn
             {
-                peer.progress.sync_asked = wanted;
+                peer.progress.sync_asked = lsn;
                 peer.lease.sent_ping(now);
-                self.send(index, ToReplica::Sync { lsn: wanted, ping: Ping(now.0) }, actions);
+                self.send(index, ToReplica::Sync { lsn, ping: Ping(now.0) }, actions);
             }
         }
     }
