@@ -396,7 +396,7 @@ impl<D: Disk> Pool<D> {
         self.replicas.keys().for_each(|guid| due_work.touch(*guid));
     }
 
-    /// What is due of all replicas as they are now.
+    /// Work that is due of all replicas as they are now.
     pub(crate) fn due_work(&self) -> Ref<'_, DueWork> {
         // A call inside of another finds nothing to update.
         let is_stale = self.due_work.borrow().is_stale();
@@ -411,7 +411,7 @@ impl<D: Disk> Pool<D> {
         due_work
     }
 
-    /// Whether the pool can take little more: next to nothing is free, and no work that is done
+    /// Returns true if the pool can take little more: next to nothing is free, and no work that is done
     /// or waited for gains anything. `was`: the last answer, for hysteresis.
     pub fn is_short(&self, was: bool) -> bool {
         let allocator = &self.core.allocator;
@@ -432,7 +432,7 @@ impl<D: Disk> Pool<D> {
         self.core.look_below();
     }
 
-    /// Whether it is the file system below that is short of room, not the pool.
+    /// Returns true if the file system below is short of room, and not the pool.
     pub fn is_short_below(&self) -> bool {
         self.core.allocator.short_below
     }

@@ -88,7 +88,7 @@ pub struct CleanJob {
     data: SegmentData,
 }
 
-/// Whether none of its segments may be emptied now.
+/// Returns true if no segment of the replica may be emptied now.
 pub fn is_blocked(replica: &Replica) -> bool {
     replica.maintenance.checkpoint.is_some() || replica.is_prepared()
 }

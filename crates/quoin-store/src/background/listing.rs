@@ -49,7 +49,7 @@ impl Listing {
         Listing { segment, guid_hash, start, logical, at, blocks, nodes, data }
     }
 
-    /// Whether it is a list of this segment.
+    /// Returns true if the list is of this segment.
     pub fn is_of(&self, segment: &SegmentState) -> bool {
         let key = |segment: &SegmentState| (segment.sequence, segment.used_blocks, segment.logical);
         key(&self.segment) == key(segment)

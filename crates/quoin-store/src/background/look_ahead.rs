@@ -58,7 +58,7 @@ impl LookAhead {
     }
 }
 
-/// Whether the next step waits for the disk.
+/// Returns true if the next step waits for the disk.
 pub fn waits_for_disk<D: Disk>(pool: &Pool<D>) -> bool {
     pool.look_ahead.waits_for.is_some_and(|ticket| pool.core.fetches.waits(ticket))
 }

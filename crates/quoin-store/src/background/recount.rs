@@ -197,7 +197,7 @@ fn counted_views<D: Disk>(replica: &Replica, core: &Core<D>) -> Vec<(ViewKey, Ro
     keyed
 }
 
-/// Whether its segments are to be counted, or are being counted.
+/// Returns true if the replica's segments are to be counted, or are being counted.
 pub fn is_due(replica: &Replica) -> bool {
     let follows =
         || {

@@ -129,7 +129,7 @@ pub fn mend<D: Disk>(
         return Ok(true);
     }
     if slots.iter().any(|slot| slot.version > base) {
-        // What the log says of these blocks may rest on what is lost under them.
+        // Entries of the log for these blocks may rest on what is lost under them.
         replica.maintenance.fold_wanted = true;
     }
     let (mut edits, mut moved) = (Vec::new(), Vec::new());

@@ -85,7 +85,7 @@ fn edits_of_leaf<D: Disk>(
         Part::Leaf { .. } => edits_in_leaf(replica, core, root, revert, (start, end), part)?,
         Part::Damaged { .. } => part.push(start, end, lost),
         Part::Hole { .. } => {
-            // What was trimmed since: the snapshot's map says where there was anything.
+            // Blocks that were trimmed since: the snapshot's map says where there was anything.
             let kept = lookup::next_parts(&mut replica.io(core), revert.kept, 0, start)?;
             let is_lost =
                 |part: &&Part| matches!(part, Part::Damaged { .. }) && part.range().0 <= start;

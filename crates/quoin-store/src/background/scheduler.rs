@@ -109,7 +109,7 @@ pub fn may_commit(replica: &Replica) -> bool {
     replica.maintenance.may_commit() && !replica.is_prepared()
 }
 
-/// Whether some of its log could be folded now.
+/// Returns true if some of the replica's log could be folded now.
 pub fn has_foldable(replica: &Replica) -> bool {
     !replica.is_prepared() && checkpoint::foldable(replica) >= replica.log.first_lsn()
 }
@@ -227,7 +227,7 @@ fn find_victim<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<(ReplicaGuid, Segm
         .map(|(_, guid, s)| (guid, s))
 }
 
-/// What emptying a segment gains, if it may be emptied.
+/// Gain of emptying a segment, if it may be emptied.
 fn benefit<D: Disk>(
     pool: &Pool<D>,
     guid: ReplicaGuid,
@@ -293,7 +293,7 @@ fn victim_of_all<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<u32> {
         .map(|(_, s)| s.unit)
 }
 
-/// Whether what a segment holds, and the nodes that then change, can be written elsewhere.
+/// Returns true if there is room to write a segment's content, and the nodes that then change, elsewhere.
 fn has_room<D: Disk>(pool: &Pool<D>, segment: &SegmentState) -> bool {
     let needed = 2 * segment.units + 1;
     !pool.starved && pool.core.allocator.free_units() >= needed

@@ -304,12 +304,12 @@ fn new_clone<D: Disk>(
     clone
 }
 
-/// Whether it was deleted, and nothing but its bases is left.
+/// Returns true if the replica was deleted, and nothing but its bases is left.
 pub fn is_remnant(replica: &Replica) -> bool {
     replica.family.relatives.is_remnant
 }
 
-/// Whether clones show snapshots of it.
+/// Returns true if clones show snapshots of the replica.
 pub fn keeps_bases(replica: &Replica) -> bool {
     replica.family.relatives.kept_through > 0
 }

@@ -46,14 +46,14 @@ enum Stretch {
     End,
 }
 
-/// Whether the next step of it can be done now.
+/// Returns true if the next step of a flattening can be done now.
 pub fn is_due(replica: &Replica) -> bool {
     // A rebuild gives all of it blocks of its own.
     let is_rebuilt = replica.shadow.is_some();
     replica.maintenance.flatten.is_some() && !cleaner::is_blocked(replica) && !is_rebuilt
 }
 
-/// Whether it shows a base, by its maps or by its last record.
+/// Returns true if the replica shows a base, by its maps or by its last record.
 pub fn shows_a_base(replica: &Replica) -> bool {
     let work = &replica.maintenance;
     let in_commit = work.commit.as_ref().is_some_and(|c| !c.given_up_bases.is_empty());

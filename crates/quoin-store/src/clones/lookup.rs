@@ -55,7 +55,7 @@ fn blocks_over<D: Disk>(
         lacking = may_lack(logical::resolve(io, replica, out))?;
     }
     let Some(base) = base else {
-        // What went back to a base that is not shown any more is a hole there.
+        // A block that went back to a base that is not shown any more is a hole there.
         for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
             block.place = 0;
         }

@@ -19,7 +19,7 @@ fn kept() -> MutexGuard<'static, Vec<Vec<u8>>> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether direct IO takes the address of this memory.
+/// Returns true if direct IO takes the address of this memory.
 pub(crate) fn is_aligned(memory: &[u8]) -> bool {
     memory.as_ptr().addr().is_multiple_of(BLOCK_SIZE)
 }

@@ -46,7 +46,7 @@ pub fn pull<D: Disk>(
     let Some((source, size)) = pulled(replica, session, view) else { return Ok(None) };
     let mut chunk = PullChunk::default();
     let (mut at, mut bytes, mut looked) = (cursor, 0, 0);
-    // What later windows lack is fetched at the same time.
+    // Nodes that later windows lack are fetched at the same time.
     let (mut lacking, mut leaves_lacking) = (Ok(()), 0);
     for window in 0.. {
         let Some((start, end)) = next_window(replica, core, &source, from, at, size)? else {

@@ -105,7 +105,7 @@ fn gives_back<D: Disk>(core: &Core<D>) -> bool {
     !core.keeps_space() && core.disk.gives_back()
 }
 
-/// Whether free units hold more space than stays warm, or may hold some of an earlier life.
+/// Returns true if free units hold more space than stays warm, or may hold some of an earlier life.
 pub fn discard_due<D: Disk>(core: &Core<D>) -> bool {
     gives_back(core)
         && (core.allocator.is_too_warm() || core.freed.swept_units < core.allocator.units())

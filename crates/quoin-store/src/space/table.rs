@@ -251,7 +251,7 @@ fn table_io<'a, D: Disk>(replica: &'a mut Replica, core: &'a mut Core<D>) -> Nod
     NodeIo { tree: Tree::Segments, ..replica.io(core) }
 }
 
-/// What a record says of the table.
+/// State of the table for a record.
 pub fn table_state(replica: &Replica) -> Option<TableState> {
     replica.family.segments.recorded.state(replica.maintenance.count.is_too_high())
 }

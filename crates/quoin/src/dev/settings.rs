@@ -229,7 +229,7 @@ fn default_pool_bytes(free_bytes: u64, pools: usize) -> u64 {
 }
 
 /// A row of ports that one process has to itself for as long as it runs, so that two that start at the same
-/// time never choose the same port.
+/// time do not choose the same port while each needs no more than a row.
 struct Row {
     number: u32,
     /// An abstract name, which goes with its process and is known where the ports are: in one network
@@ -239,7 +239,7 @@ struct Row {
 
 impl Row {
     /// Reserves one of so many rows, this one or the next that no other process has. Where all are reserved
-    /// it is this one.
+    /// it is this one, and others may choose the same ports.
     fn of(first: u32, rows: u32) -> Row {
         let rows = rows.max(1);
         let reserved = (0..rows).map(|n| first.wrapping_add(n) % rows).find_map(|number| {
