@@ -6,11 +6,15 @@ use std::sync::Arc;
 
 use crate::common::{identity, new_pool, options, sync};
 use bytes::Bytes;
-use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
-use quoin_store::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_replication::replica::store::{
+    CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+};
+use quoin_store::{Cloned, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::ReadView;
-use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
+use quoin_types::{
+    Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VolumeId,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -377,6 +381,74 @@ fn rotating_snapshots_at_most_double_what_an_overwrite_costs_in_a_pool_as_full()
     let beside = overwrites_beside(40, 6000, 14_000, 60, 20_000);
     println!("{without:.1} blocks written for one without snapshots, {beside:.1} beside 40");
     assert!(beside <= 2.0 * without, "{beside:.1} beside forty snapshots, {without:.1} without");
+}
+
+/// Overwrites single blocks of `clones` of one image in turn, each within `own` blocks of its own that
+/// lie all over the image. Returns blocks written to the disk for each block overwritten, once each of
+/// those was written about twice, and the share of the pool that is live then.
+fn overwrites_of_clones(clones: u64, image: u64, own: u64, pool_blocks: u64) -> (f64, f64) {
+    let disk = MemoryDisk::new(pool_blocks * 4096);
+    Pool::format(&disk, &common::format_options()).expect("a fit disk");
+    let options = PoolOptions { cache_bytes: 16 << 20, ..options() };
+    let mut writer = Writer::on(Pool::open(disk, options).expect("a pool"), image);
+    for lba in (0..image).step_by(4) {
+        writer.append(EntryKind::Write, lba, 4).expect("the first fill");
+        writer.housekeeping();
+    }
+    let snapshot = SnapshotId(1);
+    let kind = EntryKind::Snapshot { id: snapshot, hidden: false };
+    writer.append(kind, 0, 0).expect("room");
+    let source = CloneSource { volume: identity(GUID).volume, snapshot };
+    let guids: Vec<_> =
+        (1..=clones).map(|number| ReplicaGuid(GUID.0 + u128::from(number))).collect();
+    for guid in &guids {
+        let of = ReplicaIdentity { volume: VolumeId(guid.0), ..identity(*guid) };
+        let make = |pool: &mut Pool<MemoryDisk>| {
+            pool.create_clone(of.clone(), ReplicaMeta::default(), image, &source).expect("room")
+        };
+        while make(&mut writer.pool) == Cloned::NotYet {
+            writer.housekeeping();
+        }
+    }
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let (mut before, writes) = (0, 2 * clones * own);
+    for done in 0..2 * writes {
+        if done == writes {
+            before = writer.pool.disk().written_bytes();
+        }
+        let guid = guids[rng.random_range(0..guids.len())];
+        let state = writer.pool.replica(guid).expect("it").state();
+        (writer.chain, writer.lsn) = (state.chain, state.position.lsn.0);
+        let lba = rng.random_range(0..own) * (image / own) + guid.0 as u64 % (image / own);
+        let entry = writer.entry(EntryKind::Write, lba, 1);
+        let mut replica = writer.pool.replica(guid).expect("it");
+        let appended = replica.append(std::slice::from_ref(&entry));
+        if appended.is_ok() {
+            replica.set_stable(entry.lsn);
+        }
+        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
+        writer.housekeeping();
+    }
+    let written = writer.pool.disk().written_bytes() - before;
+    let members = guids.into_iter().chain([GUID]);
+    let stats = members.filter_map(|guid| writer.pool.replica_stats(guid));
+    let live: u64 = stats.map(|stats| stats.live_bytes).sum();
+    let live = live as f64 / writer.pool.stats().size_bytes as f64;
+    (written as f64 / 4096.0 / writes as f64, live)
+}
+
+/// A hundred logs that are open, and each clone's leaves, leave no room for more that is live.
+#[test]
+fn a_hundred_clones_at_most_double_what_an_overwrite_costs_in_a_pool_as_full() {
+    const POOL_BLOCKS: u64 = 60_000;
+    let (beside, live) = overwrites_of_clones(100, 36_000, 60, POOL_BLOCKS);
+    let live_blocks = (POOL_BLOCKS as f64 * live) as u64;
+    let without = overwrites_beside(0, live_blocks, POOL_BLOCKS, 1, 20_000);
+    println!(
+        "{without:.1} blocks written for one of a volume, {beside:.1} of a clone, {live:.2} live"
+    );
+    assert!(live > 0.7, "{live:.2} of the pool are live");
+    assert!(beside <= 2.0 * without, "{beside:.1} of a clone, {without:.1} of a volume");
 }
 
 #[test]
