@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use quoin_replication::replica::store::{CloneSource, ReplicaMeta, ReplicaStore, StoreError};
-use quoin_store::{Disk, MemoryDisk, Pool, ReplicaPool, ScrubAt};
+use quoin_store::{Cloned, Disk, MemoryDisk, Pool, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView};
 use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VolumeId};
 use rand::Rng;
@@ -441,21 +441,31 @@ fn a_rotten_block_that_only_a_clone_shows_is_found_by_its_scrub() {
 #[test]
 fn every_crash_of_making_and_deleting_a_clone_leaves_it_whole_or_not_at_all() {
     use crate::crash_enumeration::{crash_everywhere, disk_of, image_of};
-    for with_commit in [false, true] {
+    const FOLD_STEPS: u32 = 9;
+    // A snapshot that is above the map has it folded before a clone is made of it.
+    let ask_to_fold = |family: &mut Family, snapshot| {
+        let source = CloneSource { volume: VolumeId(1), snapshot };
+        let made = family.pool().create_clone(of(9), ReplicaMeta::default(), BLOCKS, &source);
+        assert_eq!(made, Ok(Cloned::NotYet));
+    };
+    // Steps of background work that fold its source before the clone is made. After some of them a
+    // record of the source is on its way.
+    for steps in 0..FOLD_STEPS {
         let mut family = Family::new(11, 8 << 20);
         for _ in 0..20 {
             family.write_some(1);
         }
         let snapshot = family.snapshot(1).expect("room");
+        ask_to_fold(&mut family, snapshot);
         family.work();
         family.restart();
         family.work();
-        if with_commit {
-            // A record of the source is on its way while the clone is made.
+        let later = (steps > 0).then(|| {
             for _ in 0..10 {
                 family.write_some(1);
             }
-        }
+            family.snapshot(1).expect("room")
+        });
         let expected = |family: &mut Family, volume: u128, view| {
             let mut model = family.model.replica(ReplicaGuid(volume)).expect("it");
             flat(&read_all(&mut model, view, BLOCKS))
@@ -463,10 +473,11 @@ fn every_crash_of_making_and_deleting_a_clone_leaves_it_whole_or_not_at_all() {
         let content = expected(&mut family, 1, ReadView::Snapshot(snapshot));
         let start = image_of(&family.disk);
         family.disk.record();
-        if with_commit {
-            let mut replica = family.pool().replica(ReplicaGuid(1)).expect("it");
-            replica.request_sync();
-            family.pool().background(1 << 20).expect("background work");
+        if let Some(later) = later {
+            ask_to_fold(&mut family, later);
+        }
+        for _ in 0..steps {
+            family.pool().background(1).expect("background work");
         }
         let clone = family.clone_of(1, snapshot, 0).expect("room");
         family.pool().request_sync();
