@@ -19,7 +19,7 @@ use crate::background::checkpoint;
 use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
 use crate::background::repair;
-use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, SHORT_BELOW_PERCENT, Victim};
+use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, Victim};
 use crate::background::scrub::{self, ScrubAt, Scrubbed};
 use crate::clones::bases::Bases;
 use crate::clones::creation;
@@ -414,9 +414,8 @@ impl<D: Disk> Pool<D> {
     /// Returns true if the pool can take little more: next to nothing is free, and no work that is done
     /// or waited for gains anything. `was`: the last answer, for hysteresis.
     pub fn is_short(&self, was: bool) -> bool {
-        let allocator = &self.core.allocator;
-        let margin = (allocator.units() * SHORT_BELOW_PERCENT / 100).max(2);
-        let free = allocator.free_for_clients();
+        let margin = scheduler::short_below_units(self);
+        let free = self.core.allocator.free_for_clients();
         match was {
             true => free < 2 * margin,
             false => {

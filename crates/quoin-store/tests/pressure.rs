@@ -383,6 +383,30 @@ fn rotating_snapshots_at_most_double_what_an_overwrite_costs_in_a_pool_as_full()
     assert!(beside <= 2.0 * without, "{beside:.1} beside forty snapshots, {without:.1} without");
 }
 
+/// A volume that waits for room overwrites nothing, so that no block would die and it would wait for ever.
+#[test]
+fn a_pool_of_which_most_is_live_is_not_short_while_its_blocks_are_overwritten() {
+    const POOL_BLOCKS: u64 = 64 << 10;
+    let disk = MemoryDisk::new(POOL_BLOCKS * 4096);
+    let shape = FormatOptions { unit_blocks: 512, ..common::format_options() };
+    Pool::format(&disk, &shape).expect("a fit disk");
+    let pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+    let stats = pool.stats();
+    let live = (stats.size_bytes - stats.reserve_bytes) / 4096 * 91 / 100;
+    let mut writer = Writer::on(pool, live);
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    for lba in (0..live).step_by(16) {
+        writer.append(EntryKind::Write, lba, (live - lba).min(16) as u32).expect("room");
+        writer.housekeeping();
+    }
+    for done in 0..30_000 {
+        let lba = rng.random_range(0..live);
+        writer.append(EntryKind::Write, lba, 1).expect("room");
+        writer.housekeeping();
+        assert!(!writer.pool.is_short(false), "short after {done}: {:?}", writer.pool.stats());
+    }
+}
+
 /// Overwrites single blocks of `clones` of one image in turn, each within `own` blocks of its own that
 /// lie all over the image. Returns blocks written to the disk for each block overwritten, once each of
 /// those was written about twice, and the share of the pool that is live then.

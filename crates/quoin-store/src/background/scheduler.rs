@@ -18,7 +18,7 @@
 use std::cell::Cell;
 
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{ReplicaGuid, mutant};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::api::Due;
 use crate::background::checkpoint;
@@ -51,9 +51,16 @@ const SPRAWL_LIVE_PERCENT: u64 = 50;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
 pub const CLEAN_BELOW_PERCENT: u64 = 12;
 const URGENT_BELOW_PERCENT: u64 = 3;
+/// Live percent up to which a segment is emptied when cleaning becomes urgent: clean-up writes nine
+/// blocks at most for each one gained. Fuller ones, up to [`MOST_LIVE_PERCENT`], are the last that a pool
+/// empties before it calls itself short: a volume that waits for room overwrites nothing, so that no
+/// block dies.
+const URGENT_LIVE_PERCENT: u64 = 90;
+/// Blocks that the last ones give at least: more than the nodes that are written for them.
+const LAST_GAIN_BLOCKS: u64 = 16;
 /// Free percent (above the reserve) below which a pool that can gain nothing calls itself short:
 /// what targets have on their way still fits.
-pub const SHORT_BELOW_PERCENT: u32 = 2;
+const SHORT_BELOW_PERCENT: u32 = 2;
 /// Emptied segments that wait for a commit.
 const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
@@ -167,14 +174,22 @@ pub fn due<D: Disk>(pool: &Pool<D>) -> Due {
     }
 }
 
+/// Free units (above the reserve) below which a pool that can gain nothing is short.
+pub fn short_below_units<D: Disk>(pool: &Pool<D>) -> u32 {
+    (pool.core.allocator.units() * SHORT_BELOW_PERCENT / 100).max(2)
+}
+
 /// How full a segment may be that is emptied now.
 fn live_limit_percent<D: Disk>(pool: &Pool<D>) -> u64 {
     let free = pool.core.allocator.free_for_clients() + coming_units(pool);
+    if free < short_below_units(pool) {
+        return MOST_LIVE_PERCENT;
+    }
     // In thousandths, so that a small pool has a slope and no stairs.
     let free = u64::from(free) * 1000 / u64::from(pool.core.allocator.units().max(1));
     let (most, least) = (10 * CLEAN_BELOW_PERCENT, 10 * URGENT_BELOW_PERCENT);
     let short = most.saturating_sub(free).min(most - least);
-    EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
+    EAGER_LIVE_PERCENT + (URGENT_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
 }
 
 /// How full a segment may be that is emptied because too much of the pool is dead. Counted are
@@ -241,10 +256,13 @@ fn benefit<D: Disk>(
         Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
         Stream::Log | Stream::Moved => limit,
     };
+    let capacity = pool.replicas.get(&guid)?.family.segments.capacity(segment.units);
+    let gain_blocks = capacity * (100 - live_percent) / 100 / BLOCK_SIZE as u64;
     let may = live_percent <= limit
+        && (live_percent <= URGENT_LIVE_PERCENT || gain_blocks >= LAST_GAIN_BLOCKS)
         && (segment.live_bytes == 0 || has_room(pool, segment))
         && !gains_nothing(pool, guid, segment);
-    may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
+    may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit >= URGENT_LIVE_PERCENT {
         // Next to nothing to move, or no time to lose: the emptiest.
         true => (1 << 50) - live_percent,
         false => (100 - live_percent) * age / (100 + live_percent),

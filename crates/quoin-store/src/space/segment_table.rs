@@ -21,8 +21,8 @@ use crate::space::segments::Segment;
 use crate::space::table::{NextTable, Recorded, Successor};
 
 /// Live percent (of what a segment can hold) above which none is emptied however short space
-/// is: at 90, clean-up writes nine blocks at most for each one gained.
-pub const MOST_LIVE_PERCENT: u64 = 90;
+/// is: at 95, clean-up writes 19 blocks at most for each one gained.
+pub const MOST_LIVE_PERCENT: u64 = 95;
 
 /// Units of a page. A large segment lies within one, since it begins at a multiple of its size.
 pub const PAGE_UNITS: u32 = 256;
