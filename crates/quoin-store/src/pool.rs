@@ -416,13 +416,14 @@ impl<D: Disk> Pool<D> {
     pub fn is_short(&self, was: bool) -> bool {
         let margin = scheduler::short_below_units(self);
         let free = self.core.allocator.free_for_clients();
+        let gains = || {
+            scheduler::coming_units(self) > 0
+                || !self.starved && scheduler::next_step(self).is_some()
+        };
         match was {
-            true => free < 2 * margin,
-            false => {
-                free < margin
-                    && scheduler::coming_units(self) == 0
-                    && (self.starved || scheduler::next_step(self).is_none())
-            }
+            // Where nothing more is gained, what there is has to do.
+            true => free < margin || free < 2 * margin && gains(),
+            false => free < margin && !gains(),
         }
     }
 

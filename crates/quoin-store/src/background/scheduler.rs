@@ -51,12 +51,13 @@ const SPRAWL_LIVE_PERCENT: u64 = 50;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
 pub const CLEAN_BELOW_PERCENT: u64 = 12;
 const URGENT_BELOW_PERCENT: u64 = 3;
-/// Live percent up to which a segment is emptied when cleaning becomes urgent: clean-up writes nine
-/// blocks at most for each one gained. Fuller ones, up to [`MOST_LIVE_PERCENT`], are the last that a pool
-/// empties before it calls itself short: a volume that waits for room overwrites nothing, so that no
-/// block dies.
+/// Live percent (rounded down) up to which a segment is emptied when cleaning becomes urgent: clean-up
+/// writes ten blocks at most for each one gained. Fuller ones, up to [`MOST_LIVE_PERCENT`], are the last
+/// that a pool empties before it calls itself short: a volume that waits for room overwrites nothing,
+/// so that no block dies.
 const URGENT_LIVE_PERCENT: u64 = 90;
-/// Blocks that the last ones give at least: more than the nodes that are written for them.
+/// Blocks that each of the last ones gives, about: fewer might not pay for the nodes that are written
+/// for them.
 const LAST_GAIN_BLOCKS: u64 = 16;
 /// Free percent (above the reserve) below which a pool that can gain nothing calls itself short:
 /// what targets have on their way still fits.
@@ -252,21 +253,35 @@ fn benefit<D: Disk>(
 ) -> Option<u64> {
     let newest = pool.core.sequence;
     let age = newest.saturating_sub(segment.sequence).clamp(1, 1 << 40);
+    let is_urgent = limit >= URGENT_LIVE_PERCENT;
     let limit = match segment.stream {
         Stream::Nodes => limit.min(NODES_LIVE_PERCENT),
         Stream::Log | Stream::Moved => limit,
     };
-    let capacity = pool.replicas.get(&guid)?.family.segments.capacity(segment.units);
-    let gain_blocks = capacity * (100 - live_percent) / 100 / BLOCK_SIZE as u64;
     let may = live_percent <= limit
-        && (live_percent <= URGENT_LIVE_PERCENT || gain_blocks >= LAST_GAIN_BLOCKS)
+        && (live_percent <= URGENT_LIVE_PERCENT || pays(pool, guid, live_percent, segment))
         && (segment.live_bytes == 0 || has_room(pool, segment))
         && !gains_nothing(pool, guid, segment);
-    may.then(|| match live_percent <= EAGER_LIVE_PERCENT || limit >= URGENT_LIVE_PERCENT {
+    may.then(|| match live_percent <= EAGER_LIVE_PERCENT || is_urgent {
         // Next to nothing to move, or no time to lose: the emptiest.
         true => (1 << 50) - live_percent,
         false => (100 - live_percent) * age / (100 + live_percent),
     })
+}
+
+/// Returns true if a segment of the fullest that are emptied gives enough, and most of the reserve is
+/// left: each replica may need units of its own for what is moved.
+fn pays<D: Disk>(
+    pool: &Pool<D>,
+    guid: ReplicaGuid,
+    live_percent: u64,
+    segment: &SegmentState,
+) -> bool {
+    let allocator = &pool.core.allocator;
+    let Some(replica) = pool.replicas.get(&guid) else { return false };
+    let capacity = replica.family.segments.capacity(segment.units);
+    let gain_blocks = capacity * (100 - live_percent) / 100 / BLOCK_SIZE as u64;
+    gain_blocks >= LAST_GAIN_BLOCKS && allocator.free_units() > allocator.reserve_units / 4 * 3
 }
 
 /// Returns true if emptying a segment of nodes would gain nothing and space is not short.

@@ -20,8 +20,8 @@ use crate::format::superblock::LARGE_UNITS;
 use crate::space::segments::Segment;
 use crate::space::table::{NextTable, Recorded, Successor};
 
-/// Live percent (of what a segment can hold) above which none is emptied however short space
-/// is: at 95, clean-up writes 19 blocks at most for each one gained.
+/// Live percent (of what a segment can hold, rounded down) above which none is emptied however short
+/// space is: at 95, clean-up writes 24 blocks at most for each one gained.
 pub const MOST_LIVE_PERCENT: u64 = 95;
 
 /// Units of a page. A large segment lies within one, since it begins at a multiple of its size.
