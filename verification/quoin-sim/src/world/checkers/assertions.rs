@@ -60,6 +60,15 @@ impl Progress {
     }
 }
 
+/// A swap of the membership that a target has asked for.
+#[derive(Clone, Copy, Debug)]
+struct Swap {
+    /// Version of the membership that is asked for.
+    version: u64,
+    /// The last LSN that was sent by then.
+    after: Lsn,
+}
+
 /// Commitments of a target since its start.
 #[derive(Default, Debug)]
 struct Commitments {
@@ -67,8 +76,8 @@ struct Commitments {
     reported_version: u64,
     /// Replicas that have answered its present open and may count in it.
     answered: BTreeSet<u128>,
-    /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
-    swapping: Option<Lsn>,
+    /// A swap was sent, and its outcome is not known.
+    swapping: Option<Swap>,
     /// The first joint View of its newest change, and whether its newest View is one.
     joint: Lsn,
     is_joint: bool,
@@ -138,8 +147,9 @@ impl Checker for Assertions {
                 self.note_answer(target, member, ack);
             }
             // A refusal settles nothing: older requests may still land.
-            Observation::SwapAnswered { target, version, record } if record.version > version => {
-                self.target(target).swapping = None;
+            // Nor does a late answer to a former one.
+            Observation::SwapAnswered { target, record, .. } => {
+                self.target(target).swapping.take_if(|swap| record.version >= swap.version);
             }
             Observation::SwapAsked { target, next, is_first: true } => {
                 return self.check_swap(scene, target, next);
@@ -439,7 +449,7 @@ impl Assertions {
         let Some(process) = scene.process(target) else { return Ok(()) };
         let before = &scene.control.record.membership;
         let commitments = self.target(target);
-        commitments.swapping = Some(process.sent);
+        commitments.swapping = Some(Swap { version: next.version, after: process.sent });
         let joint = commitments.joint;
         let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
         let durable = |m: &Member| self.durable.get(&m.guid.0).copied().unwrap_or_default();
@@ -507,7 +517,7 @@ impl Assertions {
     /// While a swap's outcome is unknown every new View is under both rules.
     fn check_joint(&mut self, target: usize, lsn: Lsn, view: &View) -> Result<(), Broken> {
         let swapping = self.target(target).swapping;
-        if view.joint.is_none() && swapping.is_some_and(|after| lsn > after) {
+        if view.joint.is_none() && swapping.is_some_and(|swap| lsn > swap.after) {
             let detail = format!("a View under one rule at {lsn} while a swap is unknown");
             return broken("JointUntilKnown", detail);
         }
