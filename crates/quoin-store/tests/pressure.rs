@@ -22,6 +22,8 @@ const GUID: ReplicaGuid = ReplicaGuid(0xf);
 
 struct Writer {
     pool: Pool<MemoryDisk>,
+    /// The replica that is written to.
+    guid: ReplicaGuid,
     chain: Chain,
     lsn: u64,
 }
@@ -33,7 +35,7 @@ impl Writer {
 
     fn on(mut pool: Pool<MemoryDisk>, blocks: u64) -> Self {
         pool.create(identity(GUID), ReplicaMeta::default(), blocks).expect("room");
-        Writer { pool, chain: Chain(0), lsn: 0 }
+        Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 }
     }
 
     fn entry(&self, kind: EntryKind, lba: u64, blocks: u32) -> Arc<Entry> {
@@ -47,7 +49,7 @@ impl Writer {
 
     fn append(&mut self, kind: EntryKind, lba: u64, blocks: u32) -> Result<(), StoreError> {
         let entry = self.entry(kind, lba, blocks);
-        let mut replica = self.pool.replica(GUID).expect("it");
+        let mut replica = self.pool.replica(self.guid).expect("it");
         replica.append(std::slice::from_ref(&entry))?;
         (self.chain, self.lsn) = (entry.chain, self.lsn + 1);
         replica.set_stable(entry.lsn);
@@ -156,7 +158,7 @@ fn trimmed_space_of_a_resting_replica_is_free_again_without_further_writes() {
 #[test]
 fn a_restart_counts_no_block_of_the_log_twice() {
     let (disk, pool) = new_pool(8 << 20);
-    let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+    let mut writer = Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 };
     writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
     for lba in (0..80).step_by(8) {
         writer.append(EntryKind::Write, lba, 8).expect("room");
@@ -183,7 +185,7 @@ fn a_restart_counts_no_block_of_the_log_twice() {
 fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_again() {
     for restarts in [false, true] {
         let (disk, pool) = new_pool(16 << 20);
-        let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+        let mut writer = Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 };
         writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
         writer.append(EntryKind::Write, 0, 8).expect("room");
         let (chain, keep) = (writer.chain, writer.lsn);
@@ -223,7 +225,7 @@ fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_ag
 #[test]
 fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
     let (disk, pool) = new_pool(16 << 20);
-    let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+    let mut writer = Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 };
     writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
     for lba in (0..1200).step_by(8) {
         writer.append(EntryKind::Write, lba, 8).expect("room");
@@ -248,7 +250,7 @@ fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
 fn the_room_of_log_that_a_rebuild_replaced_comes_back_though_the_pool_dies_after_the_flip() {
     common::break_a_rule();
     let begun = |pool| {
-        let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+        let mut writer = Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 };
         writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
         writer.append(EntryKind::Write, 0, 8).expect("room");
         writer.pool.settle().expect("folded and recorded");
@@ -445,16 +447,11 @@ fn overwrites_of_clones(clones: u64, image: u64, own: u64, pool_blocks: u64) -> 
         if done == writes {
             before = writer.pool.disk().written_bytes();
         }
-        let guid = guids[rng.random_range(0..guids.len())];
-        let state = writer.pool.replica(guid).expect("it").state();
+        writer.guid = guids[rng.random_range(0..guids.len())];
+        let state = writer.pool.replica(writer.guid).expect("it").state();
         (writer.chain, writer.lsn) = (state.chain, state.position.lsn.0);
-        let lba = rng.random_range(0..own) * (image / own) + guid.0 as u64 % (image / own);
-        let entry = writer.entry(EntryKind::Write, lba, 1);
-        let mut replica = writer.pool.replica(guid).expect("it");
-        let appended = replica.append(std::slice::from_ref(&entry));
-        if appended.is_ok() {
-            replica.set_stable(entry.lsn);
-        }
+        let lba = rng.random_range(0..own) * (image / own) + writer.guid.0 as u64 % (image / own);
+        let appended = writer.append(EntryKind::Write, lba, 1);
         assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
         writer.housekeeping();
     }
@@ -672,7 +669,7 @@ fn a_pool_that_filled_up_while_its_disk_refused_reads_gives_room_again_by_itself
 #[test]
 fn what_is_full_below_a_pool_makes_it_full_and_not_broken_and_trims_revive_it() {
     let (disk, pool) = new_pool(8 << 20);
-    let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+    let mut writer = Writer { pool, guid: GUID, chain: Chain(0), lsn: 0 };
     writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
     disk.set_room_below(Some(5 << 20));
     let (mut lba, mut short_from) = (0, None);

@@ -65,9 +65,9 @@ impl Listing {
         self.logical.map_or(0..0, |first| first..first + u64::from(self.segment.used_blocks))
     }
 
-    /// Goes on to the end of the segment. `Ok(false)`: one of its headers is bad, or cannot be read, or its
-    /// batch ends behind the segment. A call that may wait goes as far as its headers are at hand, and on from there when it is made
-    /// again.
+    /// Goes on to the end of the segment. `Ok(false)`: one of its headers is bad, or cannot be read, or
+    /// its batch ends behind the segment. A call that may wait goes as far as its headers are at hand,
+    /// and on from there when it is made again.
     pub fn go_on<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         while self.at < self.segment.used_blocks {
             let Some(header) = self.header(core)? else { return Ok(false) };
