@@ -1,9 +1,12 @@
-//! Threads that read from the disk what the shard does not wait for.
+//! Reads of the disk that the shard does not wait for.
 //!
-//! A thread begins with the first read that finds none at rest, up to as many as there are reads at
-//! the same time; it stays then. A pool whose kernel has all in its cache has none of them.
+//! Where the system lets the pool have a ring ([`ReadRing`]), the shard begins them and takes their
+//! results itself. Else threads make them. A thread begins with the first read that finds none at
+//! rest, up to as many as there are reads at the same time; it stays then. A pool whose kernel has all
+//! in its cache has none of them.
 
 use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -12,13 +15,51 @@ use std::time::Instant;
 use quoin_reactor::Waker;
 use quoin_store::disk::Reader;
 use quoin_store::disk::fetch::{Fetch, UNDER_WAY_MAX};
+use quoin_store::disk::read_ring::{EndedRead, ReadRing};
 
 use crate::shard::Input;
 
 /// These threads do nothing but read.
 const STACK_BYTES: usize = 128 << 10;
 
-pub struct Fetchers {
+pub enum Fetchers {
+    Ring(Box<ReadRing>),
+    Threads(Threads),
+}
+
+impl Fetchers {
+    /// Begins a read, with the next [`Fetchers::submit`] at the latest. Its result comes as
+    /// [`Input::Fetched`], or from [`Fetchers::next_ended`] where there is a ring.
+    pub fn begin(&mut self, fetch: Fetch) {
+        match self {
+            Self::Ring(ring) => ring.begin(fetch),
+            Self::Threads(threads) => threads.begin(fetch),
+        }
+    }
+
+    pub fn submit(&mut self) {
+        if let Self::Ring(ring) = self {
+            ring.submit();
+        }
+    }
+
+    pub fn next_ended(&mut self) -> Option<EndedRead> {
+        match self {
+            Self::Ring(ring) => ring.next_ended(),
+            Self::Threads(_) => None,
+        }
+    }
+
+    /// Descriptor that is readable when [`Fetchers::next_ended`] has something to give.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Ring(ring) => Some(ring.as_fd()),
+            Self::Threads(_) => None,
+        }
+    }
+}
+
+pub struct Threads {
     /// `None`: the disk never lacks anything.
     work: Option<Work>,
     queue: Arc<Queue>,
@@ -47,14 +88,13 @@ struct State {
     ended: bool,
 }
 
-impl Fetchers {
+impl Threads {
     pub fn new(reader: Option<Reader>, inputs: Sender<Input>, waker: Waker) -> Self {
         let work = reader.map(|reader| Work { reader, inputs, waker });
-        Fetchers { work, queue: Arc::default(), threads: Vec::new() }
+        Threads { work, queue: Arc::default(), threads: Vec::new() }
     }
 
-    /// Begins a read; its result comes as [`Input::Fetched`].
-    pub fn begin(&mut self, fetch: Fetch) {
+    fn begin(&mut self, fetch: Fetch) {
         let Some(work) = &self.work else { return };
         let mut state = self.queue.state();
         state.reads.push_back(fetch);
@@ -82,7 +122,7 @@ impl Fetchers {
     }
 }
 
-impl Drop for Fetchers {
+impl Drop for Threads {
     fn drop(&mut self) {
         {
             let mut state = self.queue.state();

@@ -8,7 +8,7 @@ use quoin_reactor::spin::Spin;
 use quoin_replication::replica::store::{IoFault, SyncTicket};
 use quoin_store::disk::{Reader, Syncer as SyncDisk};
 
-use crate::fetcher::Fetchers;
+use crate::fetcher::Threads;
 use crate::shard::Input;
 
 pub struct Syncer {
@@ -30,8 +30,8 @@ impl Syncer {
     }
 
     /// Threads that read, whose results go where those of syncs go.
-    pub fn fetchers(&self, reader: Option<Reader>) -> Fetchers {
-        Fetchers::new(reader, self.inputs.clone(), self.waker.clone())
+    pub fn readers(&self, reader: Option<Reader>) -> Threads {
+        Threads::new(reader, self.inputs.clone(), self.waker.clone())
     }
 
     /// Begins a sync; its result comes as [`Input::Synced`].

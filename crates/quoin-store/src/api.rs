@@ -10,6 +10,7 @@ use quoin_types::ReplicaGuid;
 
 use crate::disk::Reader;
 use crate::disk::fetch::{Fetch, Owner};
+use crate::disk::read_ring::ReadRing;
 
 /// A pool of replicas as its one driver thread sees it.
 ///
@@ -22,8 +23,8 @@ use crate::disk::fetch::{Fetch, Owner};
 /// media.
 ///
 /// **Reads that nobody waits for.** After each round of events the driver has the reads of
-/// [`ReplicaPool::next_fetch`] made on other threads ([`ReplicaPool::reader`]) and reports each with
-/// [`ReplicaPool::fetched`]. Then the replicas whose sessions [`ReplicaPool::take_fetched`] names get
+/// [`ReplicaPool::next_fetch`] made by a ring ([`ReplicaPool::read_ring`]) or on other threads
+/// ([`ReplicaPool::reader`]) and reports each with [`ReplicaPool::fetched`]. Then the replicas whose sessions [`ReplicaPool::take_fetched`] names get
 /// `Fetched`, and background work that it names goes on.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
@@ -91,7 +92,11 @@ pub trait ReplicaPool {
     fn reader(&self) -> Option<Reader> {
         None
     }
-    /// The next read to be made on another thread, if another one may begin.
+    /// Makes them without other threads; the error says why there is no such way.
+    fn read_ring(&self) -> std::io::Result<ReadRing> {
+        Err(std::io::ErrorKind::Unsupported.into())
+    }
+    /// The next read to be made beside the pool's thread, if another one may begin.
     fn next_fetch(&mut self) -> Option<Fetch> {
         None
     }

@@ -27,6 +27,7 @@ use crate::clones::flatten;
 use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner};
+use crate::disk::read_ring::ReadRing;
 use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
@@ -700,6 +701,10 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn reader(&self) -> Option<Reader> {
         self.core.disk.reader()
+    }
+
+    fn read_ring(&self) -> std::io::Result<ReadRing> {
+        self.core.disk.read_ring()
     }
 
     fn next_fetch(&mut self) -> Option<Fetch> {

@@ -20,6 +20,22 @@ pub struct Figures {
     pub p999_us: f64,
 }
 
+impl Figures {
+    /// Returns the figures of a run for which its servers used so much CPU time.
+    pub fn of(outcome: &Outcome, used: Duration) -> Result<Self, Error> {
+        if outcome.requests == 0 {
+            return Err(Error::Failed("not one request was answered".into()));
+        }
+        Ok(Figures {
+            per_second: outcome.per_second(),
+            cpu_us: used.as_secs_f64() * 1e6 / outcome.requests as f64,
+            p50_us: outcome.percentile_us(0.5),
+            p99_us: outcome.percentile_us(0.99),
+            p999_us: outcome.percentile_us(0.999),
+        })
+    }
+}
+
 fn measure(side: &mut Side<'_>, load: Load) -> Result<Figures, Error> {
     figures(side, |generator| generator.run(load))
 }
@@ -32,16 +48,7 @@ pub fn figures(
     let before = usage::cpu(&side.pids);
     let outcome = run(side.generator)?;
     let used: Duration = usage::cpu(&side.pids).saturating_sub(before);
-    if outcome.requests == 0 {
-        return Err(Error::Failed("not one request was answered".into()));
-    }
-    Ok(Figures {
-        per_second: outcome.per_second(),
-        cpu_us: used.as_secs_f64() * 1e6 / outcome.requests as f64,
-        p50_us: outcome.percentile_us(0.5),
-        p99_us: outcome.percentile_us(0.99),
-        p999_us: outcome.percentile_us(0.999),
-    })
+    Figures::of(&outcome, used)
 }
 
 #[derive(Clone, Debug)]
@@ -82,7 +89,7 @@ pub fn compare(
     })
 }
 
-fn medians(all: &[Figures]) -> Figures {
+pub fn medians(all: &[Figures]) -> Figures {
     let of = |pick: fn(&Figures) -> f64| median(all.iter().map(pick).collect());
     Figures {
         per_second: of(|f| f.per_second),

@@ -14,6 +14,7 @@
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | the measured cases, and the output |
+//! | `cold` | reads of data that no cache holds, beside the bare device |
 //! | `sustained` | writes that go on for longer than a page cache takes them |
 //! | `rebuild` | speed of the rebuild of a lost replica |
 //! | `security` | cost of encryption of data connections |
@@ -32,6 +33,7 @@
 mod absence;
 pub mod cases;
 pub mod clones;
+mod cold;
 pub mod compare;
 pub mod encryption;
 pub mod floor;
@@ -185,6 +187,9 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
         results.extend(sustained::run(options, quoin, &scratch.0.join("sustained"))?);
     }
     let whole = !options.quick && options.subject.is_own();
+    if whole {
+        results.extend(cold::run(options, quoin, &scratch.0.join("cold-reads"))?);
+    }
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
     }

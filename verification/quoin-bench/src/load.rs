@@ -68,7 +68,20 @@ impl Outcome {
         lengths.max().unwrap_or_default()
     }
 
-    /// Merges all parts into one.
+    /// Returns a run's result from the latencies of its requests.
+    pub fn of(time: Duration, mut latencies_ns: Vec<u32>) -> Self {
+        latencies_ns.sort_unstable();
+        let (requests, seconds) = (latencies_ns.len() as u64, time.as_secs_f64());
+        Self { requests, seconds, latencies_ns, gaps: Vec::new() }
+    }
+
+    /// Merges parts that ran at the same time into one.
+    pub fn merge_beside(parts: Vec<Self>) -> Self {
+        let seconds = parts.iter().map(|part| part.seconds).fold(0.0, f64::max);
+        Self { seconds, ..Self::merge(parts) }
+    }
+
+    /// Merges all parts, one after the other, into one.
     pub fn merge(parts: Vec<Self>) -> Self {
         let (latencies_ns, gaps) = (Vec::new(), Vec::new());
         let mut all = Self { requests: 0, seconds: 0.0, latencies_ns, gaps };
@@ -320,7 +333,7 @@ impl Generator {
 }
 
 /// xorshift64*.
-fn next(state: &mut u64) -> u64 {
+pub fn next(state: &mut u64) -> u64 {
     *state ^= *state >> 12;
     *state ^= *state << 25;
     *state ^= *state >> 27;

@@ -210,7 +210,7 @@ impl Product {
     /// Kills a pool and removes all its data before it is restarted.
     pub fn wipe_pool(&self, pool: &str) -> Result<(), Error> {
         let away = self.take_away(pool)?;
-        let held = self.dir.join("data/pools").join(pool).join("data");
+        let held = self.pool_file(pool);
         let gone = if held.is_dir() {
             std::fs::remove_dir_all(&held)
         } else {
@@ -220,10 +220,14 @@ impl Product {
         away.give_back()
     }
 
-    /// Drops a stopped pool's data from the page cache, so that it is read from the disk
-    /// afterwards.
+    /// Returns the path of a pool's file.
+    pub fn pool_file(&self, pool: &str) -> PathBuf {
+        self.dir.join("data/pools").join(pool).join("data")
+    }
+
+    /// Drops a pool's data from the page cache, so that it is read from the disk afterwards.
     pub fn drop_cached(&self, pool: &str) -> Result<(), Error> {
-        let path = self.dir.join("data/pools").join(pool).join("data");
+        let path = self.pool_file(pool);
         let failed = || Error::io(format!("drop what is cached of {}", path.display()));
         let file = std::fs::File::open(&path).map_err(failed())?;
         file.sync_all().map_err(failed())?;

@@ -56,6 +56,9 @@ struct Options {
     /// in several orders, and back
     #[arg(long, value_name = "FILE")]
     upgrade_from: Option<PathBuf>,
+    /// Do not go back: the older version cannot open what the newer one has written
+    #[arg(long, requires = "upgrade_from")]
+    forward_only: bool,
     /// No file systems, only the raw volume
     #[arg(long)]
     no_files: bool,
@@ -139,7 +142,10 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     }
     let (mut injected, mut turns) = (Injected::default(), Turns::default());
     let done = match &older {
-        Some(older) => upgrade::run(&mut cluster, &clients, &mut files, older, &quoin),
+        Some(older) => {
+            let forward_only = options.forward_only;
+            upgrade::run(&mut cluster, &clients, &mut files, older, &quoin, forward_only)
+        }
         None => {
             let drawn = (&mut injected, &mut rng);
             rounds(options, &mut cluster, &clients, &mut files, &mut turns, drawn)

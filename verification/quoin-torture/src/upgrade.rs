@@ -1,5 +1,5 @@
 //! Two versions of Quoin in one cluster: each process replaced by itself, under checked clients, in
-//! the documented order, back, and in mistaken orders.
+//! the documented order, back, and in a mistaken order; or forward only.
 //!
 //! At every mixture a volume is made, used and deleted by commands of either version; in the middle
 //! a replica is made anew, so that a rebuild runs from one version to the other.
@@ -32,6 +32,7 @@ pub fn run(
     files: &mut [Files],
     older: &Path,
     newer: &Path,
+    forward_only: bool,
 ) -> Result<()> {
     let older = Version { name: "older", quoin: older };
     let newer = Version { name: "newer", quoin: newer };
@@ -61,6 +62,9 @@ pub fn run(
         files.iter_mut().try_for_each(Files::check)
     };
     roll(cluster, &FORWARD, &older, &newer)?;
+    if forward_only {
+        return Ok(());
+    }
     roll(cluster, &back, &newer, &older)?;
     roll(cluster, &NODE_FIRST, &older, &newer)
 }

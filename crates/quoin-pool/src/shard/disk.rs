@@ -1,10 +1,11 @@
-//! Syncs and reads that other threads make for the shard.
+//! Syncs and reads that are made beside the shard.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use quoin_replication::replica::store::SyncTicket;
 use quoin_store::disk::Reader;
+use quoin_store::disk::read_ring::ReadRing;
 use quoin_types::Time;
 
 use crate::fetcher::Fetchers;
@@ -17,8 +18,19 @@ pub(super) struct DiskThreads {
 }
 
 impl DiskThreads {
-    pub(super) fn new(syncer: Syncer, reader: Option<Reader>) -> Self {
-        let fetchers = syncer.fetchers(reader);
+    /// With the pool's ring, and where there is none its reader, for threads.
+    pub(super) fn new(
+        syncer: Syncer,
+        ring: std::io::Result<ReadRing>,
+        reader: Option<Reader>,
+    ) -> Self {
+        let fetchers = match ring {
+            Ok(ring) => Fetchers::Ring(Box::new(ring)),
+            Err(error) => {
+                tracing::info!(%error, "no io_uring: threads read from the disk");
+                Fetchers::Threads(syncer.readers(reader))
+            }
+        };
         Self { syncer, fetchers, syncs: Syncs::default() }
     }
 

@@ -7,6 +7,7 @@ use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::store::IoFault;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::fetch::Owner;
+use quoin_store::disk::read_ring::EndedRead;
 use quoin_types::Time;
 
 use super::Shard;
@@ -19,6 +20,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.make_again(now);
         while let Some(fetch) = self.pool.next_fetch() {
             self.disk.fetchers.begin(fetch);
+        }
+        self.disk.fetchers.submit();
+    }
+
+    /// Takes what the ring has read.
+    pub(super) fn take_read(&mut self, now: Time) {
+        while let Some(EndedRead { id, result, took }) = self.disk.fetchers.next_ended() {
+            self.fetched(now, id, result, took);
         }
     }
 

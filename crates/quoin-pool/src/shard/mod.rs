@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use quoin_reactor::{Reactor, Ready, Timers, now};
+use quoin_reactor::{Interest, Reactor, Ready, Timers, now};
 use quoin_replication::pool_host::background::{Background, QUIET};
 use quoin_replication::pool_host::copying::Copying;
 use quoin_replication::pool_host::recognition::{AWAITED_MAX, Start};
@@ -74,6 +74,8 @@ const ENDING_MAX: Duration = Duration::from_secs(10);
 const BULK: u64 = 1 << 62;
 /// Names the listeners, and the timer that ends their rest or the wait for recognition.
 const LISTENERS: u64 = 0;
+/// Names the ring that reads from the disk.
+const READS: u64 = 1 << 61;
 /// Why a pool is short of room.
 const FULL: &str =
     "next to nothing is free, and nothing can be cleaned up: delete or trim, or add pools";
@@ -172,7 +174,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let health = Health::new(parts.scrub.clone());
         let start = Start::new(parts.recognition, rand::random::<u64>().max(1));
         let mut shard = Shard {
-            disk: DiskThreads::new(syncer, pool.reader()),
+            disk: DiskThreads::new(syncer, pool.read_ring(), pool.reader()),
             pool,
             parts,
             replicas: Replicas::default(),
@@ -188,6 +190,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             copying: Copying::default(),
             start,
         };
+        if let Some(ring) = shard.disk.fetchers.descriptor() {
+            shard.parts.reactor.register(ring, READS, Interest::READ)?;
+        }
         let now = now();
         match shard.parts.recognition {
             Recognition::Given => shard.let_in()?,
@@ -323,6 +328,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn ready(&mut self, now: Time, ready: Ready) {
         if ready.key == LISTENERS {
             return self.accept(now);
+        }
+        if ready.key == READS {
+            return self.take_read(now);
         }
         if ready.writable {
             self.write(now, ready.key);

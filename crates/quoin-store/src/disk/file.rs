@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,6 +25,7 @@ use crate::disk::aligned_memory::{AlignedMemory, PIECE_BYTES, is_aligned};
 use crate::disk::cache_identity::{CacheIdentity, cookie_of_this_open};
 use crate::disk::fill::Filling;
 use crate::disk::pending_writes::{Held, stretches, zeros};
+use crate::disk::read_ring::ReadRing;
 use crate::disk::write_behind::WriteBehind;
 use crate::disk::{Disk, Reader, Syncer};
 
@@ -216,6 +217,20 @@ impl FileDisk {
         self.is_device
     }
 
+    /// Copies of what waits for a sync in a range, oldest first, each with its place in the range.
+    pub(crate) fn held_of(&self, offset: u64, length: usize) -> Vec<(usize, Vec<u8>)> {
+        self.files.held().overlapping(offset, length)
+    }
+
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.files.file.as_raw_fd()
+    }
+
+    /// The descriptor for direct IO, where its file system supports that.
+    pub(crate) fn direct_descriptor(&self) -> Option<RawFd> {
+        self.files.direct.as_ref().map(|file| file.as_raw_fd())
+    }
+
     /// Whether other users of the host could open the file when it was opened.
     pub fn exposed(&self) -> Option<Exposed> {
         self.exposed
@@ -269,7 +284,7 @@ fn explain(operation: &'static str, path: &Path, source: std::io::Error) -> File
     }
 }
 
-fn fault(operation: &'static str, offset: u64, errno: Errno) -> IoFault {
+pub(crate) fn fault(operation: &'static str, offset: u64, errno: Errno) -> IoFault {
     IoFault { operation, offset, errno: errno.raw_os_error() }
 }
 
@@ -387,7 +402,7 @@ impl Files {
 }
 
 /// Overlays held writes on what was read: they are newer.
-fn lay_over(buffer: &mut [u8], held: &[(usize, Vec<u8>)]) {
+pub(crate) fn lay_over(buffer: &mut [u8], held: &[(usize, Vec<u8>)]) {
     for (at, bytes) in held {
         buffer[*at..at + bytes.len()].copy_from_slice(bytes);
     }
@@ -439,8 +454,12 @@ impl Disk for FileDisk {
         Some(Arc::new(move |fetch| disk.fetch(fetch)))
     }
 
+    fn read_ring(&self) -> std::io::Result<ReadRing> {
+        ReadRing::new(self.clone())
+    }
+
     fn read_once(&self, offset: u64, length: usize) -> Result<Bytes, IoFault> {
-        let held = self.files.held().overlapping(offset, length);
+        let held = self.held_of(offset, length);
         let mut memory = AlignedMemory::of(length);
         self.read_media(offset, &mut memory)?;
         lay_over(&mut memory, &held);

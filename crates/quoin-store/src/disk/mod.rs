@@ -12,6 +12,7 @@ pub mod file;
 mod fill;
 mod pending_writes;
 pub mod read_buffer;
+pub mod read_ring;
 mod write_behind;
 
 use std::io::IoSlice;
@@ -21,6 +22,7 @@ use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, IoFault};
 
 use crate::disk::fetch::Fetch;
+use crate::disk::read_ring::ReadRing;
 
 /// Makes all writes that returned before the call durable. Runs on another thread than the disk.
 pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
@@ -50,6 +52,12 @@ pub trait Disk: Send {
     /// all is at hand, always.
     fn reader(&self) -> Option<Reader> {
         None
+    }
+
+    /// Makes the reads of [`Disk::reader`] without other threads. The error says why the disk or the
+    /// system has no such way.
+    fn read_ring(&self) -> std::io::Result<ReadRing> {
+        Err(std::io::ErrorKind::Unsupported.into())
     }
 
     /// Makes a read that the pool's thread does not wait for.

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use quoin_store::FileDisk;
 use quoin_store::disk::Reader;
+use quoin_testkit::skipped;
 
 use super::*;
 
@@ -141,6 +143,39 @@ fn while_reads_of_the_disk_stall_writes_of_this_volume_and_of_others_go_on_answe
     let fetches =
         text.lines().find(|line| line.starts_with("quoin_pool_fetch_duration_seconds_count"));
     assert!(fetches.is_some_and(|line| line.ends_with(" 40")), "{fetches:?}");
+    process.stop();
+}
+
+#[test]
+fn what_no_cache_holds_of_a_pool_file_is_read_by_a_ring_and_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = FileDisk::create(&dir.path().join("pool"), 128 << 20, true).unwrap();
+    if !disk.may_lack() {
+        return skipped("the temporary directory is in memory");
+    }
+    if let Err(error) = disk.read_ring() {
+        return skipped(&format!("no io_uring here: {error}"));
+    }
+    Pool::format(&disk, &FormatOptions::new(PoolId(1))).unwrap();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    process.create_replicas(&[MEMBER]);
+    let mut client = Writer::new(&process, MEMBER);
+    for lba in 0..40 {
+        client.write(lba);
+    }
+    disk.forget_cached(0, disk.size());
+    for id in 0..40 {
+        client.read(id, id);
+    }
+    let mut ids: Vec<u64> = (0..40).map(|_| client.answered()).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, (0..40).collect::<Vec<_>>());
+    let text = process.metrics.render();
+    let count = text
+        .lines()
+        .find(|line| line.starts_with("quoin_pool_fetch_duration_seconds_count"))
+        .and_then(|line| line.rsplit(' ').next()?.parse::<u64>().ok());
+    assert!(count.is_some_and(|count| count > 0), "{count:?} reads of the disk");
     process.stop();
 }
 
