@@ -1,7 +1,7 @@
 //! Facts of a pool beside its replicas: space, and how often it was opened.
 
 use quoin_replication::replica::store::StoreError;
-use quoin_store::{BadBlock, ScrubAt, Scrubbed};
+use quoin_store::{BadBlock, MetadataScrubbed, ScrubAt, Scrubbed};
 use quoin_types::ReplicaGuid;
 
 /// Space, as a pool reports it.
@@ -44,7 +44,8 @@ pub trait PoolFacts {
     fn take_bad_blocks(&mut self) -> Vec<BadBlock>;
     /// Replicas that background work found damaged since the last call, and what of them.
     fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)>;
-    /// Reads about so many bytes of a replica from media and compares checksums.
+    /// Reads about so many bytes of a replica from media and compares checksums. `Pending`: it waits
+    /// for the disk.
     fn scrub(
         &mut self,
         guid: ReplicaGuid,
@@ -65,8 +66,9 @@ pub trait PoolFacts {
     }
     /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
-    /// The same for what the pool holds beside its replicas; how many bad copies were mended.
-    fn scrub_metadata(&mut self) -> Result<u32, StoreError>;
+    /// The same for what the pool holds beside its replicas, from this place on; `None`: from the
+    /// beginning.
+    fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError>;
 }
 
 /// The reference model holds its replicas in memory: it has no size and is opened once.
@@ -93,8 +95,8 @@ impl PoolFacts for quoin_store::model::ModelPool {
         false
     }
     fn look_again(&mut self) {}
-    fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
-        Ok(0)
+    fn scrub_metadata(&mut self, _: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
+        Ok(MetadataScrubbed::default())
     }
 }
 
@@ -140,7 +142,7 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
         at: ScrubAt,
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
-        self.scrub(guid, at, budget_bytes)
+        self.try_scrub(guid, at, budget_bytes)
     }
     fn is_short(&self, was: bool) -> bool {
         self.is_short(was)
@@ -157,7 +159,7 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     fn look_again(&mut self) {
         self.look_again();
     }
-    fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
-        self.scrub_metadata()
+    fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
+        self.try_scrub_metadata(at)
     }
 }

@@ -91,6 +91,16 @@ impl Scrub {
         self.schedule.postpone(now, by);
     }
 
+    /// See [`Schedule::wait`].
+    pub fn wait(&mut self, now: Time) {
+        self.schedule.wait(now);
+    }
+
+    /// See [`Schedule::answered`].
+    pub fn answered(&mut self, now: Time) {
+        self.schedule.answered(now);
+    }
+
     pub fn found(&mut self, now: Time, count: u64) {
         self.schedule.found(now, count);
         self.save();

@@ -248,7 +248,7 @@ impl<D: Disk> Core<D> {
         self.read_or_fetch(block, buffer, true)
     }
 
-    fn read_or_fetch(
+    pub fn read_or_fetch(
         &mut self,
         block: u64,
         buffer: &mut [u8],
@@ -410,7 +410,8 @@ impl<D: Disk> Core<D> {
         let end = node.place.saturating_add(node.length.into()).next_multiple_of(block);
         self.disk.forget_cached(start, end - start);
         let mut buffer = Vec::new();
-        let bytes = read_node(self, node, &mut buffer)?;
+        // Nothing keeps what is read here, so a call that is made again finds it again.
+        let bytes = read_node(self, node, &mut buffer, false)?;
         Ok(bytes.and_then(|b| Node::decode_checked(level, node, b)).is_some())
     }
 
@@ -571,7 +572,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let mut buffer = std::mem::take(&mut self.core.cache.buffer);
         let bytes = match in_batch.filter(|at| *at < self.batch.bytes.len()) {
             Some(at) => Ok(self.batch.bytes.get(at..at + node.length as usize)),
-            None => read_node(self.core, node, &mut buffer),
+            None => read_node(self.core, node, &mut buffer, true),
         };
         let loaded = bytes.map(|bytes| {
             let bytes = bytes?;
@@ -657,7 +658,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         // Rot does not pass, and what is known to be lost can be mended. A read error may pass:
         // nothing is given up for it unless a peer's copy is at hand.
         let mut is_unreadable = || -> Result<bool, StoreError> {
-            Ok(read_node(self.core, node, &mut Vec::new())?.is_none())
+            Ok(read_node(self.core, node, &mut Vec::new(), true)?.is_none())
         };
         let unreadable = !self.gives_up && node.is_possible() && is_unreadable()?;
         if !unreadable {
@@ -707,6 +708,7 @@ fn read_node<'b, D: Disk>(
     core: &mut Core<D>,
     node: &NodeRef,
     buffer: &'b mut Vec<u8>,
+    is_kept: bool,
 ) -> Result<Option<&'b [u8]>, StoreError> {
     let block = BLOCK_SIZE as u64;
     let length = node.length as usize;
@@ -718,7 +720,7 @@ fn read_node<'b, D: Disk>(
     }
     let first = node.place / block;
     buffer.resize(((end.div_ceil(block) - first) * block) as usize, 0);
-    match core.take_beside(first, buffer) {
+    match core.read_or_fetch(first, buffer, is_kept) {
         Ok(()) => {}
         Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
         Err(error) => return Err(error),

@@ -20,7 +20,7 @@ use crate::background::due_work::DueWork;
 use crate::background::look_ahead::LookAhead;
 use crate::background::repair;
 use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, Victim};
-use crate::background::scrub::{self, ScrubAt, Scrubbed};
+use crate::background::scrub::{self, MetadataScrubbed, ScrubAt, Scrubbed, Scrubbing};
 use crate::clones::bases::Bases;
 use crate::clones::creation;
 use crate::clones::flatten;
@@ -97,6 +97,7 @@ pub struct Pool<D> {
     pub(crate) due_work: RefCell<DueWork>,
     /// What the next step of background work waits for.
     pub(crate) look_ahead: LookAhead,
+    scrubbing: Scrubbing,
 }
 
 impl<D: Disk> Pool<D> {
@@ -199,6 +200,7 @@ impl<D: Disk> Pool<D> {
             counts_next: true,
             due_work: RefCell::default(),
             look_ahead: LookAhead::default(),
+            scrubbing: Scrubbing::default(),
         };
         pool.touch_all();
         creation::drop_unused_bases(&mut pool)?;
@@ -351,7 +353,9 @@ impl<D: Disk> Pool<D> {
 
     /// No call that waits for a read of the disk is made again for this replica.
     pub(crate) fn drop_calls(&mut self, guid: ReplicaGuid) {
-        for owner in [Owner::Sessions(guid), Owner::Copying(guid), Owner::Background(guid)] {
+        let owners =
+            [Owner::Sessions, Owner::Copying, Owner::Background, Owner::Scrub].map(|of| of(guid));
+        for owner in owners {
             self.core.fetches.drop_calls(owner);
         }
     }
@@ -500,6 +504,27 @@ impl<D: Disk> Pool<D> {
         at: ScrubAt,
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
+        self.scrub_as(guid, at, budget_bytes, false)
+    }
+
+    /// Scrubs as [`Pool::scrub`] without waiting for the disk: `Pending` where it lacks something, which
+    /// is fetched beside.
+    pub fn try_scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        self.scrub_as(guid, at, budget_bytes, true)
+    }
+
+    fn scrub_as(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+        may_wait: bool,
+    ) -> Result<Scrubbed, StoreError> {
         let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
         self.touch(guid);
         let Some(replica) = self.replicas.get_mut(&guid) else {
@@ -509,7 +534,18 @@ impl<D: Disk> Pool<D> {
         while done.read_bytes < budget_bytes.max(1)
             && let Some(at) = done.next
         {
-            done.next = scrub::scrub_part(replica, &mut self.core, at, &mut done)?;
+            let (read_bytes, known) = (done.read_bytes, self.core.faults.bad.len());
+            self.scrubbing.begin(&mut self.core, Owner::Scrub(guid), may_wait);
+            let listing = &mut self.scrubbing.listing;
+            let part = scrub::scrub_part(replica, &mut self.core, at, &mut done, listing);
+            if let Err(lacking) = self.scrubbing.end(&mut self.core) {
+                // The part is done anew, and finds the same.
+                self.core.faults.bad.truncate(known);
+                done.read_bytes = read_bytes;
+                let is_step = done.read_bytes > 0 || done.headers > 0;
+                return if is_step { Ok(done) } else { Err(lacking) };
+            }
+            done.next = part?;
         }
         Ok(done)
     }
@@ -517,21 +553,24 @@ impl<D: Disk> Pool<D> {
     /// Compares both copies of superblock and metadata ring with what they must say, and writes
     /// them again where one does not; how many were bad.
     pub fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
-        let core = &mut self.core;
-        core.check_usable()?;
-        let mut bad = core.superblock.bad_copies(&core.disk);
-        if bad > 0 {
-            core.superblock.write(&core.disk)?;
+        let (mut bad, mut at) = (0, None);
+        loop {
+            let done = scrub::scrub_metadata(&mut self.core, at)?;
+            bad += done.bad;
+            match done.next {
+                Some(next) => at = Some(next),
+                None => return Ok(bad),
+            }
         }
-        let rotten = core.ring.bad_copies(&core.disk);
-        if rotten > 0 {
-            bad += rotten;
-            core.restate()?;
-        }
-        if bad > 0 {
-            core.tickets.request();
-        }
-        Ok(bad)
+    }
+
+    /// Does a part of that without waiting for the disk, from this place on; `None`: from the beginning.
+    pub fn try_scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
+        self.core.check_usable()?;
+        self.scrubbing.begin(&mut self.core, Owner::Scrub(ReplicaGuid(0)), true);
+        let done = scrub::scrub_metadata(&mut self.core, at);
+        self.scrubbing.end(&mut self.core)?;
+        done
     }
 }
 
@@ -829,6 +868,23 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         repair::verify(self.replica, self.core, view, lba, blocks, bytes_max, note, out)
+    }
+
+    fn try_verify(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let before = out.len();
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let verified = self.verify(view, lba, blocks, bytes_max, note, out);
+        let Some(ticket) = self.core.fetches.end() else { return verified };
+        out.truncate(before);
+        Err(StoreError::Pending(ticket))
     }
 
     fn fetch(

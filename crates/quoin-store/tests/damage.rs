@@ -264,9 +264,10 @@ fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
 /// Proves: a pass misses nothing that was held when it began, whatever is folded in the middle of it.
 #[test]
 fn a_fold_in_the_middle_of_a_scrub_hides_nothing_from_it() {
-    for steps_before_fold in (0..120).step_by(7) {
-        let mut world = World::new(31, 32 << 20);
-        (0..20).for_each(|_| world.append());
+    for steps_before_fold in (0..24).step_by(2) {
+        let mut world = World::new(31, 64 << 20);
+        // Entries are read together, and these are some times as many.
+        (0..200).for_each(|_| world.append());
         world.begin_sync();
         world.finish_sync();
         world.set_stable_at_the_end();

@@ -12,7 +12,9 @@ use quoin_replication::replica::store::{
 };
 use quoin_store::disk::Syncer;
 use quoin_store::disk::fetch::{Fetch, Owner};
-use quoin_store::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_store::{
+    Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt,
+};
 use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, View};
 use rand::{Rng, SeedableRng};
@@ -269,6 +271,108 @@ fn cold_reads_are_under_way_together_and_none_is_waited_for() {
     assert_eq!(most, lbas.len(), "as many at once as there are reads");
     assert!(rounds <= 4, "{rounds} rounds for a map of three levels");
     assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited);
+}
+
+/// Does one call of a scrub or a verification and, where it waits for the disk, fetches what it lacks; `None`: it is to
+/// be made again.
+fn scrubbed<T>(
+    volume: &mut Volume,
+    mut call: impl FnMut(&mut Pool<ColdDisk>) -> Result<T, StoreError>,
+) -> Option<T> {
+    match call(&mut volume.pool) {
+        Ok(done) => return Some(done),
+        Err(StoreError::Pending(_)) => {}
+        Err(error) => panic!("{error}"),
+    }
+    loop {
+        let begun = volume.begun();
+        assert!(!begun.is_empty(), "it waits for nothing");
+        for fetch in begun {
+            let bytes = volume.bytes_of(fetch);
+            volume.pool.fetched(fetch.id, bytes);
+        }
+        if !volume.ready().is_empty() {
+            return None;
+        }
+    }
+}
+
+#[test]
+fn a_scrub_and_a_verification_of_all_that_a_pool_holds_wait_for_no_read_and_find_what_is_bad() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    for turn in 0..3 {
+        for lba in (0..300).map(|block| block * 37 + turn) {
+            volume.write(lba, (lba % 250) as u8 + 1).expect("room");
+        }
+        volume.settle();
+        if turn < 2 {
+            volume.pool.settle().expect("folded");
+        }
+    }
+    volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    // Of a block in the map and of one in the log the media have other bytes than were written.
+    let (folded, logged) = (37 * 100 + 1, 37 * 200 + 2);
+    for lba in [folded, logged] {
+        let held = [(lba % 250) as u8 + 1; BLOCK_SIZE];
+        for block in volume.disk.inner.written_blocks() {
+            let mut bytes = vec![0; BLOCK_SIZE];
+            volume.disk.inner.read_at(block * BLOCK_SIZE as u64, &mut bytes).expect("a read");
+            if bytes == held {
+                volume.disk.inner.rot(block * BLOCK_SIZE as u64 + 9, 1);
+            }
+        }
+    }
+    let waited = volume.disk.waited.load(Ordering::Relaxed);
+    let (mut at, mut calls) = (Some(ScrubAt::default()), 0);
+    while let Some(from) = at {
+        calls += 1;
+        assert!(calls < 1000, "it never ends: {from:?}");
+        if let Some(done) = scrubbed(&mut volume, |pool| pool.try_scrub(GUID, from, 1 << 20)) {
+            assert_eq!(done.headers, 0, "{from:?}");
+            at = done.next;
+        }
+    }
+    let bad: BTreeSet<u64> = volume.pool.take_bad_blocks().iter().map(|bad| bad.lba).collect();
+    assert!(bad.contains(&folded) && bad.contains(&logged), "{bad:?}");
+    let alike = |lba: &u64| [folded % 250, logged % 250].contains(&(lba % 250));
+    assert!(bad.iter().all(alike), "{bad:?}");
+
+    let mut verified = Vec::new();
+    while verified.is_empty() {
+        let (live, all, note) = (ReadView::Live, 4 << 20, true);
+        let mut call = |pool: &mut Pool<ColdDisk>| {
+            let mut replica = pool.replica(GUID).expect("it");
+            replica.try_verify(live, 0, 32 << 10, all, note, &mut verified)
+        };
+        scrubbed(&mut volume, &mut call);
+    }
+    let noted: BTreeSet<u64> = volume.pool.take_bad_blocks().iter().map(|bad| bad.lba).collect();
+    assert_eq!(noted, bad);
+
+    let (mut metadata, mut ended) = (None, false);
+    while !ended {
+        if let Some(done) = scrubbed(&mut volume, |pool| pool.try_scrub_metadata(metadata)) {
+            assert_eq!(done.bad, 0);
+            (metadata, ended) = (done.next, done.next.is_none());
+        }
+    }
+    assert_eq!(volume.disk.waited.load(Ordering::Relaxed), waited, "reads that were waited for");
+    // The second copy of the superblock, and the first block of the ring in use.
+    let blocks = volume.disk.size() / BLOCK_SIZE as u64;
+    let starts = volume.pool.starts();
+    volume.disk.inner.rot((blocks - 2 + starts % 2) * BLOCK_SIZE as u64 + 20, 4);
+    let (mut metadata, mut bad) = (None, 0);
+    for _ in 0..100 {
+        let Some(done) = scrubbed(&mut volume, |pool| pool.try_scrub_metadata(metadata)) else {
+            continue;
+        };
+        bad += done.bad;
+        metadata = done.next;
+        if metadata.is_none() {
+            break;
+        }
+    }
+    assert_eq!((metadata, bad), (None, 1));
 }
 
 #[test]

@@ -403,7 +403,7 @@ impl Storage for RealStorage {
         (stage, cursor): (u32, u64),
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
-        let done = self.pool()?.scrub(guid, ScrubAt { stage, cursor }, budget_bytes)?;
+        let done = self.pool()?.try_scrub(guid, ScrubAt { stage, cursor }, budget_bytes)?;
         let next = done.next.map(|at| (at.stage, at.cursor));
         Ok(Scrubbed { next, read_bytes: done.read_bytes })
     }

@@ -298,6 +298,18 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.reading()?;
         self.inner.verify(view, lba, blocks, bytes_max, note, out)
     }
+    fn try_verify(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.reading()?;
+        self.inner.try_verify(view, lba, blocks, bytes_max, note, out)
+    }
     fn fetch(
         &mut self,
         after: Lsn,

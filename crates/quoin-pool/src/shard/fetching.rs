@@ -52,6 +52,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     self.deliver(now, guid, ReplicaEvent::Fetched { ticket });
                 }
                 Owner::Background(_) => self.background.disk_answered(now),
+                Owner::Scrub(_) => self.health.scrub.answered(now),
             }
         }
     }

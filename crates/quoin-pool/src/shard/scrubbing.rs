@@ -17,6 +17,8 @@ use crate::scrub::{Scrub, ScrubPlan, ScrubState};
 
 /// Read in one step.
 const STEP_BYTES: u64 = 512 << 10;
+/// Stage of a pass that has read all replicas.
+const METADATA: u32 = u32::MAX;
 /// Clients come first where their next writes depend on background work.
 const GIVE_WAY: Duration = Duration::from_millis(50);
 /// A replica that is open but not fed yet is looked at again.
@@ -81,7 +83,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let used = self.pool.space().used_bytes;
         let Some(place) = self.health.scrub.step(now, used) else { return };
         // The replica may be gone since: the next one then, from its start.
-        let Some(guid) = self.replicas.next_from(place.replica) else { return self.end_scrub(now) };
+        let Some(guid) = self.replicas.next_from(place.replica) else {
+            return self.scrub_metadata(now, place);
+        };
         let at = match guid == place.replica {
             true => ScrubAt { stage: place.stage, cursor: place.cursor },
             false => ScrubAt::default(),
@@ -93,13 +97,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 self.deliver(now, guid, ReplicaEvent::Damaged(what));
                 Default::default()
             }
+            Err(StoreError::Pending(_)) => return self.wait_for_disk(now),
             // Room for what is written again comes with time.
-            Err(
-                StoreError::Full
-                | StoreError::RingFull
-                | StoreError::Rule(_)
-                | StoreError::Pending(_),
-            ) => {
+            Err(StoreError::Full | StoreError::RingFull | StoreError::Rule(_)) => {
                 return self.health.scrub.postpone(now, Duration::from_secs(10));
             }
             Err(error @ StoreError::Io(_)) => return self.fail(error),
@@ -128,18 +128,41 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.begin_sync();
     }
 
-    fn end_scrub(&mut self, now: Time) {
-        match self.pool.scrub_metadata() {
-            Ok(0) => {}
-            Ok(bad) => {
-                self.health.scrub.found(now, bad.into());
-                self.parts.metrics.scrub.found.inc_by(bad.into());
-                let message = format!("{bad} bad copies of the pool's metadata were written again");
-                self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
-            }
+    /// The step is done once what it lacks was read.
+    fn wait_for_disk(&mut self, now: Time) {
+        self.health.scrub.wait(now);
+        self.begin_fetches(now);
+    }
+
+    /// What belongs to no replica comes last.
+    fn scrub_metadata(&mut self, now: Time, place: Place) {
+        let (at, began) = ((place.stage == METADATA).then_some(place.cursor), Instant::now());
+        let done = match self.pool.scrub_metadata(at) {
+            Ok(done) => done,
+            Err(StoreError::Pending(_)) => return self.wait_for_disk(now),
             Err(error @ StoreError::Io(_)) => return self.fail(error),
-            Err(error) => tracing::warn!(%error, "the metadata could not be scrubbed"),
+            Err(error) => {
+                tracing::warn!(%error, "the metadata could not be scrubbed");
+                Default::default()
+            }
+        };
+        if done.bad > 0 {
+            self.health.scrub.found(now, done.bad.into());
+            self.parts.metrics.scrub.found.inc_by(done.bad.into());
+            let message = format!("{} bad copies of the pool's metadata were written again", done.bad);
+            self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
         }
+        match done.next {
+            Some(cursor) => {
+                let next = Place { stage: METADATA, cursor, ..place };
+                self.health.scrub.stepped(now, began.elapsed(), 0, next);
+                self.begin_sync();
+            }
+            None => self.end_scrub(now),
+        }
+    }
+
+    fn end_scrub(&mut self, now: Time) {
         let state = self.health.scrub.ended(now);
         self.parts.metrics.scrub.runs.inc();
         let severity = if state.found == 0 { Severity::Normal } else { Severity::Warning };

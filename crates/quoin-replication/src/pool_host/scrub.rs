@@ -17,6 +17,8 @@ const SLOWEST: u64 = 1 << 20;
 const ASKED: u64 = 256 << 20;
 /// Between two writes of the text while a pass goes on.
 const SAVE_EVERY: Duration = Duration::from_secs(30);
+/// A step that waits for the disk is tried again so late, whatever became of its answer.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
 /// Longest time between two looks at the wall clock, which may be set.
 const LOOK_EVERY: Duration = Duration::from_secs(3600);
 
@@ -61,6 +63,8 @@ pub struct Scrub {
     at: Place,
     asked: bool,
     next_step: Time,
+    /// The next step waits for the disk, and is done once that answered.
+    waits: bool,
     saved: Time,
     unsaved: bool,
 }
@@ -74,6 +78,7 @@ impl Scrub {
             at: Place::default(),
             asked: false,
             next_step: Time::ZERO,
+            waits: false,
             saved: Time::ZERO,
             unsaved: false,
         };
@@ -196,6 +201,7 @@ impl Scrub {
         };
         // Clients have three quarters of the shard at least.
         let pause = Duration::from_nanos(read_bytes.saturating_mul(1_000_000_000) / rate);
+        self.waits = false;
         self.next_step = now + pause.max(took * 3);
         if now.since(self.saved) >= SAVE_EVERY {
             self.save(now);
@@ -204,7 +210,21 @@ impl Scrub {
 
     /// The step cannot be done now.
     pub fn postpone(&mut self, now: Time, by: Duration) {
+        self.waits = false;
         self.next_step = now + by;
+    }
+
+    /// The step waits for the disk.
+    pub fn wait(&mut self, now: Time) {
+        self.waits = true;
+        self.next_step = now + ANSWER_MAX;
+    }
+
+    /// The disk answered: a step that waits for it is due.
+    pub fn answered(&mut self, now: Time) {
+        if std::mem::take(&mut self.waits) {
+            self.next_step = now;
+        }
     }
 
     pub fn found(&mut self, now: Time, count: u64) {
@@ -305,6 +325,20 @@ mod tests {
         let ended = scrub.ended(Moment { wall_s: WALL_S + 5, ..START });
         assert_eq!((ended.began_s, ended.ended_s), (WALL_S, WALL_S + 5));
         assert_eq!((ended.read_bytes, ended.total_bytes), (4 << 20, 4 << 20));
+    }
+
+    #[test]
+    fn a_step_that_waits_for_the_disk_is_due_with_its_answer_and_at_the_latest_after_a_while() {
+        let mut scrub = weekly();
+        scrub.ask(START, 1, 1 << 30);
+        scrub.answered(START.now);
+        scrub.wait(START.now);
+        assert_eq!(scrub.due_in(START), Some(ANSWER_MAX));
+        scrub.answered(START.now);
+        assert_eq!(scrub.due_in(START), Some(Duration::ZERO));
+        scrub.stepped(START.now, Duration::ZERO, 256 << 20, Place::default());
+        scrub.answered(START.now);
+        assert_eq!(scrub.due_in(START), Some(Duration::from_secs(1)), "no step waits for it");
     }
 
     #[test]

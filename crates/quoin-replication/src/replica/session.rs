@@ -94,6 +94,9 @@ impl WaitingRead {
             Looked::Blocks { view, want_data } => {
                 store.read(view, self.lba, blocks, want_data, slots)
             }
+            Looked::Verified { view, bytes_max, repair } if self.fetches < FETCHES_MAX => {
+                store.try_verify(view, self.lba, blocks, bytes_max, repair, slots)
+            }
             Looked::Verified { view, bytes_max, repair } => {
                 store.verify(view, self.lba, blocks, bytes_max, repair, slots)
             }

@@ -215,6 +215,20 @@ pub trait ReplicaStore {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 
+    /// Compares like [`ReplicaStore::verify`], but answers `Pending` instead of waiting for the disk;
+    /// `out` is as it was then.
+    fn try_verify(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.verify(view, lba, blocks, bytes_max, note, out)
+    }
+
     /// Returns entries after `after` in order, about `bytes_max` of them; `None` if the log starts
     /// later.
     fn fetch(&mut self, after: Lsn, bytes_max: u32)

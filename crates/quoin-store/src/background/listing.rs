@@ -30,6 +30,8 @@ pub struct Listing {
     logical: Option<u64>,
     /// The next header, counted in blocks from the start.
     at: u32,
+    /// Blocks of the headers that were read.
+    pub header_blocks: u64,
     pub blocks: Vec<Candidate>,
     pub nodes: Vec<Edit>,
     pub data: SegmentData,
@@ -46,13 +48,19 @@ impl Listing {
         let range = start..start + u64::from(segment.used_blocks);
         let data = SegmentData::of(core, range, is_cached);
         let (guid_hash, at, blocks, nodes) = (family.guid_hash, 1, Vec::new(), Vec::new());
-        Listing { segment, guid_hash, start, logical, at, blocks, nodes, data }
+        let header_blocks = 0;
+        Listing { segment, guid_hash, start, logical, at, header_blocks, blocks, nodes, data }
     }
 
     /// Returns true if the list is of this segment.
     pub fn is_of(&self, segment: &SegmentState) -> bool {
         let key = |segment: &SegmentState| (segment.sequence, segment.used_blocks, segment.logical);
         key(&self.segment) == key(segment)
+    }
+
+    /// Returns true if the list is of this segment, whatever was added to the segment since.
+    pub fn is_of_former(&self, segment: &SegmentState) -> bool {
+        self.segment.sequence == segment.sequence
     }
 
     /// How far the segment was looked through, in blocks.
@@ -126,6 +134,7 @@ impl Listing {
 
     fn add(&mut self, batch: &Batch<'_>) {
         let header = self.at + batch.header_blocks;
+        self.header_blocks += u64::from(batch.header_blocks);
         let mut place = self.start + u64::from(header);
         for entry in batch.entries() {
             if self.segment.stream == Stream::Nodes {

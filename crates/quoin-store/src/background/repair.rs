@@ -13,7 +13,7 @@ use crate::disk::Disk;
 use crate::format::node::{BAD_PLACE, LEAF_BLOCKS, LOST_PLACE};
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::slots::{push_slot, without_bytes};
-use crate::replica::{Replica, Source};
+use crate::replica::{Replica, Source, may_lack};
 
 /// Compares blocks of a view with their checksums on media: `ReplicaStore::verify`.
 #[allow(clippy::too_many_arguments)]
@@ -32,17 +32,22 @@ pub fn verify<D: Disk>(
     let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
     let source = replica.source(view).ok_or(StoreError::Rule("no such view"))?;
     let known = core.faults.bad.len();
-    let (mut at, mut left) = (lba, u64::from(bytes_max));
+    let (mut at, mut left, mut lacking) = (lba, u64::from(bytes_max), Ok(()));
     while at < end && (left > 0 || at == lba) {
         let leaf = LEAF_BLOCKS as u64;
         let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
         let count = count.max(1);
-        replica.find(core, &source, at, count as u32)?;
+        let found = may_lack(replica.find(core, &source, at, count as u32))?;
         // The leaf may have been read too.
         left = left.saturating_sub(BLOCK_SIZE as u64);
-        core.forget_found();
         let mut slots = Vec::new();
-        replica.slots(core, view, at, Lsn::ZERO, true, &mut slots)?;
+        if found.is_ok() {
+            core.forget_found();
+            let read = replica.slots(core, view, at, Lsn::ZERO, true, &mut slots);
+            lacking = lacking.and(may_lack(read)?);
+        }
+        // What later leaves lack is fetched at the same time.
+        lacking = lacking.and(found);
         for mut slot in slots {
             if slot.content != Content::Hole {
                 left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);
@@ -52,10 +57,10 @@ pub fn verify<D: Disk>(
         }
         at += count;
     }
-    if !note {
+    if !note || lacking.is_err() {
         core.faults.bad.truncate(known);
     }
-    Ok(())
+    lacking
 }
 
 /// Writes a block again where it lies, if it is the one that the view shows: `ReplicaStore::repair`.

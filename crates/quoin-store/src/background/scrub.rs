@@ -9,6 +9,10 @@
 //! | a node of the map | its stretch is asked of a peer ([`mend`](crate::background::repair::mend)) |
 //! | a batch's header | the log above the map is folded, so that no recovery needs it; of a segment that is closed it costs the space until the blocks in it die |
 //!
+//! **Nobody waits for it.** In a call that may wait, a part of the scrub reads nothing of the disk
+//! itself: what it lacks is fetched beside, and then the part is done anew. So a part first looks at
+//! all that it reads, and changes something only once that is at hand.
+//!
 //! **Mending a stretch.** The base is the map as of its LSN F ≤ stable. A peer's live slot of
 //! version v ≤ F, read at a position that this replica has reached too, is what the base held:
 //! nothing touched the block from v to that position (a Revert is a write like others). A slot
@@ -22,18 +26,28 @@ use quoin_types::{BLOCK_SIZE, Lsn, crc32c};
 
 use crate::background::checkpoint;
 use crate::background::cleaner;
+use crate::background::listing::Listing;
 use crate::clones::lookup::{self, first_of};
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
+use crate::disk::fetch::Owner;
 use crate::format::checkpoint::SegmentState;
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, NodeRef, Root};
 use crate::format::segment::{decode_header, segment_header};
+use crate::log::memtable::LogRecord;
 use crate::map::tree::{self, Change, Edit, Nodes, Part};
-use crate::replica::{Replica, Source};
-use crate::space::batches::walk;
+use crate::replica::{Replica, Source, may_lack};
 use crate::space::logical;
 use crate::space::segment_table::PAGE_UNITS;
 
+/// Bytes of the log's entries that are read together.
+const ENTRIES_BYTES: usize = 256 << 10;
+/// Entries that are looked at together.
+const ENTRIES_MAX: usize = 64;
+/// Calls for one part that lack something, one after the other.
+const LACKED_MAX: u8 = 16;
+/// Blocks of the metadata ring that are read together.
+const RING_BLOCKS: u32 = 64;
 /// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
 
@@ -59,19 +73,63 @@ pub struct Scrubbed {
     pub headers: u32,
 }
 
-/// Scrubs a leaf, an entry or a segment. Returns where to go on.
+/// Result of a step of the scrub of what belongs to no replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct MetadataScrubbed {
+    /// Where to go on; `None`: all of it was read.
+    pub next: Option<u64>,
+    /// Copies that were bad, and are written again.
+    pub bad: u32,
+}
+
+/// The scrub between its calls.
+#[derive(Default)]
+pub struct Scrubbing {
+    /// What was read of a segment's headers.
+    pub listing: Option<Listing>,
+    /// How far that was when the present call began.
+    reached: u32,
+    /// Calls that lacked something, one after the other.
+    lacked: u8,
+}
+
+impl Scrubbing {
+    /// Begins a call, which may wait unless too many did already: others may take the room for what it
+    /// needs each time.
+    pub fn begin<D: Disk>(&mut self, core: &mut Core<D>, owner: Owner, may_wait: bool) {
+        self.reached = self.listing.as_ref().map_or(0, Listing::reached);
+        if may_wait && self.lacked < LACKED_MAX && core.disk.may_lack() {
+            core.fetches.begin(owner);
+        }
+    }
+
+    /// Ends a call: `Pending` where it lacked something.
+    pub fn end<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let Some(ticket) = core.fetches.end() else {
+            self.lacked = 0;
+            return Ok(());
+        };
+        let goes_on = self.listing.as_ref().is_some_and(|listing| listing.reached() > self.reached);
+        self.lacked = if goes_on { 1 } else { self.lacked + 1 };
+        Err(StoreError::Pending(ticket))
+    }
+}
+
+/// Scrubs a leaf, some entries or a segment. Returns where to go on. `listing`: what was read of the
+/// segment in calls before.
 pub fn scrub_part<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
     at: ScrubAt,
     done: &mut Scrubbed,
+    listing: &mut Option<Listing>,
 ) -> Result<Option<ScrubAt>, StoreError> {
     let views = 1 + replica.folded.snapshots.len() as u32;
     let on = |cursor| Some(ScrubAt { cursor, ..at });
     let next_stage = Some(ScrubAt { stage: at.stage.saturating_add(1), cursor: 0 });
     done.read_bytes += PART_BYTES;
     Ok(match at.stage {
-        0 => scrub_entry(replica, core, at.cursor, done)?.map_or(next_stage, on),
+        0 => scrub_entries(replica, core, at.cursor, done)?.map_or(next_stage, on),
         view if view <= views => scrub_leaf(replica, core, at, done)?.map_or(next_stage, on),
         stage if stage == views + 1 => {
             scrub_bases(replica, core, at.cursor, done)?.map_or(next_stage, on)
@@ -79,7 +137,9 @@ pub fn scrub_part<D: Disk>(
         stage if stage == views + 2 => {
             scrub_logical(replica, core, at.cursor, done)?.map_or(next_stage, on)
         }
-        stage if stage == views + 3 => scrub_segment(replica, core, at.cursor, done)?.and_then(on),
+        stage if stage == views + 3 => {
+            scrub_segment(replica, core, at.cursor, done, listing)?.and_then(on)
+        }
         _ => None,
     })
 }
@@ -119,11 +179,12 @@ fn scrub_leaf<D: Disk>(
             return Ok(Some(end.min(start + many)));
         }
         Part::Leaf { .. } => {
-            scrub_nodes(replica, core, root, start, at.cursor, done)?;
+            let nodes = may_lack(scrub_nodes(replica, core, root, start, at.cursor, done))?;
             replica.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
             core.forget_found();
             let (mut slots, known) = (Vec::new(), core.faults.bad.len());
-            replica.slots(core, view, start, Lsn(from), true, &mut slots)?;
+            let blocks = replica.slots(core, view, start, Lsn(from), true, &mut slots);
+            nodes.and(may_lack(blocks)?)?;
             done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
             match is_folded {
                 true => leave_overwritten(replica, core, known)?,
@@ -235,11 +296,11 @@ fn scrub_nodes<D: Disk>(
     let path = tree::path(&mut replica.io(core), root, lba)?;
     // Nodes that are known to be lost are reported with the blocks under them.
     let first_seen = |(_, base, node): &(u8, u64, NodeRef)| *base >= cursor && node.is_possible();
-    for (level, base, node) in path.into_iter().filter(first_seen) {
-        done.read_bytes += u64::from(node.length);
-        let rotten = !core.is_whole_on_media(level, &node)?;
-        if rotten && !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some()
-        {
+    let path: Vec<_> = path.into_iter().filter(first_seen).collect();
+    let rotten = rotten_nodes(core, &path)?;
+    done.read_bytes += path.iter().map(|(.., node)| u64::from(node.length)).sum::<u64>();
+    for (level, base, node) in rotten {
+        if !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some() {
             done.headers += 1;
             let change = Change::Renew { place: node.place, level, newest: node.newest };
             cleaner::renew(replica, core, &[Edit { lba: base, blocks: 1, change }])?;
@@ -249,24 +310,85 @@ fn scrub_nodes<D: Disk>(
     Ok(())
 }
 
-/// The first entry of the log from this LSN on that has data.
-fn scrub_entry<D: Disk>(
+/// Those of these nodes that are bad on media.
+fn rotten_nodes<D: Disk>(
+    core: &mut Core<D>,
+    nodes: &[(u8, u64, NodeRef)],
+) -> Result<Vec<(u8, u64, NodeRef)>, StoreError> {
+    let (mut rotten, mut lacking) = (Vec::new(), Ok(()));
+    for (level, base, node) in nodes {
+        let mut is_whole = true;
+        let read = core.is_whole_on_media(*level, node).map(|found| is_whole = found);
+        lacking = lacking.and(may_lack(read)?);
+        if !is_whole {
+            rotten.push((*level, *base, *node));
+        }
+    }
+    lacking.map(|()| rotten)
+}
+
+/// Reads blocks from the media, and where they cannot be read together each by itself. Returns which
+/// of them were read.
+fn read_each<D: Disk>(
+    core: &mut Core<D>,
+    place: u64,
+    bytes: &mut [u8],
+) -> Result<Vec<bool>, StoreError> {
+    core.disk.forget_cached(place * BLOCK_SIZE as u64, bytes.len() as u64);
+    match core.read_beside(place, bytes) {
+        Ok(()) => return Ok(vec![true; bytes.len() / BLOCK_SIZE]),
+        Err(lacking @ StoreError::Pending(_)) => return Err(lacking),
+        Err(_) => {}
+    }
+    let (mut readable, mut lacking) = (Vec::new(), Ok(()));
+    for (block, chunk) in (place..).zip(bytes.chunks_mut(BLOCK_SIZE)) {
+        match may_lack(core.read_beside(block, chunk)) {
+            Ok(read) => {
+                lacking = lacking.and(read);
+                readable.push(true);
+            }
+            Err(_) => readable.push(false),
+        }
+    }
+    lacking.map(|()| readable)
+}
+
+/// The first entries of the log from this LSN on that have data.
+fn scrub_entries<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
     cursor: u64,
     done: &mut Scrubbed,
 ) -> Result<Option<u64>, StoreError> {
     let first = cursor.max(replica.log.first_lsn());
-    let found = (first..replica.log.next_lsn())
-        .find_map(|lsn| Some((lsn, *replica.log.get(lsn).filter(|r| r.place != 0)?)));
-    let Some((lsn, record)) = found else { return Ok(None) };
-    let crcs: Vec<u32> = replica.log.crcs(&record).collect();
+    let (mut bytes, mut lacking, mut next) = (0, Ok(()), None);
+    let mut found = 0;
+    for lsn in first..replica.log.next_lsn() {
+        let Some(record) = replica.log.get(lsn).filter(|r| r.place != 0).copied() else { continue };
+        if found == ENTRIES_MAX || bytes > ENTRIES_BYTES {
+            break;
+        }
+        bytes += record.blocks as usize * BLOCK_SIZE;
+        found += 1;
+        next = Some(lsn + 1);
+        lacking = lacking.and(may_lack(scrub_entry(replica, core, lsn, &record))?);
+    }
+    lacking?;
+    done.read_bytes += bytes as u64;
+    Ok(next)
+}
+
+fn scrub_entry<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    lsn: u64,
+    record: &LogRecord,
+) -> Result<(), StoreError> {
+    let crcs: Vec<u32> = replica.log.crcs(record).collect();
     let mut bytes = vec![0; crcs.len() * BLOCK_SIZE];
-    core.disk.forget_cached(record.place * BLOCK_SIZE as u64, bytes.len() as u64);
-    let whole = core.read(record.place, &mut bytes).is_ok();
-    for (i, (chunk, crc)) in bytes.chunks_mut(BLOCK_SIZE).zip(crcs).enumerate() {
-        let read = whole || core.read(record.place + i as u64, chunk).is_ok();
-        if read && crc32c(chunk) == crc {
+    let readable = read_each(core, record.place, &mut bytes)?;
+    for (i, (chunk, crc)) in bytes.chunks(BLOCK_SIZE).zip(crcs).enumerate() {
+        if readable[i] && crc32c(chunk) == crc {
             continue;
         }
         let lba = record.lba + i as u64;
@@ -278,8 +400,7 @@ fn scrub_entry<D: Disk>(
             replica.maintenance.fold_wanted = true;
         }
     }
-    done.read_bytes += bytes.len() as u64;
-    Ok(Some(lsn + 1))
+    Ok(())
 }
 
 /// The headers of the first segment from this unit on.
@@ -288,36 +409,71 @@ fn scrub_segment<D: Disk>(
     core: &mut Core<D>,
     cursor: u64,
     done: &mut Scrubbed,
+    listing: &mut Option<Listing>,
 ) -> Result<Option<u64>, StoreError> {
     let Ok(from) = u32::try_from(cursor) else { return Ok(None) };
     let Some(state) = replica.family.segments.next_from(from) else { return Ok(None) };
-    let page = state.unit / PAGE_UNITS;
-    if cursor == 0 || (from - 1) / PAGE_UNITS < page {
-        scrub_table(replica, core, page, done)?;
-    }
-    let mut header = vec![0; BLOCK_SIZE];
-    let start = core.superblock.unit_start(state.unit);
-    core.disk.forget_cached(start * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
-    let guid = replica.identity.guid;
-    let is_read = core.read(start, &mut header).is_ok();
-    let found = decode_header(&core.superblock, guid, state.unit, &header).filter(|_| is_read);
-    let says = |s: &SegmentState| (s.units, s.stream, s.sequence);
-    if found.is_none_or(|found| says(&found) != says(&state)) {
-        let expected = segment_header(&core.superblock, guid, &state);
-        core.write(start, &[std::io::IoSlice::new(&expected)])?;
-        core.tickets.request();
-        done.headers += 1;
-    }
+    let mut listed = match listing.take().filter(|listing| listing.is_of_former(&state)) {
+        Some(listed) => listed,
+        None => {
+            let page = state.unit / PAGE_UNITS;
+            let begins_page = cursor == 0 || (from - 1) / PAGE_UNITS < page;
+            scrub_first_blocks(replica, core, &state, begins_page.then_some(page), done)?;
+            Listing::of(core, &replica.family, state)
+        }
+    };
     // The open segments' ends move; a batch is in them once its write returned.
-    let whole = walk(core, &state, replica.family.guid_hash, |_, batch| {
-        done.read_bytes += u64::from(batch.header_blocks) * BLOCK_SIZE as u64;
-    })?;
-    if !whole {
+    let walked = listed.go_on(core);
+    if let Err(lacking @ StoreError::Pending(_)) = walked {
+        *listing = Some(listed);
+        return Err(lacking);
+    }
+    let is_whole = walked?;
+    done.read_bytes += listed.header_blocks * BLOCK_SIZE as u64;
+    if !is_whole {
         done.headers += 1;
         replica.family.segments.set_aside(state.unit);
         replica.maintenance.fold_wanted |= state.last_index >= checkpoint::log_start(replica).index;
     }
     Ok(Some(u64::from(state.unit) + 1))
+}
+
+/// The header of a segment, and the nodes of the table of segments that lead to a page. Memory has
+/// what a bad one says.
+fn scrub_first_blocks<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    state: &SegmentState,
+    page: Option<u32>,
+    done: &mut Scrubbed,
+) -> Result<(), StoreError> {
+    let mut nodes = Vec::new();
+    if let Some(page) = page {
+        replica.io(core).flush()?;
+        let (root, unit) = (replica.family.segments.recorded.root, u64::from(page * PAGE_UNITS));
+        nodes = tree::path(&mut replica.io(core), root, unit)?;
+    }
+    let (start, guid) = (core.superblock.unit_start(state.unit), replica.identity.guid);
+    let (mut header, mut is_read) = (vec![0; BLOCK_SIZE], false);
+    let read = read_each(core, start, &mut header).map(|readable| is_read = readable[0]);
+    let lacking = may_lack(read)?;
+    let mut rotten = Vec::new();
+    lacking.and(may_lack(rotten_nodes(core, &nodes).map(|found| rotten = found))?)?;
+    done.read_bytes += nodes.iter().map(|(.., node)| u64::from(node.length)).sum::<u64>();
+    if let (Some(page), false) = (page, rotten.is_empty()) {
+        done.headers += rotten.len() as u32;
+        replica.family.segments.recorded.write_again(page);
+        replica.maintenance.dirty = true;
+    }
+    let found = decode_header(&core.superblock, guid, state.unit, &header).filter(|_| is_read);
+    let says = |s: &SegmentState| (s.units, s.stream, s.sequence);
+    if found.is_none_or(|found| says(&found) != says(state)) {
+        let expected = segment_header(&core.superblock, guid, state);
+        core.write(start, &[std::io::IoSlice::new(&expected)])?;
+        core.tickets.request();
+        done.headers += 1;
+    }
+    Ok(())
 }
 
 /// The nodes that lead to the next leaf of the map of moved blocks. One that is bad on media and
@@ -333,44 +489,58 @@ fn scrub_logical<D: Disk>(
     let root = core.logical_of(replica.family.guid).root;
     let start = part.range().0.max(cursor);
     let path = tree::path(&mut replica.io(core), root, start)?;
-    for (level, base, node) in path.into_iter().filter(|(_, _, node)| node.is_possible()) {
-        if base < cursor {
-            continue;
-        }
-        done.read_bytes += u64::from(node.length);
-        if !core.is_whole_on_media(level, &node)? {
-            done.headers += 1;
-            if !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some() {
-                let change = Change::Renew { place: node.place, level, newest: node.newest };
-                logical::update_logical(
-                    replica,
-                    core,
-                    &[Edit { lba: base, blocks: 1, change }],
-                    &[],
-                )?;
-                replica.maintenance.dirty = true;
-            }
+    let first_seen = |(_, base, node): &(u8, u64, NodeRef)| *base >= cursor && node.is_possible();
+    let path: Vec<_> = path.into_iter().filter(first_seen).collect();
+    let rotten = rotten_nodes(core, &path)?;
+    done.read_bytes += path.iter().map(|(.., node)| u64::from(node.length)).sum::<u64>();
+    for (level, base, node) in rotten {
+        done.headers += 1;
+        if !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some() {
+            let change = Change::Renew { place: node.place, level, newest: node.newest };
+            logical::update_logical(replica, core, &[Edit { lba: base, blocks: 1, change }], &[])?;
+            replica.maintenance.dirty = true;
         }
     }
     Ok(Some(part.range().1))
 }
 
-/// The nodes of the table of segments that lead to a page. Memory has what a bad one says.
-fn scrub_table<D: Disk>(
-    replica: &mut Replica,
+/// A part of what belongs to no replica: both copies of the superblock first, then those of the
+/// metadata ring. `at`: the copy of the ring in the upper half, and the block in it.
+pub fn scrub_metadata<D: Disk>(
     core: &mut Core<D>,
-    page: u32,
-    done: &mut Scrubbed,
-) -> Result<(), StoreError> {
-    replica.io(core).flush()?;
-    let (root, unit) = (replica.family.segments.recorded.root, u64::from(page * PAGE_UNITS));
-    for (level, _, node) in tree::path(&mut replica.io(core), root, unit)? {
-        done.read_bytes += u64::from(node.length);
-        if !core.is_whole_on_media(level, &node)? {
-            done.headers += 1;
-            replica.family.segments.recorded.write_again(page);
-            replica.maintenance.dirty = true;
+    at: Option<u64>,
+) -> Result<MetadataScrubbed, StoreError> {
+    let Some(at) = at else {
+        let (expected, mut bad, mut lacking) = (core.superblock.encode(), 0, Ok(()));
+        for block in core.superblock.places() {
+            let mut bytes = vec![0; BLOCK_SIZE];
+            let read = read_each(core, block, &mut bytes);
+            let read = read.map(|readable| bad += u32::from(!readable[0] || bytes != expected));
+            lacking = lacking.and(may_lack(read)?);
         }
+        lacking?;
+        if bad > 0 {
+            core.superblock.write(&core.disk)?;
+            core.tickets.request();
+        }
+        return Ok(MetadataScrubbed { next: Some(0), bad });
+    };
+    let (copy, first) = ((at >> 32) as usize, at as u32);
+    let Some((place, blocks)) = core.ring.used(copy, first, RING_BLOCKS) else {
+        let next = (copy == 0).then_some(1 << 32);
+        return Ok(MetadataScrubbed { next, bad: 0 });
+    };
+    let mut bytes = vec![0; blocks as usize * BLOCK_SIZE];
+    let readable = read_each(core, place, &mut bytes)?;
+    let mut bad = 0;
+    for ((index, chunk), is_read) in (first..).zip(bytes.chunks(BLOCK_SIZE)).zip(readable) {
+        // The ring may have been written since this was read: what looks bad is read once more.
+        let is_good = is_read && core.ring.is_block(index, chunk);
+        bad += u32::from(!is_good && !core.ring.is_good_copy(&core.disk, copy, index));
     }
-    Ok(())
+    if bad > 0 {
+        core.restate()?;
+        core.tickets.request();
+    }
+    Ok(MetadataScrubbed { next: Some(at + u64::from(blocks)), bad })
 }

@@ -11,8 +11,8 @@
 //! range is announced ([`Fetches::forget`]): what was read of it is dropped, and what is being read
 //! of it is dropped when it comes. So what is found here is what the place holds now.
 //!
-//! **Turns.** Clients' reads of each replica, what is copied from it, and the background work on it
-//! are an owner each. Owners take turns, one read each, so one that wants thousands does not keep
+//! **Turns.** Clients' reads of each replica, what is copied from it, the background work on it and the
+//! scrub are an owner each. Owners take turns, one read each, so one that wants thousands does not keep
 //! another waiting.
 //!
 //! **Limits.** At most [`UNDER_WAY_MAX`] reads are under way. Those listed or under way are of 32 MiB
@@ -44,6 +44,8 @@ pub enum Owner {
     /// Rebuilds and catching up, which its sessions ask for too.
     Copying(ReplicaGuid),
     Background(ReplicaGuid),
+    /// The scrub, which reads a replica at a time, and what belongs to none.
+    Scrub(ReplicaGuid),
 }
 
 /// One read of the disk, in bytes.

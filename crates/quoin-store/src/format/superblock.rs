@@ -306,7 +306,8 @@ impl Superblock {
         })
     }
 
-    fn places(&self) -> impl Iterator<Item = u64> {
+    /// Where the copies of this start are.
+    pub fn places(&self) -> impl Iterator<Item = u64> + use<> {
         let slot = self.starts % SUPERBLOCKS;
         [slot, self.blocks - SUPERBLOCKS + slot].into_iter()
     }
@@ -315,17 +316,6 @@ impl Superblock {
         let bytes = self.encode();
         let part = std::io::IoSlice::new(&bytes);
         disk.write_at(block * BLOCK_SIZE as u64, &[part]).map_err(StoreError::Io)
-    }
-
-    /// Number of copies of this start with wrong contents.
-    pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
-        let bytes = self.encode();
-        let mut buffer = [0; BLOCK_SIZE];
-        let mut differs = |block: u64| {
-            disk.forget_cached(block * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
-            disk.read_at(block * BLOCK_SIZE as u64, &mut buffer).is_err() || buffer != bytes
-        };
-        self.places().map(|block| u32::from(differs(block))).sum()
     }
 
     /// The newest superblock of either end. A copy that contradicts the disk's size is no copy. A

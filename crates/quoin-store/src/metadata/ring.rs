@@ -289,19 +289,26 @@ impl Ring {
         }
     }
 
-    /// How many blocks of the records that count are bad in one of their copies.
-    pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
-        let mut buffer = vec![0; BLOCK_SIZE];
-        let mut bad = 0;
-        for (copy, index) in (0..2).flat_map(|copy| (0..self.next).map(move |i| (copy, i))) {
-            let offset = self.block_of(copy, self.generation % 2, index) * BLOCK_SIZE as u64;
-            disk.forget_cached(offset, BLOCK_SIZE as u64);
-            let read = disk.read_at(offset, &mut buffer).is_ok();
-            let block = RingBlock::decode(&buffer).filter(|_| read);
-            let good = block.is_some_and(|b| (b.generation, b.index) == (self.generation, index));
-            bad += u32::from(!good);
-        }
-        bad
+    /// The place of these blocks of the records that count, in one copy, and how many of them there
+    /// are; `None`: none.
+    pub fn used(&self, copy: usize, first: u32, blocks_max: u32) -> Option<(u64, u32)> {
+        let blocks = self.next.saturating_sub(first).min(blocks_max);
+        (blocks > 0 && copy < self.starts.len())
+            .then(|| (self.block_of(copy, self.generation % 2, first), blocks))
+    }
+
+    /// Whether these are the bytes of this block of the records that count.
+    pub fn is_block(&self, index: u32, bytes: &[u8]) -> bool {
+        let block = RingBlock::decode(bytes);
+        block.is_some_and(|block| (block.generation, block.index) == (self.generation, index))
+    }
+
+    /// Whether a copy of this block is good on media.
+    pub fn is_good_copy<D: Disk>(&self, disk: &D, copy: usize, index: u32) -> bool {
+        let mut bytes = vec![0; BLOCK_SIZE];
+        let offset = self.block_of(copy, self.generation % 2, index) * BLOCK_SIZE as u64;
+        disk.forget_cached(offset, BLOCK_SIZE as u64);
+        disk.read_at(offset, &mut bytes).is_ok() && self.is_block(index, &bytes)
     }
 
     /// Appends a record to both copies; `Ok(false)`: no room, restate first.

@@ -9,31 +9,6 @@ use crate::disk::Disk;
 use crate::format::batch::{Batch, header_blocks};
 use crate::format::checkpoint::SegmentState;
 
-/// Reads a segment's batches in order. False: one of its headers is bad, or its batch ends behind the segment.
-pub fn walk<D: Disk>(
-    core: &Core<D>,
-    segment: &SegmentState,
-    guid_hash: u64,
-    mut each: impl FnMut(u64, &Batch<'_>),
-) -> Result<bool, StoreError> {
-    let start = core.superblock.unit_start(segment.unit);
-    let mut at = 1;
-    while at < segment.used_blocks {
-        let Some(bytes) = read_header(core, start + u64::from(at), segment.used_blocks - at)?
-        else {
-            return Ok(false);
-        };
-        let room = segment.used_blocks - at;
-        let Some(batch) = own_batch(&bytes, segment, guid_hash).filter(|b| b.blocks() <= room)
-        else {
-            return Ok(false);
-        };
-        each(start + u64::from(at), &batch);
-        at += batch.blocks();
-    }
-    Ok(true)
-}
-
 /// The batch of which these blocks are the header, if it is one of this segment.
 pub fn own_batch<'a>(
     header: &'a [u8],

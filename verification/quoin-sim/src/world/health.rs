@@ -25,7 +25,7 @@ const STEP_BYTES: u64 = 512 << 10;
 /// The health of what one process of a pool holds.
 pub(super) struct Health {
     pub repairs: Repairs,
-    scrub: Scrub,
+    pub scrub: Scrub,
 }
 
 impl Health {
@@ -82,12 +82,11 @@ impl World {
             Err(StoreError::Damaged(what)) => {
                 return self.feed_pool(pool, vec![ReplicaEvent::Damaged(what)]);
             }
-            Err(
-                StoreError::Full
-                | StoreError::RingFull
-                | StoreError::Rule(_)
-                | StoreError::Pending(_),
-            ) => {
+            Err(StoreError::Pending(_)) => {
+                process.health.scrub.wait(moment.now);
+                return self.plan_fetches(pool);
+            }
+            Err(StoreError::Full | StoreError::RingFull | StoreError::Rule(_)) => {
                 return process.health.scrub.postpone(moment.now, Duration::from_secs(10));
             }
         };

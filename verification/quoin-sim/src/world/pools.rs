@@ -596,7 +596,7 @@ impl World {
     }
 
     /// The reads that nobody waits for begin; each ends at a time of its own.
-    fn plan_fetches(&mut self, pool: usize) {
+    pub(super) fn plan_fetches(&mut self, pool: usize) {
         let here = &mut self.pools[pool];
         if here.process.is_none() {
             return;
@@ -620,9 +620,15 @@ impl World {
         }
         here.storage.fetch_end(fetch.id);
         let guid = here.member.guid;
-        let ready = std::iter::from_fn(|| here.storage.take_fetched());
+        let ready: Vec<_> = std::iter::from_fn(|| here.storage.take_fetched()).collect();
+        let local = self.local(self.pools[pool].host);
+        if ready.iter().any(|(owner, _)| *owner == Owner::Scrub(guid))
+            && let Some(process) = &mut self.pools[pool].process
+        {
+            process.health.scrub.answered(local);
+        }
         let own = [Owner::Sessions(guid), Owner::Copying(guid)];
-        let of_it = ready.filter(|(owner, _)| own.contains(owner));
+        let of_it = ready.into_iter().filter(|(owner, _)| own.contains(owner));
         let events = of_it.map(|(_, ticket)| ReplicaEvent::Fetched { ticket }).collect();
         self.feed_pool(pool, events);
     }
