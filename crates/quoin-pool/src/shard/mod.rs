@@ -30,6 +30,7 @@ use quoin_replication::pool_host::background::{Background, QUIET};
 use quoin_replication::pool_host::copying::Copying;
 use quoin_replication::pool_host::recognition::{AWAITED_MAX, Start};
 use quoin_replication::pool_host::round::Round;
+use quoin_replication::pool_host::turns::{Turns, Work};
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
@@ -161,6 +162,7 @@ pub struct Shard<'a, P> {
     failure: Option<StoreError>,
     background: Background,
     round: Round,
+    turns: Turns,
     stop: Stop,
     health: Health,
     /// Shortage of room that the targets were told of.
@@ -184,6 +186,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             failure: None,
             background: Background::default(),
             round: Round::begin(now()),
+            turns: Turns::default(),
             stop: Stop::default(),
             health,
             short: false,
@@ -226,23 +229,21 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.input(now, input);
                 worked = true;
             }
-            let copying = |ready: &&Ready| ready.key & BULK != 0;
-            for ready in ready.iter().filter(|r| !copying(r)) {
-                self.ready(now, *ready);
-            }
-            for ready in ready.iter().filter(copying) {
-                self.ready(now, *ready);
-            }
+            self.serve(now, &mut ready);
             while let Some(key) = self.timers.pop(now) {
                 self.timer(now, key);
             }
             self.try_again(now);
-            self.copy();
+            if !self.turns.puts_off(Work::Copying, now, quoin_reactor::now()) {
+                self.copy();
+            }
             self.finish_round(now);
             if worked {
                 last_work = now;
             }
-            self.background(now, now.since(last_work) >= QUIET);
+            if !self.turns.puts_off(Work::Background, now, quoin_reactor::now()) {
+                self.background(now, now.since(last_work) >= QUIET);
+            }
             self.keep_healthy(now);
             if let Some(failure) = self.failure.take() {
                 break Ended::DiskFailed(failure);
@@ -322,6 +323,17 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.answered(now, rolled_back, nonce, mark);
             }
             Input::Shutdown => self.begin_stop(now),
+        }
+    }
+
+    /// Serves what is ready, until the round is long enough. The next wait reports the others again.
+    fn serve(&mut self, at: Time, ready: &mut [Ready]) {
+        self.turns.order(ready, |ready| ready.key, |ready| ready.key & BULK != 0);
+        for (served, one) in ready.iter().enumerate() {
+            if served > 0 && self.turns.is_enough(at, now()) {
+                return self.turns.pass_over(ready[served..].iter().map(|ready| ready.key));
+            }
+            self.ready(at, *one);
         }
     }
 

@@ -14,3 +14,4 @@ pub mod repairs;
 pub mod restart;
 pub mod round;
 pub mod scrub;
+pub mod turns;

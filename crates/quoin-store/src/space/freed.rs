@@ -16,7 +16,8 @@ use crate::space::segment_table::Leaving;
 
 /// Units that become free in one step.
 const FREED_A_STEP: u32 = 4096;
-/// Units whose space goes back in one step.
+/// Units whose space goes back in one step, at most: neighbours, in one call. A file system whose
+/// journal is busy may take milliseconds over each call.
 const DISCARDED_A_STEP: usize = 8;
 /// Units that one step passes over on its way to space that an earlier life left behind.
 const SWEPT_A_STEP: u32 = 4096;
@@ -119,10 +120,12 @@ pub fn discard_some<D: Disk>(core: &mut Core<D>) {
     let all = mutant::is("space-given-back-in-one-step");
     let most = if all { usize::MAX } else { DISCARDED_A_STEP };
     // The last ones first, so in descending order.
-    let mut units = Vec::new();
+    let mut units: Vec<u32> = Vec::new();
     while units.len() < most
-        && let Some(unit) = core.allocator.cool_one()
+        && let Some(unit) = core.allocator.to_cool()
+        && (all || units.last().is_none_or(|last| unit + 1 == *last))
     {
+        core.allocator.cool(unit);
         units.push(unit);
     }
     units.reverse();
@@ -152,7 +155,13 @@ fn sweep<D: Disk>(core: &mut Core<D>, found: &mut Vec<u32>) {
         let start = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let next = core.disk.next_space(start);
         match next.map(|offset| core.superblock.unit_of(offset / BLOCK_SIZE as u64)) {
-            Some(Some(at)) if at == unit => found.push(unit),
+            Some(Some(at)) if at == unit => {
+                if found.last().is_some_and(|last| last + 1 != unit) {
+                    core.freed.swept_units = unit;
+                    return;
+                }
+                found.push(unit);
+            }
             Some(Some(at)) => core.freed.swept_units = at.max(unit + 1),
             _ => core.freed.swept_units = units,
         }
@@ -218,5 +227,25 @@ mod tests {
         }
         assert_eq!((steps, pool.core.freed.units()), (3, 0));
         assert!(!pool.core.freed.is_due(u64::MAX));
+    }
+
+    #[test]
+    fn space_goes_back_to_the_disk_in_one_call_a_step() {
+        let disk = MemoryDisk::new(256 << 20);
+        Pool::format(&disk, &FormatOptions::new(PoolId(1))).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a pool");
+        let allocator = &mut pool.core.allocator;
+        for (unit, units) in [(0, 1), (2, 3), (9, 1), (20, 10)] {
+            assert!(allocator.take(unit, units));
+            allocator.give_warm(unit, units);
+        }
+        let unit_bytes = u64::from(pool.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let mut given = disk.discarded_bytes();
+        let steps = [8, 2, 1, 3, 1].map(|_| {
+            discard_some(&mut pool.core);
+            let before = std::mem::replace(&mut given, disk.discarded_bytes());
+            (given - before) / unit_bytes
+        });
+        assert_eq!(steps, [8, 2, 1, 3, 1]);
     }
 }

@@ -186,10 +186,13 @@ impl Allocator {
 
     /// The last unit of more than may stay warm: its space is to be given back. The first ones are
     /// used again first, so these stay warm for good while as much is in use.
-    pub fn cool_one(&mut self) -> Option<u32> {
-        let last = self.warm.last().filter(|_| self.is_too_warm())?;
-        self.warm.remove(last);
-        Some(last)
+    pub fn to_cool(&self) -> Option<u32> {
+        self.warm.last().filter(|_| self.is_too_warm())
+    }
+
+    /// The space of a unit is given back.
+    pub fn cool(&mut self, unit: u32) {
+        self.warm.remove(unit);
     }
 
     /// Whether more is warm than may stay so.
@@ -509,22 +512,28 @@ mod tests {
         assert_eq!((all, allocator.free_units()), (26, 0));
     }
 
+    fn cool_one(allocator: &mut Allocator) -> Option<u32> {
+        let unit = allocator.to_cool()?;
+        allocator.cool(unit);
+        Some(unit)
+    }
+
     #[test]
     fn few_free_units_stay_warm_and_those_used_again_last_are_given_back() {
         let mut allocator = Allocator::new(16);
-        assert_eq!(allocator.cool_one(), None, "what was never used has no space to give back");
+        assert_eq!(cool_one(&mut allocator), None, "what was never used has no space to give back");
         assert!(allocator.take(0, 12));
         allocator.give_warm(3, 2);
         allocator.give_warm(0, 3);
         assert!(allocator.take(4, 1), "which is not warm any more");
-        assert_eq!(allocator.cool_one(), None);
+        assert_eq!(cool_one(&mut allocator), None);
         allocator.give_warm(4, 2);
-        assert_eq!([allocator.cool_one(), allocator.cool_one()], [Some(5), Some(4)]);
-        assert_eq!(allocator.cool_one(), None);
+        assert_eq!([cool_one(&mut allocator), cool_one(&mut allocator)], [Some(5), Some(4)]);
+        assert_eq!(cool_one(&mut allocator), None);
         allocator.give_warm(6, 6);
         assert_eq!(allocator.allocate(false), Some((0, 1, true)));
         allocator.give_warm(0, 1);
-        let cooled = std::iter::from_fn(|| allocator.cool_one()).count();
+        let cooled = std::iter::from_fn(|| cool_one(&mut allocator)).count();
         assert_eq!((cooled, allocator.free_units()), (10, 16), "nothing is in use any more");
     }
 
