@@ -25,6 +25,7 @@ pub enum Work {
 /// Connections by their keys.
 #[derive(Debug, Default)]
 pub struct Turns {
+    /// In the order in which they were to be served.
     passed_over: Vec<u64>,
     /// Work that the last round put off.
     put_off: Vec<Work>,
@@ -32,7 +33,7 @@ pub struct Turns {
 
 impl Turns {
     /// Brings those that are ready into the order in which they are served: first those that the last
-    /// round passed over, and what copies behind all else.
+    /// round passed over, as it would have served them, and what copies behind all else.
     pub fn order<T>(
         &mut self,
         ready: &mut [T],
@@ -40,7 +41,11 @@ impl Turns {
         copies: impl Fn(&T) -> bool,
     ) {
         let first = std::mem::take(&mut self.passed_over);
-        ready.sort_by_key(|one| (!first.contains(&key(one)), copies(one)));
+        if first.is_empty() {
+            return ready.sort_by_key(copies);
+        }
+        let place = |one: &T| first.iter().position(|passed| *passed == key(one));
+        ready.sort_by_cached_key(|one| (place(one).unwrap_or(first.len()), copies(one)));
     }
 
     /// Whether the round that began then serves no further connection at `now`.
