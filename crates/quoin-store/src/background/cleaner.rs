@@ -22,7 +22,7 @@ use crate::format::batch::Stream;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, Root};
 use crate::map::tree::{self, Change, Edit, Memo};
 use crate::rebuild::shadow;
-use crate::replica::{Replica, Source};
+use crate::replica::{Replica, Source, may_lack};
 use crate::space::logical::{self, Moves, is_logical};
 use crate::space::table;
 
@@ -52,6 +52,7 @@ impl Candidate {
 }
 
 /// A view whose blocks must survive.
+#[derive(PartialEq, Eq)]
 struct KeptView {
     root: Root,
     /// The newest version that it can hold.
@@ -86,6 +87,14 @@ pub struct CleanJob {
     /// Logical places of its own blocks.
     own: Range<u64>,
     data: SegmentData,
+    /// What was looked up of the next step's blocks ahead of it.
+    looked: Option<Looked>,
+}
+
+/// Which of some blocks these views show.
+struct Looked {
+    views: Vec<KeptView>,
+    shown: Vec<bool>,
 }
 
 /// Returns true if no segment of the replica may be emptied now.
@@ -132,10 +141,20 @@ pub fn begin<D: Disk>(
         nodes.sort_unstable_by_key(|e| e.lba);
         let moves = Moves::default();
         let (done, moved, copied) = (0, false, false);
-        let written_before = replica.nodes.written_bytes;
-        let job =
-            CleanJob { unit, blocks, nodes, done, moved, copied, moves, written_before, own, data };
-        replica.maintenance.clean = Some(job);
+        let (written_before, looked) = (replica.nodes.written_bytes, None);
+        replica.maintenance.clean = Some(CleanJob {
+            unit,
+            blocks,
+            nodes,
+            done,
+            moved,
+            copied,
+            moves,
+            written_before,
+            own,
+            data,
+            looked,
+        });
     }
     Ok(complete)
 }
@@ -149,7 +168,7 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, 
         let step = &job.blocks[job.done..end];
         let named = step.iter().map(|block| (block.name, block.place));
         let stand = logical::stand_for_their_names(replica, core, job.unit, named)?;
-        let live = live_of(replica, core, step, &stand)?;
+        let live = live_of(replica, core, step, &stand, job.looked.take())?;
         let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
         let gone = names_gone(step, &stand, &live, &job.own);
         if !move_blocks(replica, core, &live, gone, &mut job.data, &mut job.moves)? {
@@ -209,35 +228,69 @@ fn look_ahead_of_job<D: Disk>(
     let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
     let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
     let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
+    job.looked = None;
     let (views, mut lacking) = (views(replica, core), Ok(()));
-    let mut lbas: Vec<_> = candidates.iter().map(|c| (c.lba, c.version)).collect();
-    lbas.sort_unstable();
     for view in &views {
-        let of_view = lbas.iter().filter(|(lba, version)| view.may_show(*lba, *version));
-        let stretches = of_view.map(|(lba, _)| (*lba, lba + 1));
         let io = &mut replica.io(core);
-        lacking = lacking.and(tree::look_ahead(io, view.root, stretches, BLOCKS_A_STEP));
         lacking = lacking.and(tree::look_ahead_of_renewals(io, view.root, nodes));
     }
     let names = candidates.iter().map(|candidate| candidate.name);
     lacking = lacking.and(logical::look_ahead_of_names(replica, core, names));
+    let looked = shown_by(replica, core, &views, candidates, |_| true);
     lacking?;
-    for candidate in candidates {
-        if job.data.has(core, candidate.place) {
-            continue;
-        }
-        for view in &views {
+    let Shown { shown, lost } = looked?;
+    for (candidate, _) in candidates.iter().zip(&shown).filter(|(_, shown)| **shown) {
+        lacking = lacking.and(job.data.look_ahead(core, candidate.place));
+    }
+    // What is lost is given up by the step, which looks again then.
+    job.looked = lost.is_empty().then_some(Looked { views, shown });
+    lacking
+}
+
+/// What views show of some blocks.
+struct Shown {
+    /// Each block, whether some view shows it.
+    shown: Vec<bool>,
+    /// Leaves that are damaged in a view.
+    lost: Vec<Edit>,
+}
+
+/// Looks for the wanted ones of these blocks in all views. Fails only where something is lacking, or the
+/// disk refuses it; what else is lacking is looked at all the same.
+fn shown_by<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    views: &[KeptView],
+    candidates: &[Candidate],
+    is_wanted: impl Fn(usize) -> bool,
+) -> Result<Shown, StoreError> {
+    let mut io = replica.io(core);
+    let (mut shown, mut lost) = (vec![false; candidates.len()], Vec::<Edit>::new());
+    let mut by_lba: Vec<usize> = (0..candidates.len()).filter(|at| is_wanted(*at)).collect();
+    by_lba.sort_unstable_by_key(|at| (candidates[*at].lba, candidates[*at].version));
+    let mut lacking = Ok(());
+    for at in by_lba {
+        let candidate = &candidates[at];
+        for view in views.iter().filter(|view| view.may_show(candidate.lba, candidate.version)) {
             let mut found = [BlockAt::default()];
-            if view.may_show(candidate.lba, candidate.version) {
-                tree::blocks(&mut replica.io(core), view.root, candidate.lba, &mut found)?;
+            let looked = tree::blocks(&mut io, view.root, candidate.lba, &mut found);
+            if let Err(lacks) = may_lack(looked)? {
+                lacking = Err(lacks);
+                continue;
+            }
+            if found[0].place == BAD_PLACE {
+                let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
+                if lost.last().is_none_or(|edit| edit.lba != leaf) {
+                    lost.push(Edit { lba: leaf, blocks: 1, change: Change::Reach });
+                }
             }
             if found[0].place == candidate.name {
-                lacking = lacking.and(job.data.look_ahead(core, candidate.place));
+                shown[at] = true;
                 break;
             }
         }
     }
-    lacking
+    lacking.map(|()| Shown { shown, lost })
 }
 
 /// Every view that must survive.
@@ -280,51 +333,36 @@ fn views_mut(replica: &mut Replica) -> Vec<&mut Root> {
     views
 }
 
-/// The blocks that stand for their names and that some view shows, in their order.
+/// The blocks that stand for their names and that some view shows, in their order. `looked`: what was
+/// looked up ahead, which holds while the views are the same.
 fn live_of<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
     candidates: &[Candidate],
     stand: &[bool],
+    looked: Option<Looked>,
 ) -> Result<Vec<Candidate>, StoreError> {
     let views = views(replica, core);
-    let mut io = replica.io(core);
-    let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
-    let standing = candidates.iter().zip(stand).filter(|(_, stands)| **stands);
-    let mut by_lba: Vec<&Candidate> = standing.map(|(candidate, _)| candidate).collect();
-    by_lba.sort_unstable_by_key(|candidate| (candidate.lba, candidate.version));
-    for candidate in by_lba {
-        for view in &views {
-            if mutant::is("moved-block-overwrites-a-newer-one") {
-                live.push(*candidate);
-                break;
-            }
-            if !view.may_show(candidate.lba, candidate.version) {
-                continue;
-            }
-            let mut found = [BlockAt::default()];
-            tree::blocks(&mut io, view.root, candidate.lba, &mut found)?;
-            if found[0].place == BAD_PLACE {
-                let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
-                if lost.last().is_none_or(|edit| edit.lba != leaf) {
-                    lost.push(Edit { lba: leaf, blocks: 1, change: Change::Reach });
-                }
-            }
-            if found[0].place == candidate.name {
-                live.push(*candidate);
-                break;
-            }
-        }
+    let looked = looked.filter(|looked| looked.views == views);
+    let Shown { mut shown, lost } = match looked {
+        Some(Looked { shown, .. }) => Shown { shown, lost: Vec::new() },
+        None => shown_by(replica, core, &views, candidates, |at| stand[at])?,
+    };
+    if !lost.is_empty() {
+        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        update_views(replica, core, &lost, &[])?;
+        return live_of(replica, core, candidates, stand, None);
     }
-    if lost.is_empty() {
-        live.sort_unstable_by_key(Candidate::order);
-        // One of two copies is enough, where the map of names is lost.
-        live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
-        return Ok(live);
+    if mutant::is("moved-block-overwrites-a-newer-one") {
+        shown.fill(true);
     }
-    // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
-    update_views(replica, core, &lost, &[])?;
-    live_of(replica, core, candidates, stand)
+    let all = candidates.iter().zip(stand).zip(shown);
+    let mut live: Vec<Candidate> =
+        all.filter(|((_, stands), shown)| **stands && *shown).map(|((one, _), _)| *one).collect();
+    live.sort_unstable_by_key(Candidate::order);
+    // One of two copies is enough, where the map of names is lost.
+    live.dedup_by(|b, a| is_logical(a.name) && a.name == b.name);
+    Ok(live)
 }
 
 /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
