@@ -12,9 +12,7 @@ use quoin_replication::replica::store::{
 };
 use quoin_store::disk::Syncer;
 use quoin_store::disk::fetch::{Fetch, Owner};
-use quoin_store::{
-    Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt,
-};
+use quoin_store::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, View};
 use rand::{Rng, SeedableRng};

@@ -134,7 +134,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.begin_fetches(now);
     }
 
-    /// What belongs to no replica comes last.
+    /// A step of the end of a pass, which reads all that belongs to no replica.
     fn scrub_metadata(&mut self, now: Time, place: Place) {
         let (at, began) = ((place.stage == METADATA).then_some(place.cursor), Instant::now());
         let done = match self.pool.scrub_metadata(at) {
@@ -149,7 +149,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if done.bad > 0 {
             self.health.scrub.found(now, done.bad.into());
             self.parts.metrics.scrub.found.inc_by(done.bad.into());
-            let message = format!("{} bad copies of the pool's metadata were written again", done.bad);
+            let message =
+                format!("{} bad copies of the pool's metadata were written again", done.bad);
             self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
         }
         match done.next {

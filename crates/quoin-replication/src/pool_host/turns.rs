@@ -5,7 +5,7 @@
 //! taken [`SERVING_MAX`] the rest is passed over: the next round begins at once, and serves them first.
 //! Nobody is passed over for ever, as whoever was comes before whoever was not.
 //!
-//! What rebuilds ask for and background work come after the connections, and are put off by a long round.
+//! Requests of rebuilds and background work come after the connections, and are put off by a long round.
 //! The next round serves one connection and does them, so that they have every other round at least.
 
 use std::time::Duration;
@@ -48,12 +48,12 @@ impl Turns {
         ready.sort_by_cached_key(|one| (place(one).unwrap_or(first.len()), copies(one)));
     }
 
-    /// Whether the round that began then serves no further connection at `now`.
+    /// Returns true if the round that began then serves no further connection at `now`.
     pub fn is_enough(&self, began: Time, now: Time) -> bool {
         is_long(began, now) || !self.put_off.is_empty()
     }
 
-    /// Whether the round that began then leaves this work to the next one.
+    /// Returns true if the round that began then leaves this work to the next one.
     pub fn puts_off(&mut self, work: Work, began: Time, now: Time) -> bool {
         let was = self.put_off.contains(&work);
         self.put_off.retain(|other| *other != work);
