@@ -531,6 +531,10 @@ impl<D: Disk> Pool<D> {
             return Ok(Scrubbed::default());
         };
         self.core.check_usable()?;
+        if at == ScrubAt::default() {
+            // A new pass reads all of it.
+            self.scrubbing.listing = None;
+        }
         while done.read_bytes < budget_bytes.max(1)
             && let Some(at) = done.next
         {
@@ -566,7 +570,6 @@ impl<D: Disk> Pool<D> {
 
     /// Does a part of that without waiting for the disk, from this place on; `None`: from the beginning.
     pub fn try_scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
-        self.core.check_usable()?;
         self.scrubbing.begin(&mut self.core, Owner::Scrub(ReplicaGuid(0)), true);
         let done = scrub::scrub_metadata(&mut self.core, at);
         self.scrubbing.end(&mut self.core)?;

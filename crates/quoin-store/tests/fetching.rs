@@ -374,6 +374,36 @@ fn a_scrub_and_a_verification_of_all_that_a_pool_holds_wait_for_no_read_and_find
 }
 
 #[test]
+fn a_verification_fetches_about_as_much_as_it_was_asked_for() {
+    let mut volume = Volume::new(64 << 20, 32 << 10, options());
+    for lba in 0..1000 {
+        volume.write(lba, 7).expect("room");
+    }
+    volume.settle();
+    let (limit, mut fetched) = (64 * BLOCK_SIZE, 0);
+    let call = |pool: &mut Pool<ColdDisk>| {
+        let mut replica = pool.replica(GUID).expect("it");
+        replica.try_verify(ReadView::Live, 0, 1000, limit as u32, false, &mut Vec::new())
+    };
+    while let Err(error) = call(&mut volume.pool) {
+        assert!(matches!(error, StoreError::Pending(_)), "{error}");
+        loop {
+            let begun = volume.begun();
+            if begun.is_empty() {
+                break;
+            }
+            for fetch in begun {
+                fetched += fetch.length;
+                let bytes = volume.bytes_of(fetch);
+                volume.pool.fetched(fetch.id, bytes);
+            }
+        }
+        volume.ready();
+    }
+    assert!(fetched > 0 && fetched <= 2 * limit, "{fetched} bytes for {limit}");
+}
+
+#[test]
 fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read() {
     let mut volume = Volume::new(64 << 20, 32 << 10, options());
     for turn in 0..3 {

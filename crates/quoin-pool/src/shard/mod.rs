@@ -229,6 +229,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.input(now, input);
                 worked = true;
             }
+            self.take_read(now);
             self.serve(now, &mut ready);
             while let Some(key) = self.timers.pop(now) {
                 self.timer(now, key);
@@ -342,7 +343,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             return self.accept(now);
         }
         if ready.key == READS {
-            return self.take_read(now);
+            // They were taken before.
+            return;
         }
         if ready.writable {
             self.write(now, ready.key);

@@ -299,15 +299,24 @@ fn scrub_nodes<D: Disk>(
     let path: Vec<_> = path.into_iter().filter(first_seen).collect();
     let rotten = rotten_nodes(core, &path)?;
     done.read_bytes += path.iter().map(|(.., node)| u64::from(node.length)).sum::<u64>();
+    waits_no_more(core, &rotten);
     for (level, base, node) in rotten {
         if !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some() {
             done.headers += 1;
+            replica.maintenance.dirty = true;
             let change = Change::Renew { place: node.place, level, newest: node.newest };
             cleaner::renew(replica, core, &[Edit { lba: base, blocks: 1, change }])?;
-            replica.maintenance.dirty = true;
         }
     }
     Ok(())
+}
+
+/// Ends a call that may wait, and lacked nothing, where nodes are to be written anew: other views may
+/// lead to them by nodes that are not at hand, and what has begun to change must come to its end.
+fn waits_no_more<D>(core: &mut Core<D>, rotten: &[(u8, u64, NodeRef)]) {
+    if !rotten.is_empty() {
+        core.fetches.end();
+    }
 }
 
 /// Those of these nodes that are bad on media.
@@ -493,12 +502,13 @@ fn scrub_logical<D: Disk>(
     let path: Vec<_> = path.into_iter().filter(first_seen).collect();
     let rotten = rotten_nodes(core, &path)?;
     done.read_bytes += path.iter().map(|(.., node)| u64::from(node.length)).sum::<u64>();
+    waits_no_more(core, &rotten);
     for (level, base, node) in rotten {
         done.headers += 1;
+        replica.maintenance.dirty = true;
         if !cleaner::is_blocked(replica) && replica.io(core).load(level, &node)?.is_some() {
             let change = Change::Renew { place: node.place, level, newest: node.newest };
             logical::update_logical(replica, core, &[Edit { lba: base, blocks: 1, change }], &[])?;
-            replica.maintenance.dirty = true;
         }
     }
     Ok(Some(part.range().1))
@@ -510,13 +520,21 @@ pub fn scrub_metadata<D: Disk>(
     core: &mut Core<D>,
     at: Option<u64>,
 ) -> Result<MetadataScrubbed, StoreError> {
+    core.check_usable()?;
     let Some(at) = at else {
         let (expected, mut bad, mut lacking) = (core.superblock.encode(), 0, Ok(()));
         for block in core.superblock.places() {
             let mut bytes = vec![0; BLOCK_SIZE];
             let read = read_each(core, block, &mut bytes);
-            let read = read.map(|readable| bad += u32::from(!readable[0] || bytes != expected));
+            let mut is_good = true;
+            let read = read.map(|readable| is_good = readable[0] && bytes == expected);
             lacking = lacking.and(may_lack(read)?);
+            if !is_good {
+                // It may have been written since this was read: it is read once more.
+                core.disk.forget_cached(block * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
+                is_good = core.read(block, &mut bytes).is_ok() && bytes == expected;
+            }
+            bad += u32::from(!is_good);
         }
         lacking?;
         if bad > 0 {

@@ -15,9 +15,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use io_uring::{IoUring, opcode, types};
 use quoin_replication::replica::store::IoFault;
+use quoin_types::BLOCK_SIZE;
 use quoin_types::key_map::KeyMap;
 use rustix::io::Errno;
 
+use crate::disk::Disk;
 use crate::disk::aligned_memory::AlignedMemory;
 use crate::disk::fetch::{Fetch, UNDER_WAY_MAX};
 use crate::disk::file::{FileDisk, fault, lay_over};
@@ -36,6 +38,7 @@ pub struct EndedRead {
 /// A read under way. The kernel writes to its memory.
 struct Read {
     offset: u64,
+    is_once: bool,
     memory: AlignedMemory,
     done: usize,
     /// What waited for a sync when the read began: newer than what the disk has.
@@ -61,7 +64,9 @@ impl ReadRing {
         let ring = IoUring::builder().setup_coop_taskrun().build(entries);
         let ring = ring.or_else(|_| IoUring::new(entries))?;
         let (under_way, ended) = (KeyMap::default(), VecDeque::new());
-        Ok(ReadRing { ring, disk, under_way, is_unsubmitted: false, ended })
+        let mut ring = ReadRing { ring, disk, under_way, is_unsubmitted: false, ended };
+        ring.try_out()?;
+        Ok(ring)
     }
 
     /// Begins a read, with the next [`ReadRing::submit`] at the latest.
@@ -70,6 +75,7 @@ impl ReadRing {
         let held = self.disk.held_of(fetch.offset, fetch.length);
         let read = Read {
             offset: fetch.offset,
+            is_once: fetch.is_once,
             memory: AlignedMemory::of(fetch.length),
             done: 0,
             held,
@@ -155,6 +161,13 @@ impl ReadRing {
                     read.is_direct = false;
                     None
                 }
+                // Of the ring and not of the medium, which a plain read asks.
+                Errno::AGAIN
+                | Errno::NOMEM
+                | Errno::CANCELED
+                | Errno::INVAL
+                | Errno::NOSYS
+                | Errno::OPNOTSUPP => return self.read_plainly(id),
                 errno => Some(fault("read", at, errno)),
             },
         };
@@ -170,6 +183,43 @@ impl ReadRing {
             }
         };
         self.ended.push_back(EndedRead { id, result, took: read.began.elapsed() });
+    }
+}
+
+impl ReadRing {
+    /// Makes a read that the ring did not make, on the spot.
+    fn read_plainly(&mut self, id: u64) {
+        let Some(read) = self.under_way.remove(&id) else { return };
+        let Read { offset, is_once, memory, began, .. } = read;
+        let result = self.disk.fetch(&Fetch { id, offset, length: memory.len(), is_once });
+        self.ended.push_back(EndedRead { id, result, took: began.elapsed() });
+    }
+
+    /// Reads the first block: a system may have rings and no reads by them, or forbid these.
+    fn try_out(&mut self) -> std::io::Result<()> {
+        let mut memory = AlignedMemory::of(BLOCK_SIZE);
+        let (descriptor, length) = (types::Fd(self.disk.descriptor()), BLOCK_SIZE as u32);
+        let entry = opcode::Read::new(descriptor, memory.as_mut_ptr(), length).build();
+        // SAFETY: the memory stays until the result is here, or for ever.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        pushed.map_err(std::io::Error::other)?;
+        let result = loop {
+            match self.ring.submit_and_wait(1) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => {
+                    std::mem::forget(memory);
+                    return Err(error);
+                }
+                Ok(_) => {}
+            }
+            if let Some((_, result)) = self.next_result() {
+                break result;
+            }
+        };
+        match result {
+            1.. => Ok(()),
+            refused => Err(std::io::Error::from_raw_os_error(-refused)),
+        }
     }
 }
 
@@ -197,13 +247,11 @@ mod tests {
     use std::io::IoSlice;
 
     use quoin_testkit::skipped;
-    use quoin_types::BLOCK_SIZE;
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
     use rustix::event::{PollFd, PollFlags, poll};
 
     use super::*;
-    use crate::disk::Disk;
 
     const BLOCKS: u64 = 2048;
 
