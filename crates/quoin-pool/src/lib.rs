@@ -6,7 +6,8 @@
 //! * the **shard** ([`shard`]) owns the pool, its replicas and all sessions: one epoll loop,
 //!   no lock, and no hand-over for an IO that the kernel's cache can serve;
 //! * the **disk** thread ([`syncer`]) does nothing but sync, one group after the other;
-//! * the **fetch** threads ([`fetcher`]) read what no cache has, many reads at once;
+//! * the **fetch** threads ([`fetcher`]) read what no cache has, many reads at once, where the system
+//!   has no io_uring for the shard;
 //! * **tokio** ([`control`]) talks to the controller; IO goes on while that one is away.
 //!
 //! A pool whose disk failed is opened anew ([`lives`]). What may be opened and made where is the

@@ -24,8 +24,9 @@ use crate::disk::read_ring::ReadRing;
 ///
 /// **Reads that nobody waits for.** After each round of events the driver has the reads of
 /// [`ReplicaPool::next_fetch`] made by a ring ([`ReplicaPool::read_ring`]) or on other threads
-/// ([`ReplicaPool::reader`]) and reports each with [`ReplicaPool::fetched`]. Then the replicas whose sessions [`ReplicaPool::take_fetched`] names get
-/// `Fetched`, and background work that it names goes on.
+/// ([`ReplicaPool::reader`]) and reports each with [`ReplicaPool::fetched`]. Then the replicas whose
+/// sessions [`ReplicaPool::take_fetched`] names get `Fetched`, and background work and a scrub that it
+/// names go on.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
 /// [`ReplicaPool::background`], whenever the driver is idle and whenever

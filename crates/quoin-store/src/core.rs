@@ -248,7 +248,7 @@ impl<D: Disk> Core<D> {
         self.read_or_fetch(block, buffer, true)
     }
 
-    pub fn read_or_fetch(
+    fn read_or_fetch(
         &mut self,
         block: u64,
         buffer: &mut [u8],

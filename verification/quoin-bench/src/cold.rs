@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::OFlags;
 
 use crate::cases::CaseResult;
-use crate::compare::{Comparison, Figures, Side, figures, median, medians};
+use crate::compare::{Comparison, Figures, Side, figures};
 use crate::further::free_bytes;
 use crate::load::{Generator, Load, Outcome, Pattern, next};
 use crate::product::Product;
@@ -78,7 +78,7 @@ impl Cold<'_> {
             let mut side = Side { generator: reader, pids: self.product.pids() };
             quoins.push(figures(&mut side, |generator| generator.run(load))?);
         }
-        Ok(case(READ, &floors, &quoins))
+        Ok(CaseResult { name: READ, comparison: Comparison::of(&floors, &quoins) })
     }
 
     fn writes_beside(
@@ -103,7 +103,7 @@ impl Cold<'_> {
             read.map_err(|_| Error::Failed("the reader panicked".into()))??;
             beside.push(written?);
         }
-        Ok(case(BESIDE, &alone, &beside))
+        Ok(CaseResult { name: BESIDE, comparison: Comparison::of(&alone, &beside) })
     }
 
     /// Has the next reads wait for the disk.
@@ -139,12 +139,6 @@ impl Cold<'_> {
 
 fn load(writes_percent: u64, depth: usize, time: Duration) -> Load {
     Load { writes_percent, pattern: Pattern::Random, block_bytes: BLOCK as u32, depth, time }
-}
-
-fn case(name: &'static str, floors: &[Figures], quoins: &[Figures]) -> CaseResult {
-    let ratios = floors.iter().zip(quoins).map(|(f, q)| q.per_second / f.per_second).collect();
-    let (floor, quoin) = (medians(floors), Some(medians(quoins)));
-    CaseResult { name, comparison: Comparison { floor, quoin, ratio: median(ratios) } }
 }
 
 /// Reads random blocks of the file's first bytes, as many as the volume has, until it is told to stop.

@@ -79,17 +79,20 @@ pub fn compare(
             quoins.push(measure(quoin, load)?);
         }
     }
-    let ratios: Vec<f64> =
-        floors.iter().zip(&quoins).map(|(f, q)| q.per_second / f.per_second).collect();
-    let ratio = median(ratios);
-    Ok(Comparison {
-        floor: medians(&floors),
-        quoin: (!quoins.is_empty()).then(|| medians(&quoins)),
-        ratio,
-    })
+    Ok(Comparison::of(&floors, &quoins))
 }
 
-pub fn medians(all: &[Figures]) -> Figures {
+impl Comparison {
+    /// Returns the medians of pairs of measurements; with no second ones only those of the floor.
+    pub fn of(floors: &[Figures], quoins: &[Figures]) -> Self {
+        let pairs = floors.iter().zip(quoins);
+        let ratio = median(pairs.map(|(f, q)| q.per_second / f.per_second).collect());
+        let quoin = (!quoins.is_empty()).then(|| medians(quoins));
+        Comparison { floor: medians(floors), quoin, ratio }
+    }
+}
+
+fn medians(all: &[Figures]) -> Figures {
     let of = |pick: fn(&Figures) -> f64| median(all.iter().map(pick).collect());
     Figures {
         per_second: of(|f| f.per_second),

@@ -1,9 +1,10 @@
-//! Which connections a round serves, where all that are ready would make it too long.
+//! Choice of the connections that a round serves, where all that are ready would make it too long.
 //!
 //! A round serves one connection after the other, each up to a limit of its own, and answers all of
 //! them in the end. With many busy connections that end would be far away. So once a round has
 //! taken [`SERVING_MAX`] the rest is passed over: the next round begins at once, and serves them first.
-//! Nobody is passed over for ever, as whoever was comes before whoever was not.
+//! No connection is passed over for ever: those that were come before those that were not. The property
+//! test below holds that; the simulator, whose pools have a replica each, does not drive this.
 //!
 //! Requests of rebuilds and background work come after the connections, and are put off by a long round.
 //! The next round serves one connection and does them, so that they have every other round at least.

@@ -87,7 +87,7 @@ pub struct CleanJob {
     /// Logical places of its own blocks.
     own: Range<u64>,
     data: SegmentData,
-    /// What was looked up of the next step's blocks ahead of it.
+    /// The next step's blocks, as they were looked up ahead of it.
     looked: Option<Looked>,
 }
 
@@ -242,12 +242,12 @@ fn look_ahead_of_job<D: Disk>(
     for (candidate, _) in candidates.iter().zip(&shown).filter(|(_, shown)| **shown) {
         lacking = lacking.and(job.data.look_ahead(core, candidate.place));
     }
-    // What is lost is given up by the step, which looks again then.
+    // A lost leaf is given up by the step, which looks again then.
     job.looked = lost.is_empty().then_some(Looked { views, shown });
     lacking
 }
 
-/// What views show of some blocks.
+/// Blocks that views show.
 struct Shown {
     /// Each block, whether some view shows it.
     shown: Vec<bool>,

@@ -53,7 +53,7 @@ pub fn verify<D: Disk>(
             }
             lacking = lacking.and(read);
         }
-        // What later leaves lack is fetched at the same time.
+        // Later leaves are looked at all the same, so that all of it is fetched at once.
         lacking = lacking.and(found);
         for mut slot in slots {
             if slot.content != Content::Hole {

@@ -85,7 +85,7 @@ pub struct MetadataScrubbed {
 /// The scrub between its calls.
 #[derive(Default)]
 pub struct Scrubbing {
-    /// What was read of a segment's headers.
+    /// The headers of a segment, as far as they were read.
     pub listing: Option<Listing>,
     /// How far that was when the present call began.
     reached: u32,
@@ -115,8 +115,8 @@ impl Scrubbing {
     }
 }
 
-/// Scrubs a leaf, some entries or a segment. Returns where to go on. `listing`: what was read of the
-/// segment in calls before.
+/// Scrubs a leaf, some entries or a segment. Returns where to go on. `listing`: the
+/// headers of the segment that calls before have read.
 pub fn scrub_part<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,

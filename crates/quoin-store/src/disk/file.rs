@@ -415,7 +415,7 @@ impl Disk for FileDisk {
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         // Looked up before the file is read: what is written meanwhile is in the one or the other.
-        let held = self.files.held().overlapping(offset, buffer.len());
+        let held = self.held_of(offset, buffer.len());
         let whole = held.iter().any(|(_, bytes)| bytes.len() == buffer.len());
         let mut done = if whole { buffer.len() } else { 0 };
         while done < buffer.len() {
@@ -436,7 +436,7 @@ impl Disk for FileDisk {
         if self.files.is_in_memory {
             return self.read_at(offset, buffer).map(|()| true);
         }
-        let held = self.files.held().overlapping(offset, buffer.len());
+        let held = self.held_of(offset, buffer.len());
         let whole = held.iter().any(|(_, bytes)| bytes.len() == buffer.len());
         if !whole && !self.files.read_cached(offset, buffer)? {
             return Ok(false);
