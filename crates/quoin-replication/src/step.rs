@@ -46,7 +46,7 @@ steps! {
     ShadowOpen = "replica: holds a shadow",
     FlipPrepared = "replica: shadow on its way to media",
     Flipped = "replica: flip on its way to media",
-    ReadsWaiting = "replica: reads wait for entries or the disk",
+    ReadsWaiting = "replica: requests wait for entries or the disk",
     CloseUnsynced = "replica: close on its way to media",
 }
 

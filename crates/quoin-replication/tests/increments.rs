@@ -3,7 +3,7 @@
 
 use crate::broken;
 use bytes::Bytes;
-use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+use quoin_replication::replica::store::{FetchTicket, ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
 use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
@@ -397,4 +397,106 @@ fn a_session_whose_grant_was_taken_back_ends_with_its_bulk_connection() {
     one.on(ReplicaEvent::Fence { epoch: Epoch(6), at_once: true });
     one.closed.sort_unstable();
     assert_eq!(one.closed, [LOG, 10]);
+}
+
+fn fetched(one: &mut One) {
+    let ticket = one.pool.slow_reads.last;
+    one.on(ReplicaEvent::Fetched { ticket });
+}
+
+fn fed(connection: u64, cursor: u64) -> (u64, FromReplica) {
+    (connection, FromReplica::IncrementFed { rebuild: REBUILD, cursor })
+}
+
+/// The thread that would wait serves the clients of other volumes too.
+#[test]
+fn what_follows_a_feed_that_waits_for_the_disk_is_taken_after_it() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.said();
+    one.pool.slow_reads.on = true;
+    one.say(10, feed(0, 0, 1));
+    one.say(10, feed(1, 1, u64::MAX));
+    one.say(10, commit(sum(&[0, 1])));
+    assert_eq!(one.said(), [], "nothing is at hand");
+    // The session's own connection is not held up.
+    one.say(LOG, ToReplica::Ping { stable: Lsn(0), ping: Ping(4) });
+    assert!(matches!(one.said()[..], [(LOG, FromReplica::Applied { ping: Ping(4), .. })]));
+    fetched(&mut one);
+    assert_eq!(one.said(), [], "it lacks another level of the map");
+    one.on(ReplicaEvent::Fetched { ticket: FetchTicket(1) });
+    assert_eq!(one.said(), [], "of a look that is over");
+    one.pool.slow_reads.on = false;
+    fetched(&mut one);
+    assert_eq!(one.said(), [fed(10, 1), fed(10, u64::MAX), fed(10, u64::MAX), (LOG, done())]);
+    assert_eq!(one.position().lsn, Lsn(20));
+}
+
+#[test]
+fn a_feed_that_lacks_something_again_and_again_has_the_pool_wait_in_the_end() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.said();
+    one.pool.slow_reads.on = true;
+    one.say(10, feed(0, 0, 1));
+    let times = (0..100).find(|_| {
+        fetched(&mut one);
+        !one.sent.is_empty()
+    });
+    assert_eq!(one.said(), [fed(10, 1)]);
+    assert!(times > Some(4), "a map has more levels: {times:?}");
+}
+
+#[test]
+fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection_s_successor() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.pool.slow_reads.on = true;
+    one.say(10, feed(0, 0, 1));
+    one.say(10, feed(1, 1, u64::MAX));
+    one.open_bulk(11, 2);
+    one.pool.slow_reads.on = false;
+    one.said();
+    fetched(&mut one);
+    assert_eq!(one.said(), []);
+    one.begin(11);
+    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None };
+    assert_eq!(one.said(), [(11, begun)]);
+    one.say(11, feed(2, 0, u64::MAX));
+    one.say(11, commit(sum(&[2])));
+    assert_eq!(one.said(), [fed(11, u64::MAX), fed(11, u64::MAX), (LOG, done())]);
+}
+
+#[test]
+fn no_more_feeds_wait_for_the_disk_than_a_target_has_under_way() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.said();
+    one.pool.slow_reads.on = true;
+    (0..20).for_each(|lba| one.say(10, feed(lba, lba, lba + 1)));
+    assert!(one.said().contains(&(LOG, FromReplica::Failed(Failure::Protocol))));
+    one.pool.slow_reads.on = false;
+    fetched(&mut one);
+    assert_eq!(one.said(), [], "its session is over");
+}
+
+#[test]
+fn a_step_of_a_begin_waits_for_the_disk_and_not_for_its_timer() {
+    let mut one = One::new();
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(1);
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.pool.slow_reads.on = true;
+    one.wake(Duration::ZERO);
+    one.on(ReplicaEvent::Timer);
+    assert_eq!(one.pool.slow_reads.last, FetchTicket(1), "one look is under way");
+    assert_eq!(one.said(), []);
+    one.pool.slow_reads.on = false;
+    fetched(&mut one);
+    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None };
+    assert_eq!(one.said(), [(10, begun)]);
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use quoin_replication::replica::store::{
     BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore,
-    StoreError, StoreState, SyncTicket,
+    StoreError, StoreState, SyncTicket, Upcoming,
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
@@ -973,6 +973,25 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         let guid = self.replica.identity.guid;
         self.core.fetches.drop_calls(Owner::Sessions(guid));
         self.core.fetches.drop_calls(Owner::Copying(guid));
+    }
+
+    fn look_ahead(&mut self, upcoming: Upcoming<'_>) -> Result<(), StoreError> {
+        if !self.core.disk.may_lack() {
+            return Ok(());
+        }
+        let (replica, core) = (&mut *self.replica, &mut *self.core);
+        core.fetches.begin(Owner::Copying(replica.identity.guid));
+        // Whatever else is wrong with it the work itself comes to.
+        let _ = match upcoming {
+            Upcoming::Begin { from } => shadow::look_ahead_of_begin(replica, core, from),
+            Upcoming::Feed { slots } => shadow::look_ahead_of_feed(replica, core, slots),
+            Upcoming::Merge => shadow::look_ahead(replica, core),
+            Upcoming::Repair { view, lba } => repair::look_ahead(replica, core, view, lba),
+            Upcoming::Mend { view, lba, blocks } => {
+                repair::look_ahead_of_mend(replica, core, view, lba, blocks)
+            }
+        };
+        core.fetches.end().map_or(Ok(()), |ticket| Err(StoreError::Pending(ticket)))
     }
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {

@@ -8,13 +8,15 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{
-    BootCookie, FetchTicket, IoFault, ReplicaMeta, ReplicaStore, StoreError,
+    BootCookie, FetchTicket, IoFault, ReplicaMeta, ReplicaStore, StoreError, Upcoming,
 };
 use quoin_store::disk::Syncer;
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
-use quoin_types::message::{Content, ReadView, Slot};
-use quoin_types::{BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, View};
+use quoin_types::message::{Content, IncrementEnd, ReadView, Slot};
+use quoin_types::{
+    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, View, crc32c,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -443,6 +445,105 @@ fn a_fold_over_a_map_that_is_in_no_cache_waits_for_no_read() {
     let mut replica = volume.pool.replica(GUID).expect("it");
     replica.read(ReadView::Live, 0, 600, true, &mut slots).expect("a read");
     volume.check(0, 600, &slots);
+}
+
+/// Looks ahead of this work until the disk has given all that it lacks; how often it lacked something.
+fn look_ahead(volume: &mut Volume, upcoming: Upcoming<'_>) -> usize {
+    let looked = |pool: &mut Pool<ColdDisk>| {
+        let mut replica = pool.replica(GUID).expect("it");
+        replica.look_ahead(upcoming)
+    };
+    (0..100).find(|_| scrubbed(volume, looked).is_some()).expect("a map has few levels")
+}
+
+/// A rebuild brings a block of each leaf, and its replica has next to no node in memory.
+#[test]
+fn an_increment_and_repairs_over_a_map_that_is_in_no_cache_wait_for_no_read() {
+    const LEAVES: u64 = 120;
+    let mut volume = Volume::new(64 << 20, LEAVES * 256, options());
+    for turn in 0..2 {
+        for leaf in 0..LEAVES {
+            volume.write(leaf * 256 + turn, turn as u8 + 1).expect("room");
+        }
+        volume.settle();
+        if turn == 0 {
+            volume.pool.settle().expect("folded");
+        }
+    }
+    volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    let from = Lsn(volume.lsn);
+    volume.pool.replica(GUID).expect("it").set_stable(from);
+    let before = volume.disk.waited.load(Ordering::Relaxed);
+    let waited = |volume: &Volume| volume.disk.waited.load(Ordering::Relaxed) - before;
+
+    let (view, lba) = (ReadView::Live, 40 * 256);
+    let lacked = look_ahead(&mut volume, Upcoming::Repair { view, lba });
+    assert!(lacked > 0, "the repair had its nodes at hand");
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let other = Bytes::from(vec![7; BLOCK_SIZE]);
+    assert_eq!(replica.repair(view, lba, Lsn(1), crc32c(&other), &other), Ok(false));
+    let (lba, blocks) = (90 * 256 - 8, 16);
+    let lacked = look_ahead(&mut volume, Upcoming::Mend { view, lba, blocks });
+    assert!(lacked > 0, "the mend had its nodes at hand");
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let hole = Slot { lba, blocks, version: from, content: Content::Hole };
+    assert_eq!(replica.mend(view, lba, &[hole]), Ok(true), "nothing is lost there");
+    assert_eq!(waited(&volume), 0);
+
+    let (mut lacked, mut steps) = (0, 0);
+    loop {
+        lacked += look_ahead(&mut volume, Upcoming::Begin { from });
+        steps += 1;
+        assert!(steps < 1000, "it never begins");
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        if replica.increment_begin(1, from).expect("a step") {
+            break;
+        }
+    }
+    assert!(lacked > 0, "the fold had its nodes at hand");
+    assert_eq!(waited(&volume), 0, "reads that a begin waited for");
+
+    // Opened anew, the shadow's map is in no cache either.
+    volume.settle();
+    volume.pool = Pool::open(volume.disk.clone(), options()).expect("it opens");
+    volume.pool.replica(GUID).expect("it").set_stable(from);
+    assert!(volume.pool.replica(GUID).expect("it").increment_begin(1, from).expect("resumed"));
+    let before = volume.disk.waited.load(Ordering::Relaxed);
+    let waited = |volume: &Volume| volume.disk.waited.load(Ordering::Relaxed) - before;
+    let version = Lsn(from.0 + 1);
+    let slot = |leaf| Slot { lba: leaf * 256 + 7, blocks: 1, version, content: Content::Hole };
+    let slots: Vec<Slot> = (0..LEAVES).map(slot).collect();
+    let mut lacked = 0;
+    for part in slots.chunks(50) {
+        lacked += look_ahead(&mut volume, Upcoming::Feed { slots: part });
+        let cursor = part.last().expect("a part").lba + 1;
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        replica.increment_feed(1, part, cursor).expect("fed");
+    }
+    assert!(lacked > 0, "the feeds had their nodes at hand");
+    assert_eq!(waited(&volume), 0, "reads that feeds waited for");
+    lacked = look_ahead(&mut volume, Upcoming::Merge);
+    assert!(lacked > 0, "the rest had its nodes at hand");
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let (epoch_table, snapshots) = (Vec::new(), Vec::new());
+    let end = IncrementEnd {
+        position: Position { epoch: Epoch(1), lsn: version },
+        chain: Chain(7),
+        epoch_table,
+        last_view: None,
+        volume_blocks: LEAVES * 256,
+        snapshots,
+    };
+    replica.increment_prepare(1, &end).expect("prepared");
+    assert_eq!(waited(&volume), 0, "reads that the end waited for");
+    volume.sync();
+    volume.pool.replica(GUID).expect("it").increment_flip(1).expect("the flip");
+    let mut found = Vec::new();
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, 256, 8, true, &mut found).expect("a read");
+    let of = |lba| found.iter().find(|slot| slot.lba == lba).map(|slot| slot.version);
+    assert_eq!(of(256 + 7), Some(version));
+    volume.check(256, 8, &found);
 }
 
 #[test]

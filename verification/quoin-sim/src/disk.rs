@@ -112,6 +112,8 @@ pub struct DiskCounts {
     pub errors: u64,
     /// Reads that requests waited for.
     pub reads_waited_for: u64,
+    /// Parts of increments and repairs that waited for reads.
+    pub changes_waited: u64,
 }
 
 impl DiskCounts {
@@ -120,6 +122,7 @@ impl DiskCounts {
         self.pages_torn += other.pages_torn;
         self.errors += other.errors;
         self.reads_waited_for += other.reads_waited_for;
+        self.changes_waited += other.changes_waited;
     }
 }
 

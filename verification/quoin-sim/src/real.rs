@@ -89,6 +89,8 @@ impl RealStorage {
         }
         Pool::format(&disk, &format).map_err(store_error)?;
         if is_cold {
+            // Small volumes have few nodes: the least that a pool keeps of them.
+            options.cache_bytes = 0;
             disk.set_uncached(Random::new(format.pool.0 as u64), UNCACHED_PERCENT);
         }
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
@@ -535,6 +537,7 @@ impl Storage for RealStorage {
     }
 
     fn counts(&self) -> DiskCounts {
-        self.disk.counts()
+        let changes_waited = self.faults.changes_waited;
+        DiskCounts { changes_waited, ..self.disk.counts() }
     }
 }

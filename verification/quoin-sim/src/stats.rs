@@ -238,6 +238,8 @@ impl fmt::Display for Summary {
         writeln!(f, "  {:<26} {:>12}", "unsynced writes lost", s.disks.sectors_lost)?;
         writeln!(f, "  {:<26} {:>12}", "pages torn", s.disks.pages_torn)?;
         writeln!(f, "  {:<26} {:>12}", "reads that were waited for", s.disks.reads_waited_for)?;
+        let waited = s.disks.changes_waited;
+        writeln!(f, "  {:<26} {waited:>12}", "increments that waited")?;
         writeln!(f, "  {:<26} {:>12}", "disk errors returned", s.disks.errors)?;
         if s.ios.undecided > 0 {
             writeln!(f, "blocks undecided             {:>12}", s.ios.undecided)?;

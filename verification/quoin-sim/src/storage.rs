@@ -7,7 +7,7 @@ use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{
     BootCookie, FetchTicket, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore,
-    StoreError, StoreState, SyncTicket,
+    StoreError, StoreState, SyncTicket, Upcoming,
 };
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::model::ModelPool;
@@ -184,6 +184,8 @@ pub(crate) struct Faults {
     /// Entries of epochs before this one were owed to the replica when its session began.
     pub owed_before: Epoch,
     pub errors: u64,
+    /// Parts of increments and repairs that waited for the disk.
+    pub changes_waited: u64,
     /// Rule that the store broke, with the details.
     pub broken: Option<(&'static str, String)>,
 }
@@ -325,6 +327,11 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
         self.reading()?;
         self.inner.try_fetch(after, bytes_max)
+    }
+    fn look_ahead(&mut self, upcoming: Upcoming<'_>) -> Result<(), StoreError> {
+        let looked = self.inner.look_ahead(upcoming);
+        self.faults.changes_waited += u64::from(looked.is_err());
+        looked
     }
     fn try_pull(
         &mut self,

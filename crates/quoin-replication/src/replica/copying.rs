@@ -8,13 +8,15 @@
 //! ignored: the target has given them up.
 //!
 //! A Begin may wait until the log below it is merged into the map. Each step of that runs on a
-//! timer of its own, so that the driver's thread serves others in between.
+//! timer of its own, so that the driver's thread serves others in between. What a step, a feed, a
+//! cut or a commit reads of the map is looked up first, and where the disk does not have it at hand
+//! the message waits.
 
+use super::increment_queue::IncrementQueue;
 use super::refused::Place;
 use super::session::{FETCHES_MAX, Fault, Parked, Session};
-use super::store::{FetchTicket, PullChunk, ReplicaStore, StoreError};
+use super::store::{FetchTicket, PullChunk, ReplicaStore, StoreError, Upcoming};
 use super::{ConnectionId, Replica, ReplicaAction, ReplicaNote, UNREADABLE};
-use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -33,10 +35,6 @@ pub(super) const ANSWER_BYTES_MAX: u32 = 4 << 20;
 /// Pause between two steps of a Begin: as long as the step took, so that others have the driver's
 /// thread half of the time.
 const BEGIN_PAUSE: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(200);
-
-/// Limit of messages of a rebuild that wait for its Begin. Only targets without bulk connections
-/// send any before it is answered: at most four feeds, cuts and a commit.
-const BEHIND_BEGIN_MAX: usize = 12;
 
 /// Connection of a session that a message arrived on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -116,10 +114,11 @@ struct Beginning {
     way: Way,
     rebuild: u64,
     from: Lsn,
-    /// Messages that followed it on the session's own connection.
-    behind: VecDeque<ToReplica>,
     /// Start of its last step, and the pause before the next one.
     turn: Option<(Time, Duration)>,
+    /// Ticket that its next step waits for, if it waits for the disk, and how often it had to.
+    waits_for: Option<FetchTicket>,
+    fetches: u8,
 }
 
 #[derive(Default)]
@@ -131,12 +130,32 @@ pub(super) struct Copying {
     fed: FedSum,
     commit: Option<Commit>,
     beginning: Option<Beginning>,
+    /// Messages that wait for the disk, or behind a Begin: only targets without bulk connections
+    /// send any before it is answered.
+    queue: IncrementQueue,
 }
 
 impl Copying {
     /// Takes the bulk connection, which ends with the session.
     pub fn take_bulk(&mut self) -> Option<ConnectionId> {
         self.bulk.take()
+    }
+
+    /// Number of messages that wait, besides a Begin.
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Returns true if this message has to wait for others before it.
+    fn must_wait(&self, way: Way, message: &ToReplica) -> bool {
+        let is_ordered = matches!(
+            message,
+            ToReplica::IncrementFeed { .. }
+                | ToReplica::IncrementCut { .. }
+                | ToReplica::IncrementCommit { .. }
+        );
+        let begins = self.beginning.as_ref().is_some_and(|beginning| beginning.way == Way::Own);
+        is_ordered && (begins && way == Way::Own || self.queue.holds(way))
     }
 
     pub fn flipped(&mut self, rebuild: u64, position: Position) {
@@ -169,6 +188,7 @@ impl Session {
             return actions.push(ReplicaAction::Disconnect { connection });
         }
         self.copying.number = number;
+        self.copying.queue.clear();
         if let Some(connection) = self.copying.bulk.replace(connection) {
             actions.push(ReplicaAction::Disconnect { connection });
         }
@@ -195,19 +215,8 @@ impl Session {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
-        if let Some(beginning) = &mut self.copying.beginning
-            && way == Way::Own
-            && beginning.way == Way::Own
-            && !matches!(
-                message,
-                ToReplica::Pull { .. } | ToReplica::Fetch { .. } | ToReplica::IncrementBegin { .. }
-            )
-        {
-            if beginning.behind.len() == BEHIND_BEGIN_MAX {
-                return Err(Fault::Protocol("too much behind the beginning of an increment"));
-            }
-            beginning.behind.push_back(message);
-            return Ok(());
+        if self.copying.must_wait(way, &message) {
+            return self.copying.queue.push(way, message);
         }
         match message {
             ToReplica::Pull { id, view, from, cursor, bytes_max, want_data } => {
@@ -221,8 +230,40 @@ impl Session {
                 self.answer_copy(CopyRequest::new(way, id, what, bytes_max), store, actions)?;
             }
             ToReplica::IncrementBegin { rebuild, from } => {
+                // It begins with what was handled until now, and says how much that is.
+                self.copying.queue.clear();
                 self.begin(way, rebuild, from, store, actions)?;
             }
+            message @ (ToReplica::IncrementFeed { .. }
+            | ToReplica::IncrementCut { .. }
+            | ToReplica::IncrementCommit { .. }) => {
+                self.go_on_with_increment(way, message, 0, store, actions)?;
+            }
+            _ => return Err(Fault::Protocol("no part of a rebuild on a bulk connection")),
+        }
+        Ok(())
+    }
+
+    /// Handles a feed, a cut or a commit, or keeps it until the disk has given what it lacks.
+    fn go_on_with_increment(
+        &mut self,
+        way: Way,
+        message: ToReplica,
+        fetches: u8,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let upcoming = match &message {
+            ToReplica::IncrementFeed { slots, .. } => Upcoming::Feed { slots },
+            _ => Upcoming::Merge,
+        };
+        if fetches < FETCHES_MAX
+            && let Err(StoreError::Pending(ticket)) = store.look_ahead(upcoming)
+        {
+            self.copying.queue.wait(ticket, fetches + 1, way, message);
+            return Ok(());
+        }
+        match message {
             ToReplica::IncrementFeed { rebuild, slots, cursor, after } => {
                 self.feed(rebuild, &slots, cursor, after, store)?;
                 self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
@@ -239,7 +280,38 @@ impl Session {
                     self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
                 }
             }
-            _ => return Err(Fault::Protocol("no part of a rebuild on a bulk connection")),
+            _ => return Err(Fault::Protocol("no part of an increment")),
+        }
+        Ok(())
+    }
+
+    /// Goes on with what the disk has given this for, and with what waited behind it. Returns the
+    /// part of the disk that was read, or `None` if nothing of an increment waited for it.
+    fn increment_fetched(
+        &mut self,
+        ticket: FetchTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Option<Result<(), Fault>> {
+        if let Some(mut beginning) =
+            self.copying.beginning.take_if(|beginning| beginning.waits_for == Some(ticket))
+        {
+            (beginning.waits_for, beginning.turn) = (None, None);
+            return Some(self.begin_step(beginning, store, actions));
+        }
+        let (way, message, fetches) = self.copying.queue.fetched(ticket)?;
+        let handled = self.go_on_with_increment(way, message, fetches, store, actions);
+        Some(handled.and_then(|()| self.go_on_behind(store, actions)))
+    }
+
+    /// Handles the messages whose turn it is now.
+    fn go_on_behind(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        while let Some((way, message)) = self.copying.queue.next() {
+            self.go_on_with_increment(way, message, 0, store, actions)?;
         }
         Ok(())
     }
@@ -309,11 +381,20 @@ impl Session {
 
     fn begin_step(
         &mut self,
-        beginning: Beginning,
+        mut beginning: Beginning,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
         let Beginning { way, rebuild, from, .. } = beginning;
+        if beginning.fetches < FETCHES_MAX
+            && let Err(StoreError::Pending(ticket)) = store.look_ahead(Upcoming::Begin { from })
+        {
+            beginning.waits_for = Some(ticket);
+            beginning.fetches += 1;
+            self.copying.beginning = Some(beginning);
+            return Ok(());
+        }
+        beginning.fetches = 0;
         if !store.increment_begin(rebuild, from)? {
             self.copying.beginning = Some(beginning);
             return Ok(());
@@ -325,10 +406,7 @@ impl Session {
             let cut = store.shadow_cut().filter(|_| self.knows_points);
             self.answer(way, FromReplica::IncrementBegun { rebuild, cursor, cut }, actions);
         }
-        for message in beginning.behind {
-            self.copy(way, message, store, actions)?;
-        }
-        Ok(())
+        self.go_on_behind(store, actions)
     }
 
     fn feed(
@@ -378,11 +456,13 @@ impl Session {
 
 impl Beginning {
     fn new(way: Way, rebuild: u64, from: Lsn) -> Self {
-        Self { way, rebuild, from, behind: VecDeque::new(), turn: None }
+        Self { way, rebuild, from, turn: None, waits_for: None, fetches: 0 }
     }
 
+    /// Returns the time of its next step; `None` if that waits for the disk.
     fn due(&self) -> Option<Time> {
-        self.turn.map(|(at, pause)| at + pause)
+        let (at, pause) = self.turn.filter(|_| self.waits_for.is_none())?;
+        Some(at + pause)
     }
 
     /// Records a step that began at `now` and is done. The next one is due after a pause.
@@ -488,8 +568,21 @@ impl Replica {
         actions: &mut Vec<ReplicaAction>,
     ) {
         let Some(session) = &mut self.session else { return };
+        if session.is_closing() {
+            return;
+        }
         match session.take_parked(ticket) {
-            None => {}
+            None => match session.increment_fetched(ticket, store, actions) {
+                None => {}
+                Some(Ok(())) if session.copying.waiting() > 0 => {}
+                Some(Ok(())) => self.copied(now, Place::Shadow, actions),
+                Some(Err(fault)) => self.fail(now, Place::Shadow, fault, store, actions),
+            },
+            Some(Parked::Repair(request)) => {
+                if let Err(fault) = session.repair(request, store, actions) {
+                    self.fail(now, Place::Elsewhere, fault, store, actions);
+                }
+            }
             Some(Parked::Read(read)) => {
                 if let Err(fault) = session.read(read, store, actions) {
                     self.fail(now, Place::Elsewhere, fault, store, actions);

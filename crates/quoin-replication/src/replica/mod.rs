@@ -9,7 +9,9 @@
 pub mod appends;
 mod copying;
 mod fence;
+mod increment_queue;
 mod refused;
+mod repair_request;
 mod session;
 pub mod store;
 

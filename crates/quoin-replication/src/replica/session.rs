@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::copying::{CopyRequest, Copying, Way};
+use super::repair_request::RepairRequest;
 use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
-use super::{ConnectionId, Lease, Repaired, ReplicaAction, ReplicaNote, granted_lease};
+use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
 use quoin_types::ids::SessionKey;
 use quoin_types::membership::Member;
 use quoin_types::message::{
     BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, Slot, ToReplica,
-    VERIFY_BLOCKS_MAX, covers,
+    VERIFY_BLOCKS_MAX,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
@@ -25,6 +26,9 @@ const WAITING_READS_MAX: usize = 4096;
 /// by then, and finds what it lacked the last time. One that lacks something still has met others
 /// that took the room in the caches; it has the pool wait instead.
 pub(super) const FETCHES_MAX: u8 = 16;
+/// Limit of repairs that wait for the disk, each with its data. A target sends what the replica asked
+/// for, which is a few at a time; further ones have the pool wait.
+const WAITING_REPAIRS_MAX: usize = 32;
 /// Limit of data that one verification reads: other requests wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -145,10 +149,11 @@ impl WaitingRead {
 pub(super) enum Parked {
     Read(WaitingRead),
     Copy(CopyRequest),
+    Repair(RepairRequest),
 }
 
 /// The view that a message means by a snapshot, or by none.
-fn view_of(snapshot: Option<SnapshotId>) -> ReadView {
+pub(super) fn view_of(snapshot: Option<SnapshotId>) -> ReadView {
     let named = snapshot.filter(|_| !mutant::is("repair-without-its-view"));
     named.map_or(ReadView::Live, ReadView::Snapshot)
 }
@@ -289,27 +294,8 @@ impl Session {
             ToReplica::OpenBulk { .. } => {
                 return Err(Fault::Protocol("a bulk connection that is the session's own"));
             }
-            ToReplica::Repair { lba, version, crc, data, snapshot } => {
-                let good =
-                    data.len() == quoin_types::BLOCK_SIZE && quoin_types::crc32c(&data) == crc;
-                if !good {
-                    return Err(Fault::Protocol("repair data"));
-                }
-                let done = store.repair(view_of(snapshot), lba, version, crc, &data)?;
-                self.send(FromReplica::Repaired { lba, version, done }, actions);
-                let repaired = Repaired { snapshot, lba, whole_map: false, done };
-                actions.push(ReplicaAction::Note(ReplicaNote::Repaired(repaired)));
-            }
-            ToReplica::Mend { lba, blocks, at, slots, snapshot } => {
-                if !covers(&slots, lba, blocks) || !slots.iter().all(|s| s.is_good(at)) {
-                    return Err(Fault::Protocol("mend data"));
-                }
-                // Entries that the source had applied and this replica has not may hide older
-                // content.
-                let done = at <= self.applied && store.mend(view_of(snapshot), lba, &slots)?;
-                self.send(FromReplica::Mended { lba, blocks, done }, actions);
-                let repaired = Repaired { snapshot, lba, whole_map: true, done };
-                actions.push(ReplicaAction::Note(ReplicaNote::Repaired(repaired)));
+            message @ (ToReplica::Repair { .. } | ToReplica::Mend { .. }) => {
+                self.repair(RepairRequest::new(message)?, store, actions)?;
             }
             ToReplica::Close => return self.close(*continuous, store),
         }
@@ -368,7 +354,7 @@ impl Session {
             AfterSync::Flipped(_) => Step::Flipped,
             AfterSync::Close { .. } | AfterSync::Closed => Step::CloseUnsynced,
         }));
-        if !(self.reads.is_empty() && self.parked.is_empty()) {
+        if !self.reads.is_empty() || self.parked() > 0 {
             steps.push(Step::ReadsWaiting);
         }
     }
@@ -638,20 +624,45 @@ impl Session {
         Ok(())
     }
 
-    /// Number of requests that wait for the disk.
+    /// Number of requests that wait for the disk, or behind one that does.
     pub fn parked(&self) -> usize {
-        self.parked.len()
+        self.parked.len() + self.copying.waiting()
     }
 
     pub(super) fn park(&mut self, ticket: FetchTicket, request: Parked) {
         self.parked.insert(ticket, request);
     }
 
-    /// The request of this ticket, unless the session closes: it is made again. Each answer names
+    /// The request of this ticket, which is made again. Each answer names
     /// its request, and a read's the LSN that it was read at. So one that waited for the disk may
     /// come after answers to later requests.
     pub fn take_parked(&mut self, ticket: FetchTicket) -> Option<Parked> {
-        self.parked.remove(&ticket).filter(|_| !self.closing)
+        self.parked.remove(&ticket)
+    }
+
+    /// Repairs a copy, or parks the request until the disk has given what it lacks.
+    pub(super) fn repair(
+        &mut self,
+        mut request: RepairRequest,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let waiting = self.parked.values().filter(|p| matches!(p, Parked::Repair(_))).count();
+        if waiting >= WAITING_REPAIRS_MAX {
+            request.fetches = FETCHES_MAX;
+        }
+        match request.carry_out(self.applied, store) {
+            Ok((answer, repaired)) => {
+                self.send(answer, actions);
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired(repaired)));
+            }
+            Err(StoreError::Pending(ticket)) => {
+                request.fetches += 1;
+                self.park(ticket, Parked::Repair(request));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
     }
 
     /// Answers a read, or parks it until the disk has given what it lacks.

@@ -140,6 +140,21 @@ pub struct PullChunk {
     pub end: Option<Box<IncrementEnd>>,
 }
 
+/// Work that changes what a replica holds, and reads a part of its map for that.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Upcoming<'a> {
+    /// [`ReplicaStore::increment_begin`] from this LSN.
+    Begin { from: Lsn },
+    /// [`ReplicaStore::increment_feed`] of these slots.
+    Feed { slots: &'a [Slot] },
+    /// [`ReplicaStore::increment_cut`] or [`ReplicaStore::increment_prepare`].
+    Merge,
+    /// [`ReplicaStore::repair`] of the block at this LBA.
+    Repair { view: ReadView, lba: u64 },
+    /// [`ReplicaStore::mend`] of so many blocks from this LBA on.
+    Mend { view: ReadView, lba: u64, blocks: u32 },
+}
+
 pub trait ReplicaStore {
     fn identity(&self) -> &ReplicaIdentity;
     fn meta(&self) -> &ReplicaMeta;
@@ -272,6 +287,13 @@ pub trait ReplicaStore {
     /// Releases what a session that is over had pinned, the increment that it waited to begin, and
     /// the calls that waited for the disk.
     fn unpin(&mut self, session: u64);
+
+    /// Looks up what this work reads, and changes nothing. `Pending` where the disk does not have it
+    /// at hand: the call is made again then, and after it the work waits for no read of what was
+    /// looked up and is still cached. Any other error is left to the work.
+    fn look_ahead(&mut self, _upcoming: Upcoming<'_>) -> Result<(), StoreError> {
+        Ok(())
+    }
 
     /// Returns a shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. Any
     /// entry that is appended ends the shadow, prepared or not: a later flip is refused with

@@ -15,6 +15,9 @@ use crate::map::tree::{self, Change, Edit};
 use crate::replica::slots::{push_slot, without_bytes};
 use crate::replica::{Replica, Source, may_lack};
 
+/// Leaves that a mend may be about: it is no longer than one, and may begin in the middle.
+const LEAVES_A_MEND: usize = 2;
+
 /// Compares blocks of a view with their checksums on media: `ReplicaStore::verify`.
 #[allow(clippy::too_many_arguments)]
 pub fn verify<D: Disk>(
@@ -100,6 +103,40 @@ pub fn repair<D: Disk>(
     let bad = BadBlock::block(replica.identity.guid, lba, version);
     core.faults.bad.retain(|b| b.of(None) != bad);
     Ok(true)
+}
+
+/// Looks at the nodes that a repair reads.
+pub fn look_ahead<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    view: ReadView,
+    lba: u64,
+) -> Result<(), StoreError> {
+    match (replica.view_size(view), replica.source(view)) {
+        (Some(size), Some(source)) if lba < size => replica.find(core, &source, lba, 1),
+        _ => Ok(()),
+    }
+}
+
+/// Looks at the nodes that a mend reads.
+pub fn look_ahead_of_mend<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    view: ReadView,
+    lba: u64,
+    blocks: u32,
+) -> Result<(), StoreError> {
+    let root = match view {
+        ReadView::Snapshot(id) => {
+            let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == id) else {
+                return Ok(());
+            };
+            kept.root
+        }
+        ReadView::Live | ReadView::Base => replica.folded.root,
+    };
+    let stretch = (lba, lba.saturating_add(blocks.into()));
+    tree::look_ahead(&mut replica.io(core), root, std::iter::once(stretch), LEAVES_A_MEND)
 }
 
 /// Rebuilds what is lost of the map of a stretch, by the module's rule.

@@ -10,6 +10,9 @@ use crate::format::node::{Leaf, NODE_LENGTH_MAX, Node};
 /// Leaves that left the cache and are kept for new ones: as many as a step of a fold writes.
 const SPARE_LEAVES: usize = 64;
 
+/// Nodes that are kept however small the cache is: a leaf, and the one above it.
+const NODES_MIN: u64 = 2;
+
 /// Decoded nodes by place, bounded; the second chance decides who goes. A place that is reused
 /// is overwritten here when its new node is written, so nothing stale is ever found.
 pub struct Cache {
@@ -25,7 +28,7 @@ pub struct Cache {
 
 impl Cache {
     pub fn new(bytes: u64) -> Self {
-        let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(16) as usize;
+        let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(NODES_MIN) as usize;
         Cache {
             nodes: KeyMap::default(),
             queue: VecDeque::new(),

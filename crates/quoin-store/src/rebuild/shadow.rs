@@ -188,7 +188,13 @@ fn fold_towards<D: Disk>(
     from: Lsn,
 ) -> Result<bool, StoreError> {
     replica.family.changes += 1;
-    checkpoint::begin_to(replica, from.0);
+    if replica.maintenance.checkpoint.is_none() {
+        checkpoint::begin_to(replica, from.0);
+        if replica.maintenance.checkpoint.is_some() && !mutant::is("increment-begun-in-one-step") {
+            // What its first step reads can be looked up now.
+            return Ok(false);
+        }
+    }
     let all = mutant::is("increment-begun-in-one-step");
     let stepped = loop {
         match checkpoint::step(replica, core) {
@@ -275,6 +281,44 @@ fn make_room_for_edit<D: Disk>(
         merge(replica, core)?;
     }
     Ok(())
+}
+
+/// Looks at what the next step of the fold reads that an increment from this LSN waits for.
+pub fn look_ahead_of_begin<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: Lsn,
+) -> Result<(), StoreError> {
+    match replica.folded.head.position.lsn < from {
+        true => checkpoint::look_ahead(replica, core),
+        false => Ok(()),
+    }
+}
+
+/// Looks at the nodes that a feed of these slots reads, which are none unless it merges what waits.
+pub fn look_ahead_of_feed<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    slots: &[Slot],
+) -> Result<(), StoreError> {
+    let Some(shadow) = &replica.shadow else { return Ok(()) };
+    let stretch = |slot: &Slot| (slot.lba, slot.lba.saturating_add(slot.blocks.into()));
+    let end = shadow.edits.last().map_or(0, |edit| edit.stretch().1);
+    let follows = slots.iter().try_fold(end, |end, slot| {
+        let (from, until) = stretch(slot);
+        (from >= end).then_some(until)
+    });
+    let edits = shadow.edits.len() + slots.len();
+    let leaves: u64 = slots.iter().map(|s| more_leaves(None, (s.lba, s.blocks))).sum();
+    let leaves = shadow.leaves + leaves;
+    if follows.is_some() && edits < EDITS_PENDING_MAX && leaves < core.options.step_nodes as u64 {
+        return Ok(());
+    }
+    let root = shadow.state.root;
+    let looked = look_ahead(replica, core);
+    let stretches = slots.iter().map(stretch);
+    let rest = tree::look_ahead(&mut replica.io(core), root, stretches, LEAVES_A_FEED as usize);
+    looked.and(rest)
 }
 
 /// Looks at the nodes that merging what waits reads.

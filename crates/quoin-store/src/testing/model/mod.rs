@@ -14,7 +14,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use quoin_replication::replica::store::{
     CloneSource, FetchTicket, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
-    StoreState, SyncTicket,
+    StoreState, SyncTicket, Upcoming,
 };
 use quoin_types::message::{
     Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
@@ -538,6 +538,10 @@ impl ReplicaStore for ModelHandle<'_> {
     ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
         self.slow_reads.check()?;
         self.fetch(after, bytes_max)
+    }
+
+    fn look_ahead(&mut self, _upcoming: Upcoming<'_>) -> Result<(), StoreError> {
+        self.slow_reads.check()
     }
 
     fn try_pull(
