@@ -10,6 +10,8 @@ use crate::format::node::{Leaf, NODE_LENGTH_MAX, Node};
 /// Leaves that left the cache and are kept for new ones: as many as a step of a fold writes.
 const SPARE_LEAVES: usize = 64;
 
+/// Memory of the longest node, with its places in the cache.
+const NODE_BYTES: u64 = NODE_LENGTH_MAX as u64 + 128;
 /// Nodes that are kept however small the cache is: a leaf, and the one above it.
 const NODES_MIN: u64 = 2;
 
@@ -28,7 +30,7 @@ pub struct Cache {
 
 impl Cache {
     pub fn new(bytes: u64) -> Self {
-        let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(NODES_MIN) as usize;
+        let nodes_max = (bytes / NODE_BYTES).max(NODES_MIN) as usize;
         Cache {
             nodes: KeyMap::default(),
             queue: VecDeque::new(),
@@ -89,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_leaf_that_left_the_cache_serves_again_once_nobody_reads_it() {
-        let mut cache = Cache::new(0);
+        let mut cache = Cache::new(16 * NODE_BYTES);
         for place in 0..16 {
             let node = cache.spare_leaf();
             cache.insert(place, node);

@@ -615,7 +615,8 @@ mod tests {
 
     fn options() -> PoolOptions {
         PoolOptions {
-            cache_bytes: 0,
+            // A path of nodes, and some beside it.
+            cache_bytes: 128 << 10,
             log_keep_bytes: 0,
             unrecorded_segments: 4,
             ..PoolOptions::default()
