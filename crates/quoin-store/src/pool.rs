@@ -870,6 +870,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         note: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
+        if !self.core.fetches.is_open() {
+            // It may have waited for the disk before, and reads all of it anew.
+            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
+        }
         repair::verify(self.replica, self.core, view, lba, blocks, bytes_max, note, out)
     }
 

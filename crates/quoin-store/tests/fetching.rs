@@ -376,6 +376,40 @@ fn a_scrub_and_a_verification_of_all_that_a_pool_holds_wait_for_no_read_and_find
 }
 
 #[test]
+fn a_verification_finds_what_rotted_after_one_before_it_was_given_up_or_had_the_pool_wait() {
+    for is_given_up in [true, false] {
+        let mut volume = Volume::new(64 << 20, 32 << 10, options());
+        for lba in 0..40 {
+            volume.write(lba, 7).expect("room");
+        }
+        volume.settle();
+        let verify = |pool: &mut Pool<ColdDisk>| {
+            let (mut replica, mut found) = (pool.replica(GUID).expect("it"), Vec::new());
+            let verified = replica.try_verify(ReadView::Live, 0, 40, 1 << 20, false, &mut found);
+            verified.map(|()| found.iter().filter(|s| s.content == Content::Bad).count())
+        };
+        assert_eq!(scrubbed(&mut volume, verify), None, "it waits");
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        match is_given_up {
+            true => replica.unpin(1),
+            false => replica
+                .verify(ReadView::Live, 0, 40, 1 << 20, false, &mut Vec::new())
+                .expect("it is read"),
+        }
+        let held = [7; BLOCK_SIZE];
+        for block in volume.disk.inner.written_blocks() {
+            let mut bytes = vec![0; BLOCK_SIZE];
+            volume.disk.inner.read_at(block * BLOCK_SIZE as u64, &mut bytes).expect("a read");
+            if bytes == held {
+                volume.disk.inner.rot(block * BLOCK_SIZE as u64 + 9, 1);
+            }
+        }
+        let bad = (0..20).find_map(|_| scrubbed(&mut volume, verify));
+        assert_eq!(bad, Some(40), "given up: {is_given_up}");
+    }
+}
+
+#[test]
 fn a_verification_fetches_about_as_much_as_it_was_asked_for() {
     let mut volume = Volume::new(64 << 20, 32 << 10, options());
     for lba in 0..1000 {

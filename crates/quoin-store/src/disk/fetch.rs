@@ -79,6 +79,8 @@ enum State {
 
 struct Entry {
     id: u64,
+    /// Party that wanted it first.
+    owner: Owner,
     is_once: bool,
     state: State,
     /// Calls that lack it.
@@ -209,7 +211,8 @@ impl Fetches {
         call.lacks.push(stretch);
         let owner = call.owner;
         let id = self.next_id();
-        let entry = Entry { id, is_once, state: State::Listed, calls: Vec::new(), readers: 0 };
+        let entry =
+            Entry { id, owner, is_once, state: State::Listed, calls: Vec::new(), readers: 0 };
         self.entries.insert(stretch, entry);
         self.open_bytes += stretch.bytes();
         self.longest = self.longest.max(stretch.blocks);
@@ -285,10 +288,26 @@ impl Fetches {
         }
     }
 
+    /// Drops what was read for this owner and no call waits for: a call that is not made again
+    /// leaves it, and a later comparison with the media would find what they held before.
+    pub fn forget_untaken(&mut self, owner: Owner) {
+        let untaken = self.entries.iter().filter(|(_, entry)| {
+            let is_read = !matches!(entry.state, State::Listed);
+            is_read && entry.owner == owner && entry.calls.is_empty()
+        });
+        for stretch in untaken.map(|(stretch, _)| *stretch).collect::<Vec<_>>() {
+            self.remove(stretch);
+        }
+    }
+
     /// The owner makes none of its calls again.
     pub fn drop_calls(&mut self, owner: Owner) {
         self.waiting.retain(|_, waiting| waiting.owner != owner);
         self.ready.retain(|(of, _)| *of != owner);
+        for entry in self.entries.values_mut() {
+            entry.calls.retain(|ticket| self.waiting.contains_key(&ticket.0));
+        }
+        self.forget_untaken(owner);
         let waiting = &self.waiting;
         self.for_room.retain(|ticket| waiting.contains_key(&ticket.0));
         let Some(at) = self.turns.iter().position(|(of, _)| *of == owner) else { return };
