@@ -889,7 +889,11 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         let before = out.len();
         self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
         let verified = self.verify(view, lba, blocks, bytes_max, note, out);
-        let Some(ticket) = self.core.fetches.end() else { return verified };
+        let Some(ticket) = self.core.fetches.end() else {
+            // Where blocks were overwritten meanwhile, it took other stretches than it had wanted.
+            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
+            return verified;
+        };
         out.truncate(before);
         Err(StoreError::Pending(ticket))
     }
