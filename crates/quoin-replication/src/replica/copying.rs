@@ -574,7 +574,8 @@ impl Replica {
         match session.take_parked(ticket) {
             None => match session.increment_fetched(ticket, store, actions) {
                 None => {}
-                Some(Ok(())) if session.copying.waiting() > 0 => {}
+                Some(Ok(()))
+                    if session.copying.waiting() > 0 && session.copying.beginning.is_none() => {}
                 Some(Ok(())) => self.copied(now, Place::Shadow, actions),
                 Some(Err(fault)) => self.fail(now, Place::Shadow, fault, store, actions),
             },
