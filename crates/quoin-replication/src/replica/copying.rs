@@ -155,7 +155,7 @@ impl Copying {
                 | ToReplica::IncrementCommit { .. }
         );
         let begins = self.beginning.as_ref().is_some_and(|beginning| beginning.way == Way::Own);
-        is_ordered && (begins && way == Way::Own || self.queue.holds(way))
+        is_ordered && (begins && way == Way::Own || self.queue.holds())
     }
 
     pub fn flipped(&mut self, rebuild: u64, position: Position) {

@@ -1,7 +1,6 @@
 //! Order of an increment's messages, of which one may wait for the disk.
 //!
-//! Messages that follow on the connection of one that waits are kept behind it and handled after
-//! it. Messages of the other connection pass: between the two there is no order.
+//! Messages of an increment that follow one that waits are kept behind it and handled after it.
 
 use std::collections::VecDeque;
 
@@ -23,9 +22,10 @@ pub(super) struct IncrementQueue {
 }
 
 impl IncrementQueue {
-    /// Returns true if a message of this connection has to wait behind another one.
-    pub fn holds(&self, way: Way) -> bool {
-        self.waits_for.is_some() && self.messages.front().is_some_and(|(of, _)| *of == way)
+    /// Returns true if a message has to wait behind another one, whichever connection it came by: so
+    /// no more than the limit ever wait.
+    pub fn holds(&self) -> bool {
+        self.waits_for.is_some()
     }
 
     /// Number of messages that wait.
