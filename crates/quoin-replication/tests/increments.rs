@@ -399,6 +399,16 @@ fn a_session_whose_grant_was_taken_back_ends_with_its_bulk_connection() {
     assert_eq!(one.closed, [LOG, 10]);
 }
 
+/// An increment was begun by a bulk connection, and the disk has nothing at hand.
+fn begun_and_cold() -> One {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.said();
+    one.pool.slow_reads.on = true;
+    one
+}
+
 fn fetched(one: &mut One) {
     let ticket = one.pool.slow_reads.last;
     one.on(ReplicaEvent::Fetched { ticket });
@@ -411,11 +421,7 @@ fn fed(connection: u64, cursor: u64) -> (u64, FromReplica) {
 /// The thread that would wait serves the clients of other volumes too.
 #[test]
 fn what_follows_a_feed_that_waits_for_the_disk_is_taken_after_it() {
-    let mut one = One::new();
-    one.open_bulk(10, 1);
-    one.begin(10);
-    one.said();
-    one.pool.slow_reads.on = true;
+    let mut one = begun_and_cold();
     one.say(10, feed(0, 0, 1));
     one.say(10, feed(1, 1, u64::MAX));
     one.say(10, commit(sum(&[0, 1])));
@@ -435,11 +441,7 @@ fn what_follows_a_feed_that_waits_for_the_disk_is_taken_after_it() {
 
 #[test]
 fn a_feed_that_lacks_something_again_and_again_has_the_pool_wait_in_the_end() {
-    let mut one = One::new();
-    one.open_bulk(10, 1);
-    one.begin(10);
-    one.said();
-    one.pool.slow_reads.on = true;
+    let mut one = begun_and_cold();
     one.say(10, feed(0, 0, 1));
     let times = (0..100).find(|_| {
         fetched(&mut one);
@@ -450,11 +452,33 @@ fn a_feed_that_lacks_something_again_and_again_has_the_pool_wait_in_the_end() {
 }
 
 #[test]
-fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection_s_successor() {
+fn a_begin_with_feeds_behind_it_goes_on_by_its_timer_after_it_waited_for_the_disk() {
     let mut one = One::new();
-    one.open_bulk(10, 1);
-    one.begin(10);
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(1);
     one.pool.slow_reads.on = true;
+    one.begin(LOG);
+    one.say(LOG, feed(0, 0, 1));
+    one.pool.slow_reads.on = false;
+    fetched(&mut one);
+    assert_eq!(one.said(), [], "the fold has another step");
+    one.wake(Duration::ZERO);
+    assert_eq!(one.said(), [fed(LOG, 1)]);
+}
+
+#[test]
+fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection() {
+    let mut one = begun_and_cold();
+    one.say(10, feed(0, 0, 1));
+    one.on(ReplicaEvent::Disconnected { connection: 10 });
+    one.pool.slow_reads.on = false;
+    fetched(&mut one);
+    assert_eq!(one.said(), []);
+    assert_eq!(one.pool.replica(OWN.guid).unwrap().shadow(), Some((REBUILD, Lsn(0), 0)));
+}
+
+#[test]
+fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection_s_successor() {
+    let mut one = begun_and_cold();
     one.say(10, feed(0, 0, 1));
     one.say(10, feed(1, 1, u64::MAX));
     one.open_bulk(11, 2);
@@ -472,11 +496,7 @@ fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection_s_successor() {
 
 #[test]
 fn no_more_feeds_wait_for_the_disk_than_a_target_has_under_way() {
-    let mut one = One::new();
-    one.open_bulk(10, 1);
-    one.begin(10);
-    one.said();
-    one.pool.slow_reads.on = true;
+    let mut one = begun_and_cold();
     (0..20).for_each(|lba| one.say(10, feed(lba, lba, lba + 1)));
     assert!(one.said().contains(&(LOG, FromReplica::Failed(Failure::Protocol))));
     one.pool.slow_reads.on = false;

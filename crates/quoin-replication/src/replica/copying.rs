@@ -136,8 +136,9 @@ pub(super) struct Copying {
 }
 
 impl Copying {
-    /// Takes the bulk connection, which ends with the session.
+    /// Takes the bulk connection, which ends, and forgets the messages that wait.
     pub fn take_bulk(&mut self) -> Option<ConnectionId> {
+        self.queue.clear();
         self.bulk.take()
     }
 
@@ -197,7 +198,11 @@ impl Session {
     /// Handles the end of a connection. Returns true if it was the bulk connection, without which
     /// the session continues.
     pub fn lost_bulk(&mut self, connection: ConnectionId) -> bool {
-        self.copying.bulk.take_if(|bulk| *bulk == connection).is_some()
+        let lost = self.copying.bulk.take_if(|bulk| *bulk == connection).is_some();
+        if lost {
+            self.copying.queue.clear();
+        }
+        lost
     }
 
     fn answer(&self, way: Way, message: FromReplica, actions: &mut Vec<ReplicaAction>) {
@@ -285,8 +290,8 @@ impl Session {
         Ok(())
     }
 
-    /// Goes on with what the disk has given this for, and with what waited behind it. Returns the
-    /// part of the disk that was read, or `None` if nothing of an increment waited for it.
+    /// Goes on with what waited for this, and with what waited behind it. `None`: nothing of an
+    /// increment waited for it.
     fn increment_fetched(
         &mut self,
         ticket: FetchTicket,

@@ -319,7 +319,7 @@ fn waits_no_more<D>(core: &mut Core<D>, rotten: &[(u8, u64, NodeRef)]) {
     }
 }
 
-/// Those of these nodes that are bad on media.
+/// Nodes of these that are bad on media.
 fn rotten_nodes<D: Disk>(
     core: &mut Core<D>,
     nodes: &[(u8, u64, NodeRef)],

@@ -87,6 +87,16 @@ fn more_leaves(before: Option<(u64, u32)>, stretch: (u64, u32)) -> u64 {
     last_of(stretch) - first + u64::from(is_other)
 }
 
+/// Leaves that slots are in, without the one in which the stretch before them ends.
+fn leaves_of(mut before: Option<(u64, u32)>, slots: &[Slot]) -> u64 {
+    let mut leaves = 0;
+    for slot in slots {
+        leaves += more_leaves(before, (slot.lba, slot.blocks));
+        before = Some((slot.lba, slot.blocks));
+    }
+    leaves
+}
+
 /// A rebuild from nothing is over, or given up.
 fn end_table_of_flip(replica: &mut Replica) {
     replica.family.segments.next[Successor::AtFlip as usize] = None;
@@ -191,7 +201,7 @@ fn fold_towards<D: Disk>(
     if replica.maintenance.checkpoint.is_none() {
         checkpoint::begin_to(replica, from.0);
         if replica.maintenance.checkpoint.is_some() && !mutant::is("increment-begun-in-one-step") {
-            // What its first step reads can be looked up now.
+            // The nodes that its first step reads can be looked up now.
             return Ok(false);
         }
     }
@@ -222,12 +232,7 @@ pub fn feed<D: Disk>(
     core.check_usable()?;
     shadow_of(replica, rebuild)?;
     // All of their map may have to be looked at in one go.
-    let (mut leaves, mut before) = (0, None);
-    for slot in slots {
-        leaves += more_leaves(before, (slot.lba, slot.blocks));
-        before = Some((slot.lba, slot.blocks));
-    }
-    if leaves > LEAVES_A_FEED && !mutant::is("feeds-of-any-length") {
+    if leaves_of(None, slots) > LEAVES_A_FEED && !mutant::is("feeds-of-any-length") {
         return Err(StoreError::Rule("a part of an increment is longer than what a pull finds"));
     }
     let mut data = Vec::new();
@@ -309,8 +314,8 @@ pub fn look_ahead_of_feed<D: Disk>(
         (from >= end).then_some(until)
     });
     let edits = shadow.edits.len() + slots.len();
-    let leaves: u64 = slots.iter().map(|s| more_leaves(None, (s.lba, s.blocks))).sum();
-    let leaves = shadow.leaves + leaves;
+    let before = shadow.edits.last().map(|edit| (edit.lba, edit.blocks));
+    let leaves = shadow.leaves + leaves_of(before, slots);
     if follows.is_some() && edits < EDITS_PENDING_MAX && leaves < core.options.step_nodes as u64 {
         return Ok(());
     }
