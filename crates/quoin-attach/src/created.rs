@@ -8,6 +8,10 @@
 //!
 //! Links are in one directory (`/dev/quoin`) that such processes may share. A link is created,
 //! replaced and removed only if it belongs to this process, or leads to a loop device that is free.
+//!
+//! systemd waits for a device of fstab until udev names it. So the link of each device is written for
+//! udev too (`udev/loopN`, read by the rule of the package), and the kernel is asked to announce the
+//! device again.
 
 use std::fs;
 use std::io;
@@ -47,6 +51,9 @@ struct Content {
     intended: Vec<String>,
     #[serde(default)]
     links: Vec<CreatedLink>,
+    /// Devices of volumes that are attached no more, still there as programs had them open.
+    #[serde(default)]
+    spent: Vec<CreatedDevice>,
 }
 
 /// The record, written to disk with every change.
@@ -89,6 +96,7 @@ impl Created {
     /// Records that a device is about to be made.
     pub(super) fn record_intent(&self, volume: &str) -> io::Result<()> {
         let mut content = self.lock();
+        remove_spent(&mut content);
         content.intended.push(volume.to_owned());
         self.write(&content)
     }
@@ -109,7 +117,13 @@ impl Created {
     /// Forgets a volume's device, and removes its link.
     pub(super) fn remove(&self, volume: &str) {
         let mut content = self.lock();
-        content.devices.retain(|known| known.volume != volume);
+        let spent: Vec<CreatedDevice>;
+        (spent, content.devices) = std::mem::take(&mut content.devices)
+            .into_iter()
+            .partition(|known| known.volume == volume);
+        spent.iter().for_each(|device| self.forget_for_udev(&device.path));
+        content.spent.extend(spent);
+        remove_spent(&mut content);
         content.intended.retain(|intended| intended != volume);
         let (gone, keep_bound) = std::mem::take(&mut content.links)
             .into_iter()
@@ -122,8 +136,9 @@ impl Created {
         }
     }
 
-    /// Removes links without a device, of volumes that are not among `attached`.
+    /// Removes what is left of volumes that are not among `attached`.
     pub(super) fn remove_all_but(&self, attached: &[String]) {
+        remove_spent(&mut self.lock());
         let gone: Vec<String> = {
             let content = self.lock();
             let devices = content.devices.iter().map(|created| &created.volume);
@@ -152,6 +167,7 @@ impl Created {
         };
         let mut content = self.lock();
         if content.links.contains(&wanted) && points_to(&link, device) {
+            self.tell_udev(&link, device);
             return Ok(link);
         }
         let failed = |error: io::Error| format!("cannot make {}: {error}", link.display());
@@ -187,7 +203,36 @@ impl Created {
         content.links.retain(|created| created.link != link);
         content.links.push(wanted);
         self.write(&content).map_err(failed)?;
+        self.tell_udev(&link, device);
         Ok(link)
+    }
+
+    /// Where udev finds the name of a device.
+    fn udev_file(&self, device: &Path) -> Option<PathBuf> {
+        Some(self.file.with_file_name("udev").join(device.file_name()?))
+    }
+
+    /// Has udev name the device by its link too. A host without udev ignores it.
+    fn tell_udev(&self, link: &Path, device: &Path) {
+        let (Some(file), Some(name)) = (self.udev_file(device), device.file_name()) else { return };
+        let text = format!("SYSTEMD_ALIAS={}\n", link.display());
+        if fs::read_to_string(&file).is_ok_and(|present| present == text) {
+            return;
+        }
+        let written = file.parent().map_or(Ok(()), fs::create_dir_all);
+        if let Err(error) = written.and_then(|()| fs::write(&file, text)) {
+            tracing::warn!(file = %file.display(), %error, "cannot be written");
+            return;
+        }
+        // Where this is refused, udev reads the file with the next change of the device.
+        let _ = fs::write(Path::new("/sys/block").join(name).join("uevent"), "change");
+    }
+
+    /// The next device of this number is another's.
+    fn forget_for_udev(&self, device: &Path) {
+        if let Some(file) = self.udev_file(device) {
+            let _ = fs::remove_file(file);
+        }
     }
 
     /// Returns the link of a volume to this device, if it exists.
@@ -211,6 +256,11 @@ impl Created {
 
 fn boot() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// Removes the devices that no program has open any more.
+fn remove_spent(content: &mut Content) {
+    content.spent.retain(|one| !LoopDevice::of(one.path.clone(), Some(one.sequence)).remove());
 }
 
 fn points_to(link: &Path, device: &Path) -> bool {
@@ -285,6 +335,9 @@ mod tests {
         let next = Path::new("/dev/loop4000002");
         assert_eq!(created.link("1", "db", next), Ok(link.clone()));
         assert_eq!(fs::read_link(&link).unwrap(), next);
+        let told = |device: &str| fs::read_to_string(directory.path().join("udev").join(device));
+        let alias = format!("SYSTEMD_ALIAS={}\n", link.display());
+        assert_eq!(told("loop4000002").unwrap(), alias, "systemd waits for the link too");
         // The former link is removed when the name changes.
         let renamed = created.link("1", "db2", next).unwrap();
         assert!(!link.exists() && fs::symlink_metadata(&link).is_err());

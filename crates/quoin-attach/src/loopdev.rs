@@ -3,18 +3,25 @@
 //! They use direct I/O, so that nothing is cached twice and a write is answered once the target has
 //! answered it. The block size is the volume's; discards become holes punched in the file. Where
 //! the kernel queries the file, which this process may serve, the call is made in a [`child`].
+//!
+//! The kernel keeps much with the number of a device and not with what is bound to it: partitions,
+//! the read-only switch, read-ahead and scheduler. The next file under that number would have them:
+//! a partition of the former one shows through onto its data. So each use has a device that is made
+//! for it, and is removed after it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::child::{self, c_string};
 
 const CONTROL: &str = "/dev/loop-control";
-const CTL_GET_FREE: libc::c_ulong = 0x4c82;
+const CTL_ADD: libc::c_ulong = 0x4c80;
+const CTL_REMOVE: libc::c_ulong = 0x4c81;
 const CLR_FD: libc::c_ulong = 0x4c01;
 const GET_STATUS64: libc::c_ulong = 0x4c05;
 const SET_STATUS64: libc::c_ulong = 0x4c04;
@@ -23,10 +30,17 @@ const CONFIGURE: libc::c_ulong = 0x4c0a;
 const FLAG_READ_ONLY: u32 = 1;
 const FLAG_AUTOCLEAR: u32 = 4;
 const FLAG_DIRECT_IO: u32 = 16;
-const MAJOR: u32 = 7;
-/// Limit of attempts: other programs may take the free device before it is used.
-const ATTEMPTS: usize = 32;
+/// `BLKPG` of linux/blkpg.h: takes [`PartitionCall`].
+const BLKPG: libc::c_ulong = 0x1269;
+const DELETE_PARTITION: i32 = 2;
+/// Limit of the numbers that are tried.
+const NUMBERS_MAX: u32 = 1 << 16;
 const POLL: Duration = Duration::from_millis(5);
+/// Time that a device which is used no more may stay open: the host's tools look at one that changed.
+const REMOVE_FOR: Duration = Duration::from_millis(300);
+/// Held from when a device is made until it is open, and while one is removed: a removal takes any
+/// device that nothing holds.
+static NUMBERS: Mutex<()> = Mutex::new(());
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
@@ -38,8 +52,7 @@ pub enum LoopError {
     #[error("loop devices need root (CAP_SYS_ADMIN): run attach as root")]
     NotPermitted,
     #[error(
-        "no free loop device after {ATTEMPTS} attempts: detach others (losetup -l), or raise \
-             the module's max_loop"
+        "all {NUMBERS_MAX} loop devices of this host are there already: detach some (losetup -l)"
     )]
     NoneFree,
     #[error("{device} is in use: unmount it and close it first")]
@@ -89,29 +102,27 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Binds a free loop device to `file`.
+    /// Binds a loop device that is made for it to `file`.
     pub fn attach(file: &Path, block_size: u32, read_only: bool) -> Result<Self, LoopError> {
-        let control =
-            OpenOptions::new().read(true).write(true).open(CONTROL).map_err(|error| match error
-                .raw_os_error()
-            {
-                Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => LoopError::NoLoop,
-                _ => failed("open", Path::new(CONTROL), error),
-            })?;
-        for _ in 0..ATTEMPTS {
-            let number = ioctl(control.as_raw_fd(), CTL_GET_FREE, 0)
-                .map_err(|error| failed("ask for a free device of", Path::new(CONTROL), error))?;
-            let path = PathBuf::from(format!("/dev/loop{number}"));
+        let control = open_control()?;
+        let names = (0..NUMBERS_MAX).map(|number| (number, format!("loop{number}")));
+        for (number, name) in names.filter(|(_, name)| !sysfs(Path::new(name)).exists()) {
+            let path = Path::new("/dev").join(name);
             // While it is open here, no program can end the binding that begins now.
-            let held = open_device(&path, number as u32)?;
+            let Some(held) = create(&control, number, &path)? else { continue };
             match configure(&path, file, block_size, read_only) {
                 Ok(()) => {
                     let sequence = sequence_of(&path);
                     drop(held);
                     return Ok(Self { path, sequence });
                 }
+                // Another program was given it as a free device.
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
-                Err(error) => return Err(failed("configure", &path, error)),
+                Err(error) => {
+                    drop(held);
+                    remove(&path, REMOVE_FOR);
+                    return Err(failed("configure", &path, error));
+                }
             }
         }
         Err(LoopError::NoneFree)
@@ -167,25 +178,15 @@ impl LoopDevice {
     /// from opening it exclusively. A program that has the device open is not detected.
     pub fn is_held(&self) -> bool {
         let Some(name) = self.path.file_name().filter(|_| self.is_current()) else { return false };
-        let sysfs = Path::new("/sys/block").join(name);
-        let holders = std::fs::read_dir(sysfs.join("holders"));
-        if holders.is_ok_and(|mut holders| holders.next().is_some()) {
-            return true;
-        }
-        // File systems that are mounted anywhere, also in another mount namespace.
-        let kinds = std::fs::read_dir("/sys/fs").into_iter().flatten().flatten();
-        if kinds.map(|kind| kind.path().join(name)).any(|mounted| mounted.exists()) {
-            return true;
-        }
-        let number = std::fs::read_to_string(sysfs.join("dev")).unwrap_or_default();
-        let (number, path) = (number.trim(), self.path.to_string_lossy());
-        let is_mounted = |line: &str| {
-            let (before, after) = line.split_once(" - ").unwrap_or((line, ""));
-            before.split(' ').nth(2) == Some(number) || after.split(' ').nth(1) == Some(&*path)
-        };
-        let lines = |table: &str| std::fs::read_to_string(table).unwrap_or_default();
-        lines("/proc/self/mountinfo").lines().any(is_mounted)
-            || lines("/proc/swaps").lines().any(|line| line.split(' ').next() == Some(&*path))
+        let own = std::iter::once(sysfs(Path::new(name)));
+        own.chain(partitions(&self.path)).any(|sysfs| is_held(&sysfs))
+    }
+
+    /// Removes the kernel's device, once nothing is bound to it and no program has it open; returns
+    /// false as long as that is so. All that the kernel keeps with its number goes with it.
+    pub fn remove(&self) -> bool {
+        let is_another = self.backing_file().is_some() && !self.is_current();
+        is_another || remove(&self.path, Duration::ZERO)
     }
 
     /// Adopts the backing file's new size.
@@ -223,8 +224,8 @@ impl LoopDevice {
         }
     }
 
-    /// Detaches and waits until it is done. `false`: no program has it open any more, and IO that
-    /// is not answered after `timeout` keeps it.
+    /// Detaches, waits until it is done, and removes the device. `false`: no program has it open any
+    /// more, and IO that is not answered after `timeout` keeps it.
     ///
     /// # Errors
     /// [`LoopError::Busy`] if the device is in use; it stays as it was.
@@ -245,6 +246,9 @@ impl LoopDevice {
                 };
             }
             std::thread::sleep(POLL);
+        }
+        if self.backing_file().is_none() {
+            remove(&self.path, REMOVE_FOR);
         }
         Ok(true)
     }
@@ -325,21 +329,147 @@ fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io
     unsafe { child::in_child(act) }
 }
 
+fn open_control() -> Result<File, LoopError> {
+    let control = OpenOptions::new().read(true).write(true).open(CONTROL);
+    control.map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => LoopError::NoLoop,
+        _ => failed("open", Path::new(CONTROL), error),
+    })
+}
+
+/// Makes the device of this number and opens it; `None`: another program made it, or took it away.
+fn create(control: &File, number: u32, path: &Path) -> Result<Option<File>, LoopError> {
+    let _numbers = NUMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+    match ioctl(control.as_raw_fd(), CTL_ADD, number as usize) {
+        Ok(_) => {}
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => return Ok(None),
+        Err(error) => return Err(failed("make", path, error)),
+    }
+    match open_device(path) {
+        Ok(device) => Ok(Some(device)),
+        Err(error) if gone(&error) => Ok(None),
+        Err(error) => Err(failed("open", path, error)),
+    }
+}
+
+/// Removes a device that is bound to nothing and that no program has open; waits `patience` for that.
+fn remove(path: &Path, patience: Duration) -> bool {
+    let number =
+        path.file_name().and_then(|name| name.to_str()?.strip_prefix("loop")?.parse().ok());
+    let (Some(number), Ok(control)) = (number, open_control()) else { return true };
+    let number: u32 = number;
+    let until = Instant::now() + patience;
+    loop {
+        let removed = {
+            let _numbers = NUMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+            ioctl(control.as_raw_fd(), CTL_REMOVE, number as usize)
+        };
+        match removed {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+            _ => return true,
+        }
+        if LoopDevice::at(path.to_owned()).backing_file().is_some() {
+            return false;
+        }
+        // Whoever is given this number while it stays must not find the partitions.
+        delete_partitions(path);
+        if Instant::now() >= until {
+            return false;
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// The kernel's `struct blkpg_ioctl_arg`.
+#[repr(C)]
+struct PartitionCall {
+    operation: i32,
+    flags: i32,
+    bytes: i32,
+    partition: *const Partition,
+}
+
+/// The kernel's `struct blkpg_partition`.
+#[repr(C)]
+struct Partition {
+    start: i64,
+    length: i64,
+    number: i32,
+    names: [u8; 128],
+}
+
+/// Takes the partitions off a device, but for those that a program has open.
+fn delete_partitions(path: &Path) {
+    for sysfs in partitions(path) {
+        let number = std::fs::read_to_string(sysfs.join("partition")).unwrap_or_default();
+        let (Ok(number), Ok(device)) = (number.trim().parse(), File::open(path)) else { continue };
+        let partition = Partition { start: 0, length: 0, number, names: [0; 128] };
+        let call = PartitionCall {
+            operation: DELETE_PARTITION,
+            flags: 0,
+            bytes: size_of::<Partition>() as i32,
+            partition: &raw const partition,
+        };
+        let outcome = ioctl(device.as_raw_fd(), BLKPG, std::ptr::from_ref(&call) as usize);
+        if let Err(error) = outcome {
+            tracing::warn!(partition = %sysfs.display(), %error, "stays with the kernel");
+        }
+    }
+}
+
+fn sysfs(name: &Path) -> PathBuf {
+    Path::new("/sys/block").join(name)
+}
+
+/// The directories of a device's partitions.
+fn partitions(path: &Path) -> Vec<PathBuf> {
+    let Some(name) = path.file_name() else { return Vec::new() };
+    let entries = std::fs::read_dir(sysfs(Path::new(name))).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.join("partition").exists()).collect()
+}
+
+/// Returns true if a mount, a device mapper or a swap holds the device or partition of this directory.
+fn is_held(sysfs: &Path) -> bool {
+    let Some(name) = sysfs.file_name() else { return false };
+    let holders = std::fs::read_dir(sysfs.join("holders"));
+    if holders.is_ok_and(|mut holders| holders.next().is_some()) {
+        return true;
+    }
+    // File systems that are mounted anywhere, also in another mount namespace.
+    let kinds = std::fs::read_dir("/sys/fs").into_iter().flatten().flatten();
+    if kinds.map(|kind| kind.path().join(name)).any(|mounted| mounted.exists()) {
+        return true;
+    }
+    let number = std::fs::read_to_string(sysfs.join("dev")).unwrap_or_default();
+    let path = Path::new("/dev").join(name);
+    let (number, path) = (number.trim(), path.to_string_lossy());
+    let is_mounted = |line: &str| {
+        let (before, after) = line.split_once(" - ").unwrap_or((line, ""));
+        before.split(' ').nth(2) == Some(number) || after.split(' ').nth(1) == Some(&*path)
+    };
+    let lines = |table: &str| std::fs::read_to_string(table).unwrap_or_default();
+    lines("/proc/self/mountinfo").lines().any(is_mounted)
+        || lines("/proc/swaps").lines().any(|line| line.split(' ').next() == Some(&*path))
+}
+
 /// Opens the device; creates its node first if no devtmpfs does.
-fn open_device(path: &Path, number: u32) -> Result<File, LoopError> {
+fn open_device(path: &Path) -> io::Result<File> {
     let open = || OpenOptions::new().read(true).write(true).open(path);
-    let result = match open() {
+    match open() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let name = path.file_name().unwrap_or_default();
+            let numbers = std::fs::read_to_string(sysfs(Path::new(name)).join("dev"))?;
+            let numbers = numbers.trim().split_once(':');
+            let parsed = numbers.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+            let (major, minor) = parsed.ok_or(io::ErrorKind::InvalidData)?;
             let mode = rustix::fs::Mode::from_raw_mode(0o600);
             let kind = rustix::fs::FileType::BlockDevice;
-            let device = rustix::fs::makedev(MAJOR, number);
-            rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device)
-                .map_err(|error| failed("create", path, error.into()))?;
+            let device = rustix::fs::makedev(major, minor);
+            rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device)?;
             open()
         }
         other => other,
-    };
-    result.map_err(|error| failed("open", path, error))
+    }
 }
 
 fn ioctl(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<i32> {

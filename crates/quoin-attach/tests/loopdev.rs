@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::daemon::have_requirements;
+use crate::daemon::{have_requirements, sh};
 use quoin_attach::loopdev::{LoopDevice, LoopError};
 
 const BYTES: u64 = 1 << 20;
@@ -102,4 +102,69 @@ fn a_device_that_is_already_free_is_released_and_detached_without_an_error() {
     assert!(scratch.device.detach(WAIT).unwrap());
     // Any binding under the path, as for a kernel without sequence numbers.
     LoopDevice::at(scratch.device.path().to_owned()).release().unwrap();
+}
+
+fn sysfs(device: &LoopDevice) -> PathBuf {
+    PathBuf::from("/sys/block").join(device.path().file_name().unwrap())
+}
+
+fn partitions(device: &LoopDevice) -> usize {
+    let entries = std::fs::read_dir(sysfs(device)).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.path().join("partition").exists()).count()
+}
+
+fn setting(device: &LoopDevice, name: &str) -> String {
+    std::fs::read_to_string(sysfs(device).join(name)).unwrap().trim().to_owned()
+}
+
+/// What the kernel keeps with the number of a device is that of one use alone.
+#[test]
+fn nothing_that_a_user_set_on_a_device_is_there_at_the_next_use_of_its_number() {
+    if !have_requirements() {
+        return;
+    }
+    let all = |device: &LoopDevice| {
+        ["ro", "queue/read_ahead_kb", "queue/scheduler", "queue/nr_requests", "queue/rotational"]
+            .map(|name| setting(device, name))
+    };
+    let first = Scratch::new();
+    let fresh = all(&first.device);
+    let path = first.device.path().display();
+    sh(&format!("addpart {path} 1 8 64; addpart {path} 2 128 64"));
+    sh(&format!("blockdev --setro --setra 2222 {path}"));
+    sh(&format!("echo 1 >{}/queue/rotational", sysfs(&first.device).display()));
+    assert_eq!(partitions(&first.device), 2);
+    assert_ne!(all(&first.device), fresh);
+    // A mounted partition holds the device as the whole one would.
+    assert!(is_free(&first.device) && first.device.detach(WAIT).unwrap());
+    assert_eq!(partitions(&first.device), 0, "they are left");
+    let second = Scratch::new();
+    assert_eq!(partitions(&second.device), 0);
+    assert_eq!(all(&second.device), fresh, "{}", second.device.path().display());
+}
+
+#[test]
+fn a_mounted_partition_holds_its_device_and_goes_with_the_last_user_of_a_released_one() {
+    if !have_requirements() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let device = &scratch.device;
+    let path = device.path().display();
+    sh(&format!("addpart {path} 1 8 1024; mkfs.ext4 -q -F {path}p1"));
+    let at = scratch.file.with_file_name("mounted");
+    std::fs::create_dir(&at).unwrap();
+    sh(&format!("mount {path}p1 {}", at.display()));
+    assert!(device.is_held() && device.in_use().unwrap());
+    let refused = device.detach(WAIT);
+    assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
+    device.release().unwrap();
+    assert!(!device.remove(), "it is in use");
+    sh(&format!("umount {}", at.display()));
+    let start = Instant::now();
+    while !device.remove() {
+        assert!(start.elapsed() < WAIT);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(partitions(device), 0);
 }
