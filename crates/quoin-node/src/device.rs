@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use crate::error::Error;
@@ -31,6 +31,19 @@ pub fn number(device: &Path) -> Option<u64> {
 #[must_use]
 pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
     number(device).map(|number| (libc::major(number), libc::minor(number)))
+}
+
+/// Returns true if a file system on the device is mounted, in any table of mounts, or a device mapper
+/// or a swap holds it: no tool that is meant for an unmounted device may run on it.
+///
+/// # Errors
+/// If it cannot be opened.
+pub fn is_held(device: &Path) -> Result<bool, Error> {
+    match File::options().read(true).custom_flags(libc::O_EXCL).open(device) {
+        Ok(_) => Ok(false),
+        Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => Ok(true),
+        Err(error) => Err(Error::io("opening", device)(error)),
+    }
 }
 
 /// Makes the kernel refuse (or accept) writes to the device.

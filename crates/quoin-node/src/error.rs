@@ -73,10 +73,14 @@ pub enum Error {
     )]
     ForeignMount { path: PathBuf, source_name: String },
     #[error(
-        "volume {volume} holds {found} and {wanted} was requested; it is never \
-         formatted over: request {found}, or empty the volume first"
+        "volume {volume} holds {found} and {wanted} was requested; it is never formatted over: {way_out}"
     )]
-    OtherContent { volume: String, found: String, wanted: String },
+    OtherContent { volume: String, found: String, wanted: String, way_out: String },
+    #[error(
+        "the ext4 of volume {volume} has its journal on another device, and is mounted on no host but \
+         its own; give it a journal of its own there (`tune2fs -O ^has_journal`, `tune2fs -j`)"
+    )]
+    ExternalJournal { volume: String },
     #[error("volume {volume} is empty and may only be read here; stage it writable once")]
     EmptyReadOnly { volume: String },
     #[error("{tool} is not installed on this node; install {package} (searched in {looked})")]
@@ -166,6 +170,7 @@ impl Error {
             | Self::MixedReadOnly { .. }
             | Self::ForeignMount { .. }
             | Self::OtherContent { .. }
+            | Self::ExternalJournal { .. }
             | Self::EmptyReadOnly { .. }
             | Self::ReadOnlyGrow { .. }
             | Self::GrowNotPermitted { .. }
@@ -207,6 +212,7 @@ impl Error {
             | Self::AboveLimit { .. } => false,
             Self::ForeignMount { .. }
             | Self::OtherContent { .. }
+            | Self::ExternalJournal { .. }
             | Self::EmptyReadOnly { .. }
             | Self::MissingTool { .. }
             | Self::ImageTooLarge { .. }

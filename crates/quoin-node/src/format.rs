@@ -12,7 +12,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::str::FromStr;
 
@@ -39,6 +39,15 @@ pub enum FileSystem {
 }
 
 impl FileSystem {
+    /// Returns the program that repairs it.
+    #[must_use]
+    pub fn repair_tool(self) -> &'static str {
+        match self {
+            Self::Ext4 => E2FSCK.name,
+            Self::Xfs => "xfs_repair",
+        }
+    }
+
     /// Returns the kernel's name.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -161,10 +170,12 @@ fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
 }
 
 fn copy(from: &File, device: &Path, size_bytes: u64, was_interrupted: bool) -> Result<(), Error> {
-    let to = File::options()
-        .write(true)
-        .open(device)
-        .map_err(Error::io("opening for writing", device))?;
+    // A device that anything holds, such as a mount in any table of mounts, is refused by the kernel.
+    let opened = File::options().write(true).custom_flags(libc::O_EXCL).open(device);
+    let to = opened.map_err(|error| match error.kind() {
+        std::io::ErrorKind::ResourceBusy => Error::Busy { path: device.to_owned() },
+        _ => Error::io("opening for writing", device)(error),
+    })?;
     let write = |bytes: &[u8], offset: u64| {
         to.write_all_at(bytes, offset).map_err(Error::io("writing", device))
     };
@@ -237,7 +248,8 @@ fn zero(to: &File, device: &Path, from: u64, end: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Repairs everything that needs no decision, before a writable mount. `thoroughly` reads
+/// Repairs everything that needs no decision, before a writable mount; the device must not be mounted,
+/// in any table of mounts ([`crate::device::is_held`]). `thoroughly` reads
 /// everything even if the file system is marked clean. XFS replays its log when it is mounted, and
 /// has no such check.
 ///

@@ -20,6 +20,10 @@ pub struct Parsed {
     pub read_only: bool,
 }
 
+/// Options by which a file system opens another device of the host, or takes itself from elsewhere.
+const OTHER_DEVICES: [&str; 8] =
+    ["journal_path", "journal_dev", "journal", "logdev", "rtdev", "device", "source", "sb"];
+
 /// Parses mount flags. Words that control mount(8) itself (`loop`, `remount`, …) or that would
 /// mount something else are refused.
 ///
@@ -54,6 +58,13 @@ pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
             other => {
                 if other.contains('\0') {
                     return Err("one of them contains a NUL byte");
+                }
+                let (key, value) = other.split_once('=').unwrap_or((other, ""));
+                if OTHER_DEVICES.contains(&key) {
+                    return Err("one of them names another device, or another part of this one");
+                }
+                if (key, value) == ("errors", "panic") {
+                    return Err("one of them lets the file system stop this host");
                 }
                 if !parsed.data.is_empty() {
                     parsed.data.push(',');
@@ -101,16 +112,26 @@ pub fn mount_device(
     let mut flags = parsed.flags;
     flags.set(MountFlags::RDONLY, read_only || parsed.read_only);
     let mut data = parsed.data.clone();
-    if file_system == FileSystem::Xfs {
+    let first = match file_system {
         // A clone or snapshot carries its origin's UUID, and both may be mounted here.
-        data = if data.is_empty() { "nouuid".to_owned() } else { format!("nouuid,{data}") };
-    }
+        FileSystem::Xfs => "nouuid",
+        // The superblock, which may be anybody's, could have the kernel stop the host.
+        FileSystem::Ext4 => "errors=remount-ro",
+    };
+    // A later option of the same name is the one that counts.
+    data = if data.is_empty() { first.to_owned() } else { format!("{first},{data}") };
     let text = CString::new(data).map_err(|_| Error::MountFlag { volume: volume.to_owned() })?;
     rustix::mount::mount(device, at, file_system.name(), flags, text.as_c_str()).map_err(|errno| {
         match errno {
             Errno::PERM | Errno::ACCESS if !is_root() => {
                 Error::NotPermitted { path: at.to_owned() }
             }
+            Errno::UCLEAN | Errno::BADMSG => Error::Damaged {
+                volume: volume.to_owned(),
+                tool: file_system.repair_tool(),
+                device: device.to_owned(),
+                output: errno.to_string(),
+            },
             // The superblock was validated before, so an option is invalid.
             Errno::INVAL if !parsed.data.is_empty() => {
                 Error::MountFlag { volume: volume.to_owned() }
@@ -203,6 +224,17 @@ mod tests {
         for flag in ["bind", "remount", "loop", "move", "rshared"] {
             let why = parse(&["noatime", flag]).unwrap_err();
             assert!(!why.contains(flag), "{why}");
+        }
+        for key in OTHER_DEVICES {
+            for flag in [key.to_owned(), format!("{key}=/dev/vda"), format!("noatime,{key}=0x700")]
+            {
+                let why = parse(&[&flag]).unwrap_err();
+                assert!(why.contains("another device") && !why.contains("vda"), "{flag}: {why}");
+            }
+        }
+        assert!(parse(&["errors=panic"]).is_err());
+        for flag in ["errors=remount-ro", "data=journal", "journal_checksum", "logbufs=8"] {
+            assert_eq!(parse(&[flag]).unwrap().data, flag);
         }
         assert!(parse(&["x=\0"]).is_err());
         assert!(parse(&[&"x".repeat(4096)]).is_err());

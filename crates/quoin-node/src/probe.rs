@@ -19,6 +19,7 @@ pub use quoin_store::contents::{Content, FORMATTING_MARK};
 use quoin_store::contents::{content_of_ends, is_zero};
 
 use crate::error::Error;
+use crate::format::FileSystem;
 
 const SAMPLES: u64 = 1024;
 const SAMPLE_BYTES: usize = 4096;
@@ -70,6 +71,64 @@ pub fn content(
         }
     }
     Ok(Content::Blank)
+}
+
+/// What a device holds that is not the file system that was asked for, in words, and what a user may
+/// do about it. Nothing of that destroys what is there.
+pub fn other_content(content: &Content, device: &Path) -> (String, String) {
+    let found = content.words().to_owned();
+    let way_out = match content {
+        Content::FileSystem(name @ ("ext4" | "xfs")) => format!("request {name}"),
+        Content::FileSystem(_) => {
+            "attach the volume by hand and mount it there, or request it as a \
+             raw block volume"
+                .to_owned()
+        }
+        Content::Unknown => match damaged(device) {
+            Some(FileSystem::Ext4) => {
+                return (
+                    "an ext4 whose superblock is lost, and a copy of it is there".to_owned(),
+                    "take a snapshot of the volume, attach it by hand (`quoin volume attach`) and \
+                     repair it by `e2fsck -b 32768 -B 4096 DEVICE`"
+                        .to_owned(),
+                );
+            }
+            Some(FileSystem::Xfs) => {
+                return (
+                    "an xfs whose superblock is lost".to_owned(),
+                    "take a snapshot of the volume, attach it by hand (`quoin volume attach`) and \
+                     repair it by `xfs_repair DEVICE`, which looks for copies"
+                        .to_owned(),
+                );
+            }
+            None => "if that is a program's own data, request a raw block volume; else attach the \
+                     volume by hand (`quoin volume attach`) and look at it"
+                .to_owned(),
+        },
+        _ => "request it as a raw block volume (volumeMode: Block), or attach it by hand \
+              (`quoin volume attach`) and use it with the tools for that"
+            .to_owned(),
+    };
+    (found, way_out)
+}
+
+/// The file system whose superblock is gone, and of which other parts are where the tools for it
+/// make them with blocks of 4096 bytes. What cannot be read is not there.
+fn damaged(device: &Path) -> Option<FileSystem> {
+    const EXT4_COPY: u64 = 32768 * 4096;
+    let file = File::open(device).ok()?;
+    let has = |offset: u64, wanted: &[&[u8]]| {
+        let mut found = vec![0; wanted[0].len()];
+        file.read_exact_at(&mut found, offset).is_ok() && wanted.contains(&found.as_slice())
+    };
+    // The magic, and the number of the block group that the copy is in.
+    if has(EXT4_COPY + 0x38, &[b"\x53\xef"]) && has(EXT4_COPY + 0x5a, &[b"\x01\0"]) {
+        return Some(FileSystem::Ext4);
+    }
+    // Behind the superblock: headers of the first allocation group with sectors of 4096 bytes, its
+    // trees with smaller ones.
+    let behind = has(4096, &[b"XAGF", b"AB3B", b"ABTB"]);
+    (behind && has(8192, &[b"XAGI", b"AB3C", b"ABTC"])).then_some(FileSystem::Xfs)
 }
 
 /// Returns the offsets of samples that are spread over these ranges: all that they have, where that

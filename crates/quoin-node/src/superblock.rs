@@ -18,6 +18,29 @@ pub fn file_system_bytes(device: &Path) -> Result<u64, Error> {
     Ok(bytes_of(&head).unwrap_or(u64::MAX))
 }
 
+/// Returns whether an ext4 on `device` has its journal on another device, which its superblock names by
+/// a number of this host: the kernel and e2fsck would open, and write, whatever has that number.
+///
+/// # Errors
+/// If the device cannot be read.
+pub fn names_another_device(device: &Path) -> Result<bool, Error> {
+    let file = File::open(device).map_err(Error::io("opening", device))?;
+    let mut head = vec![0; 4096];
+    file.read_exact_at(&mut head, 0).map_err(Error::io("reading", device))?;
+    Ok(has_external_journal(&head))
+}
+
+fn has_external_journal(head: &[u8]) -> bool {
+    const HAS_JOURNAL: u32 = 4;
+    let at = |offset: usize| {
+        let bytes = head.get(offset..offset + 4).and_then(|bytes| bytes.try_into().ok());
+        bytes.map_or(0, u32::from_le_bytes)
+    };
+    let is_ext4 = head.get(0x438..0x43a) == Some(b"\x53\xef");
+    let has_inode = at(0x4e0) != 0;
+    is_ext4 && at(0x45c) & HAS_JOURNAL != 0 && (!has_inode || at(0x4e4) != 0)
+}
+
 fn bytes_of(head: &[u8]) -> Option<u64> {
     let at = |offset: usize| head.get(offset..offset + 4)?.try_into().ok();
     if head.get(..4)? == b"XFSB" {
@@ -57,6 +80,21 @@ mod tests {
         xfs[8..16].copy_from_slice(&262_144_u64.to_be_bytes());
         assert_eq!(bytes_of(&xfs), Some(1 << 30));
         assert_eq!(bytes_of(&vec![0; 4096]), None);
+    }
+
+    #[test]
+    fn an_ext4_whose_journal_is_elsewhere_is_recognised() {
+        let ext4 = |compatible: u32, inode: u32, device: u32| {
+            let mut head = vec![0; 4096];
+            head[0x438..0x43a].copy_from_slice(b"\x53\xef");
+            for (at, value) in [(0x45c, compatible), (0x4e0, inode), (0x4e4, device)] {
+                head[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            }
+            has_external_journal(&head)
+        };
+        assert!(!ext4(4, 8, 0) && !ext4(0, 0, 0));
+        assert!(ext4(4, 0, 0x700) && ext4(4, 8, 0x700) && ext4(4, 0, 0));
+        assert!(!has_external_journal(&[0; 4096]) && !has_external_journal(b""));
     }
 
     proptest! {

@@ -9,6 +9,7 @@ use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
 use rustix::mount::{MountPropagationFlags, UnmountFlags, mount_bind, mount_change, unmount};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
@@ -30,6 +31,12 @@ pub const RESIZE2FS: Tool = Tool { name: "resize2fs", package: "e2fsprogs" };
 pub const MKFS_XFS: Tool = Tool { name: "mkfs.xfs", package: "xfsprogs" };
 pub const XFS_GROWFS: Tool = Tool { name: "xfs_growfs", package: "xfsprogs" };
 
+/// Time after which a tool is given up: the content that it works on is anybody's, and may be made to
+/// keep it busy.
+const TIME_MAX: Duration = Duration::from_secs(2 * 3600);
+/// Memory that each tool may have, however little the host has.
+const MEMORY_BYTES_MIN: u64 = 1 << 30;
+
 /// The mounts of this host, as a tool sees them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mounts {
@@ -48,6 +55,8 @@ pub struct Outcome {
 #[derive(Debug, Clone)]
 pub struct Tools {
     directories: Vec<PathBuf>,
+    time_max: Duration,
+    memory_bytes_max: u64,
 }
 
 impl Tools {
@@ -63,13 +72,14 @@ impl Tools {
                 directories.push(system.into());
             }
         }
-        Self { directories }
+        Self::within(directories)
     }
 
     /// Searches only these directories.
     #[must_use]
     pub fn within(directories: Vec<PathBuf>) -> Self {
-        Self { directories }
+        let memory_bytes_max = (memory_bytes() / 2).max(MEMORY_BYTES_MIN);
+        Self { directories, time_max: TIME_MAX, memory_bytes_max }
     }
 
     /// Returns the path of the tool.
@@ -142,7 +152,24 @@ impl Tools {
                 });
             }
         }
-        let output = command.output().await.map_err(Error::io("running", &path))?;
+        // It was made of content that is anybody's, on a host that others use as well.
+        let limit = Some(self.memory_bytes_max);
+        // SAFETY: between fork and exec the closure makes one system call.
+        unsafe {
+            command.pre_exec(move || {
+                let limits = rustix::process::Rlimit { current: limit, maximum: limit };
+                let _ = rustix::process::setrlimit(rustix::process::Resource::As, limits);
+                Ok(())
+            });
+        }
+        // One that waits for a device without an answer stays until that answers.
+        command.kill_on_drop(true);
+        let ended = tokio::time::timeout(self.time_max, command.output()).await;
+        let Ok(output) = ended else {
+            let output = format!("given up after {} s", self.time_max.as_secs());
+            return Ok(Outcome { code: None, output });
+        };
+        let output = output.map_err(Error::io("running", &path))?;
         let mut text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         if text.is_empty() {
             text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -161,6 +188,14 @@ impl Tools {
         }
         Ok(Outcome { code: output.status.code(), output: line })
     }
+}
+
+/// Returns the memory of this host.
+fn memory_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
 }
 
 /// Returns the mounts that a process serves, or the device below them.
@@ -202,6 +237,28 @@ mod tests {
         let text = tools.find(MKFS_XFS).unwrap_err().to_string();
         assert!(text.contains("mkfs.xfs") && text.contains("xfsprogs"), "{text}");
         assert!(text.contains("/nowhere"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_tool_is_bounded_in_time_and_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("e2fsck");
+        let script = "printf '#!/bin/sh\nulimit -v >&2\nsleep $1\n' >\"$0\"; chmod 755 \"$0\"";
+        let written = std::process::Command::new("sh").args(["-c", script]).arg(&path).status();
+        assert!(written.unwrap().success());
+        let within = Tools::within(vec![directory.path().into(), "/bin".into()]);
+        assert!(within.memory_bytes_max >= MEMORY_BYTES_MIN && memory_bytes() > 0);
+        let tools = Tools { time_max: Duration::from_millis(500), ..within };
+        let outcome = tools.run(E2FSCK, &["0".as_ref()], Mounts::Shown).await.unwrap();
+        assert_eq!(outcome.output, (tools.memory_bytes_max / 1024).to_string());
+        let began = std::time::Instant::now();
+        let outcome = tools.run(E2FSCK, &["60".as_ref()], Mounts::Hidden).await.unwrap();
+        assert!(
+            outcome.code.is_none() && outcome.output.contains("given up"),
+            "{}",
+            outcome.output
+        );
+        assert!(began.elapsed() < Duration::from_secs(30));
     }
 
     #[tokio::test]

@@ -333,15 +333,25 @@ impl NodeHost {
             }
             Content::FileSystem(name) if *name == file_system.name() => {}
             other => {
-                return Err(Error::OtherContent {
-                    volume: volume.clone(),
-                    found: other.words().to_owned(),
-                    wanted: file_system.name().to_owned(),
-                });
+                let (other, device) = (other.clone(), device.to_owned());
+                let looked = move || Ok(probe::other_content(&other, &device));
+                let (found, way_out) = crate::blocking(looked).await?;
+                let (volume, wanted) = (volume.clone(), file_system.name().to_owned());
+                return Err(Error::OtherContent { volume, found, wanted, way_out });
             }
         }
         let is_new = matches!(content, Content::Blank | Content::Interrupted);
-        if !request.read_only && !is_new {
+        let looked = {
+            let device = device.to_owned();
+            move || Ok((superblock::names_another_device(&device)?, device::is_held(&device)?))
+        };
+        let (has_external_journal, is_held) = crate::blocking(looked).await?;
+        if has_external_journal {
+            return Err(Error::ExternalJournal { volume: volume.clone() });
+        }
+        // A pod may still have a mount of a staging that was lost: that file system was checked before
+        // it was mounted, is mounted again, and grows mounted.
+        if !request.read_only && !is_new && !is_held {
             self.step("checking")?;
             // The volume may have grown while it was staged nowhere. Unmounted, ext4 requires a
             // full check first, and no capability.
@@ -354,7 +364,10 @@ impl NodeHost {
             }
         }
         self.step("mounting the file system")?;
-        let grows_mounted = grows_mounted()?;
+        let grows_mounted = match is_held {
+            true => !request.read_only && superblock::file_system_bytes(device)? < size_bytes,
+            false => grows_mounted()?,
+        };
         // Mounted read-only on a device that takes writes, a file system replays its journal, and no
         // file changes.
         let read_only = request.read_only || purpose == Purpose::Replay && !grows_mounted;

@@ -144,7 +144,10 @@ impl NodeHost {
             removed = true;
         }
         self.step("removing the target")?;
-        remove_target(&target, removed)?;
+        // A path that no record names and where nothing was mounted is another's.
+        if removed {
+            remove_target(&target)?;
+        }
         self.step("removing the record")?;
         if let Some(mut record) = record
             && recorded
@@ -247,26 +250,18 @@ fn make_target(target: &Path, access: &Access) -> Result<(), Error> {
 }
 
 /// Removes an empty directory or an empty file, never anything that holds data.
-fn remove_target(target: &Path, ours: bool) -> Result<(), Error> {
+fn remove_target(target: &Path) -> Result<(), Error> {
     let metadata = match std::fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) if !ours => {
-            tracing::debug!(path = %target.display(), %error, "cannot read the metadata of the \
-                                                               target");
-            return Ok(());
-        }
         Err(error) => return Err(Error::io("looking at", target)(error)),
     };
     let result = if metadata.is_dir() {
         std::fs::remove_dir(target)
-    } else if metadata.is_file() && metadata.len() == 0 && ours {
+    } else if metadata.is_file() && metadata.len() == 0 {
         std::fs::remove_file(target)
     } else {
         Ok(())
     };
-    match result {
-        Err(error) if ours => Err(Error::io("removing", target)(error)),
-        _ => Ok(()),
-    }
+    result.map_err(Error::io("removing", target))
 }

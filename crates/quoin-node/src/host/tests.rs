@@ -452,6 +452,151 @@ async fn unusable_paths_are_refused_with_the_reason() {
     assert!(mountinfo::at(&mountinfo::read().unwrap(), &world.path("pods/foreign")).is_some());
 }
 
+/// The target path of a call is the caller's word: it may name any directory of the host.
+#[tokio::test]
+async fn a_path_that_was_never_published_is_not_removed() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    fs::create_dir(world.path("pods/other")).unwrap();
+    fs::write(world.path("pods/file"), "").unwrap();
+    for staged in [false, true] {
+        if staged {
+            node.stage(&world.stage_request(ext4())).await.unwrap();
+        }
+        for path in ["pods/other", "pods/file"] {
+            for volume in [VOLUME, "no-such-volume"] {
+                assert!(!node.unpublish(volume, &world.path(path)).await.unwrap());
+                assert!(world.path(path).exists(), "{path}");
+            }
+        }
+    }
+    world.unstage(&node).await;
+}
+
+/// Whoever unmounted it, the pod goes on, and the orchestrator stages again.
+#[tokio::test]
+async fn a_lost_staging_mount_is_made_again_while_a_pod_has_the_volume() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
+    let held = File::create(world.path("pods/a/held")).unwrap();
+    rustix::mount::unmount(world.path("stage"), rustix::mount::UnmountFlags::empty()).unwrap();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    assert!(world.path("stage/held").exists(), "it is the same file system");
+    assert_eq!(node.stats(VOLUME, &world.path("stage")).await.unwrap().abnormal, None);
+    // No tool for unmounted devices runs on it, and nothing is formatted.
+    let device = world.attacher.find(VOLUME).unwrap();
+    assert!(device::is_held(&device).unwrap());
+    let scratch = world.path("state");
+    let job = Job { volume: VOLUME, size_bytes: 64 * MIB, block_size: 512, scratch: &scratch };
+    let image = Image::make(node.tools(), job, FileSystem::Ext4).await.unwrap();
+    let refused = image.write_to(&device, false).await.unwrap_err();
+    assert!(matches!(refused, Error::Busy { .. }), "{refused}");
+    drop(held);
+    node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap();
+    world.unstage(&node).await;
+    world.assert_clean();
+}
+
+#[tokio::test]
+async fn an_ext4_stops_writing_at_an_error_whatever_its_superblock_says() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let staged = async |access: Access| {
+        node.stage(&world.stage_request(access)).await.unwrap();
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let stage = world.path("stage").display().to_string().replace(' ', "\\040");
+        let line = table.lines().find(|line| line.contains(&stage)).unwrap().to_owned();
+        world.unstage(&node).await;
+        line
+    };
+    staged(ext4()).await;
+    let file = world.attacher.file(VOLUME);
+    assert!(
+        Command::new("tune2fs").args(["-e", "panic"]).arg(&file).output().unwrap().status.success()
+    );
+    let line = staged(ext4()).await;
+    assert!(line.contains("errors=remount-ro"), "{line}");
+    let flags = vec!["errors=continue".to_owned()];
+    let line = staged(Access::Mount { file_system: FileSystem::Ext4, flags }).await;
+    assert!(line.contains("errors=continue"), "{line}");
+}
+
+#[tokio::test]
+async fn an_ext4_whose_journal_is_on_another_device_is_neither_checked_nor_mounted() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    world.unstage(&node).await;
+    // What a hostile image says: the journal is on the device of that number of this host.
+    let file = File::options().write(true).open(world.attacher.file(VOLUME)).unwrap();
+    use std::os::unix::fs::FileExt;
+    file.write_all_at(&0_u32.to_le_bytes(), 0x4e0).unwrap();
+    file.write_all_at(&0xfe00_u32.to_le_bytes(), 0x4e4).unwrap();
+    let before = fs::read(world.attacher.file(VOLUME)).unwrap();
+    for read_only in [false, true] {
+        let request = StageRequest { read_only, ..world.stage_request(ext4()) };
+        let refused = node.stage(&request).await.unwrap_err();
+        assert!(matches!(refused, Error::ExternalJournal { .. }), "{refused}");
+        world.unstage(&node).await;
+    }
+    assert_eq!(fs::read(world.attacher.file(VOLUME)).unwrap(), before);
+}
+
+/// What is advised for content that is not what was asked for never destroys it.
+#[tokio::test]
+async fn the_advice_fits_what_was_found() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let large = StageRequest { size_bytes: 300 * MIB, ..world.stage_request(ext4()) };
+    node.stage(&large).await.unwrap();
+    fs::write(world.path("stage/x"), "kept").unwrap();
+    world.unstage(&node).await;
+    let whole = world.path("whole");
+    fs::copy(world.attacher.file(VOLUME), &whole).unwrap();
+    let write = |bytes: &[(usize, &[u8])], base: &Path| {
+        use std::os::unix::fs::FileExt;
+        let path = world.attacher.file(VOLUME);
+        let copied = Command::new("cp").arg("--sparse=always").arg(base).arg(&path).output();
+        assert!(copied.unwrap().status.success());
+        let file = File::options().write(true).open(&path).unwrap();
+        for (at, bytes) in bytes {
+            file.write_all_at(bytes, *at as u64).unwrap();
+        }
+    };
+    let none = world.path("none");
+    File::create(&none).unwrap().set_len(300 * MIB).unwrap();
+    let lvm: &[(usize, &[u8])] = &[(512 + 24, b"LVM2 001")];
+    let xfs: &[(usize, &[u8])] = &[(4096, b"AB3B"), (8192, b"AB3C")];
+    for (bytes, base, advice) in [
+        (&[(0, &[0; 4096][..])][..], &whole, "e2fsck -b 32768 -B 4096"),
+        (xfs, &none, "xfs_repair"),
+        (lvm, &none, "raw block volume"),
+        (&[(0, &b"LUKS\xba\xbe"[..])], &none, "raw block volume"),
+        (&[(510, &b"\x55\xaa"[..])], &none, "raw block volume"),
+        (&[(0x1_0040, &b"_BHRfS_M"[..])], &none, "mount it there"),
+        (&[(0, &b"XFSB"[..])], &none, "request xfs"),
+        (&[(77, &b"data"[..])], &none, "raw block volume"),
+    ] {
+        write(bytes, base);
+        let refused = node.stage(&large).await.unwrap_err();
+        let text = refused.to_string();
+        assert!(matches!(refused, Error::OtherContent { .. }) && text.contains(advice), "{text}");
+        assert!(!text.contains("empty the volume") && !text.contains("request data"), "{text}");
+        world.unstage(&node).await;
+    }
+    // The advised command brings it back.
+    write(&[(0, &[0; 4096][..])], &whole);
+    let file = world.attacher.file(VOLUME);
+    let mut mended = Command::new("e2fsck");
+    let mended = mended.args(["-fy", "-b", "32768", "-B", "4096"]).arg(&file);
+    assert!(mended.output().unwrap().status.code().unwrap() <= 1);
+    node.stage(&large).await.unwrap();
+    assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "kept");
+    world.unstage(&node).await;
+}
+
 #[tokio::test]
 async fn a_device_with_anything_on_it_is_never_formatted() {
     let Some(world) = World::new() else { return };
