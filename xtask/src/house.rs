@@ -1,6 +1,7 @@
 //! The rules of the tree that no compiler checks: the dependencies between crates, how much one type
 //! owns, that no unfinished work counts as finished, and that every test file is part of a program.
 
+use crate::device_calls;
 use crate::invariants;
 use crate::methods;
 use crate::run::{self, workspace_root};
@@ -117,6 +118,7 @@ pub fn check() -> Result<()> {
     violations.extend(core_violations()?);
     violations.extend(file_violations()?);
     violations.extend(refusal_violations()?);
+    violations.extend(device_calls::violations()?);
     violations.extend(invariants::violations()?);
     violations.extend(methods::violations()?);
     violations.extend(test_files::violations()?);

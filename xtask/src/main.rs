@@ -9,6 +9,7 @@
 mod code_mutants;
 mod conformance;
 mod demo;
+mod device_calls;
 mod formats;
 mod house;
 mod invariants;

@@ -30,6 +30,10 @@ pub enum Request {
         size: u64,
     },
     List {},
+    /// Requests one volume of the list. Work on another one does not delay the answer.
+    Find {
+        volume: String,
+    },
     /// Links an attached volume's device under its name.
     Link {
         volume: String,
@@ -82,7 +86,7 @@ pub struct AttachVolume {
 pub enum Response {
     /// Answer to attach and resize.
     Ok(Attached),
-    /// Answer to list.
+    /// Answer to list and find.
     List(Vec<Attached>),
     /// Answer to detach, for attached and other volumes alike.
     Detached {},

@@ -100,11 +100,22 @@ pub fn not_cut(name: &str, waiting_for: &str) -> Status {
     Status::unavailable(format!("snapshot {name:?} is not cut yet; it waits for {waiting_for}"))
 }
 
-/// Refuses while another call works on the same volume: 10.
-pub fn pending(what: &str, since: Duration) -> Status {
+/// Refuses while another call works on the same volume: 10. The reason is what that call waits for.
+pub fn pending(what: &str, since: Duration, reason: Option<&str>) -> Status {
     let since_s = since.as_secs();
+    let reason = reason.map(|reason| format!(" ({reason})")).unwrap_or_default();
     Status::aborted(format!(
-        "an operation on {what} has been in progress for {since_s} s; retry when it has ended"
+        "an operation on {what} has been in progress for {since_s} s{reason}; retry when it has ended"
+    ))
+}
+
+/// Reports a call that goes on though its caller's time is over: 4. A status of the client library's
+/// own making would have no reason.
+pub fn not_in_time(rpc: &str, what: &str, time: Duration, reason: Option<&str>) -> Status {
+    let reason = reason.map(|reason| format!(" ({reason})")).unwrap_or_default();
+    Status::deadline_exceeded(format!(
+        "{rpc} of {what} has not ended within {:.1} s and goes on{reason}; repeat the call",
+        time.as_secs_f64()
     ))
 }
 

@@ -128,7 +128,7 @@ pub async fn attach(
     let is_elsewhere = match &here {
         Some(here) => *here != node,
         // A host with neither a target nor an attach process only asks.
-        None => options.nbd.is_none() && attach_daemon(client).list().await.is_err(),
+        None => options.nbd.is_none() && attach_daemon(client).find("").await.is_err(),
     };
     if is_elsewhere && options.nbd == Some(Nbd::Unix) {
         bail!(
@@ -259,7 +259,8 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
             stuck.way_out()
         );
     }
-    match attach_daemon(client).list().await {
+    // Any volume will do: an answer is proof enough.
+    match attach_daemon(client).find("").await {
         Ok(_) => Ok(()),
         Err(_) if !rustix::process::geteuid().is_root() => bail!(
             "a block device needs root: run the command with sudo where `quoin attach` runs, or \
@@ -282,8 +283,7 @@ async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf>
 
 pub(super) async fn attached_here(volume: &Volume, client: &ClientOptions) -> Option<Attached> {
     // Without a daemon there is no device.
-    let attached = attach_daemon(client).list().await.ok()?;
-    attached.into_iter().find(|attached| attached.volume == volume.id)
+    attach_daemon(client).find(&volume.id).await.ok()?
 }
 
 /// Devices and mounts of a volume on this host; `None` where there is nothing to report.
