@@ -305,18 +305,8 @@ impl Prepared {
         candidates: &[Candidate],
         wanted: &Requirement,
     ) -> Result<(Placed, Vec<String>), Error> {
-        let in_sync = in_sync_ids(state, &self.volume);
-        let holds = |replica: &&ReplicaRecord| {
-            self.volume.is_known(replica) && in_sync.contains(&replica.id.0) && !replica.leaving
-        };
-        let holding = self.volume.replicas.iter().filter(holds).map(|r| r.pool.as_str());
-        let holding: HashSet<&str> = holding.collect();
-        let mut with_source = candidates.to_vec();
-        for candidate in &mut with_source {
-            if candidate.unusable.is_empty() && !holding.contains(candidate.name.as_str()) {
-                "it does not hold the source in sync".clone_into(&mut candidate.unusable);
-            }
-        }
+        let holding = pools_in_sync(state, &self.volume);
+        let with_source = with_source(candidates, &holding);
         // As if nothing were to be shared: the volume can be had at all.
         let anywhere = topology::place(spec, size_bytes, candidates, wanted, &[])?;
         if holding.is_empty() {
@@ -373,6 +363,26 @@ impl Prepared {
         let updated = state.snapshots.records.update(&self.snapshot.name(), change).await?;
         updated.map(drop).ok_or_else(gone)
     }
+}
+
+/// Pools that hold a source in sync, and are to hold it.
+pub(crate) fn pools_in_sync(state: &State, source: &VolumeRecord) -> HashSet<String> {
+    let in_sync = in_sync_ids(state, source);
+    let holds = |replica: &&ReplicaRecord| {
+        source.is_known(replica) && in_sync.contains(&replica.id.0) && !replica.leaving
+    };
+    source.replicas.iter().filter(holds).map(|replica| replica.pool.clone()).collect()
+}
+
+/// The pools as those see them that begin with a snapshot which these hold.
+pub(crate) fn with_source(candidates: &[Candidate], holding: &HashSet<String>) -> Vec<Candidate> {
+    let mut with_source = candidates.to_vec();
+    for candidate in &mut with_source {
+        if candidate.unusable.is_empty() && !holding.contains(&candidate.name) {
+            "it does not hold the source in sync".clone_into(&mut candidate.unusable);
+        }
+    }
+    with_source
 }
 
 /// The record of a volume that begins with a snapshot in these pools.
