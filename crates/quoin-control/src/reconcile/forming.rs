@@ -7,7 +7,8 @@
 //! GUID of its own, and the pool of before deletes what it may have made meanwhile.
 //!
 //! Of a clone, what no pool can begin with the snapshot any more is rebuilt from the others, as where
-//! there were too few such pools at first. The last one of them waits.
+//! there were too few such pools at first. The last one of them waits, and so does a replica whose
+//! pool a person named, or that is bound to its place.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -118,7 +119,7 @@ impl Forming {
     fn unable(&self, volume: &VolumeRecord, pools: &Pools) -> HashMap<ReplicaGuid, String> {
         let observed = self.state.observed();
         let mut unable = HashMap::new();
-        for replica in &volume.replicas {
+        for replica in volume.replicas.iter().filter(|replica| !replica.placed) {
             let seen = observed.heard_pool(&replica.pool, self.state.settings.offline_after);
             let state = seen.and_then(|seen| seen.replicas.get(&replica.guid.0));
             let why = match state.map(|held| held.state) {
