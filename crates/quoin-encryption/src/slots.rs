@@ -226,7 +226,7 @@ impl Encryption {
                 unlocked.slot
             }
         };
-        // Whoever rotates a key that leaked keeps no slot of it, whatever its name is.
+        // A key that leaked keeps no slot, whatever its name is.
         while let Ok(former) = self.unlock_but(user, Some(&of_new)) {
             self.slots.retain(|slot| slot.name != former.slot);
         }
