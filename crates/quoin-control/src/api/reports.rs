@@ -599,11 +599,17 @@ impl Reports {
         {
             let mut observed = self.state.observed();
             let Some(seen) = observed.pools.get(pool) else { return };
-            let ahead = |volume: &VolumeId, epoch| {
-                self.state.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
+            // A pool speaks of the replicas that the record has there, and of no other's volume.
+            let is_held = |volume: &VolumeRecord, guid: &ReplicaGuid| {
+                volume.replicas.iter().any(|r| r.guid.0 == *guid && r.pool == pool)
             };
-            let found = named.iter().filter_map(|guid| seen.replicas.get(guid));
-            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
+            let ahead = |guid: &ReplicaGuid, seen: &ReplicaSeen| {
+                let volume = self.state.volumes.get(&seen.volume.to_string())?;
+                let is_ahead = volume.epoch() < seen.position.epoch && is_held(&volume, guid);
+                is_ahead.then_some(volume)
+            };
+            let found = named.iter().filter_map(|guid| Some((guid, seen.replicas.get(guid)?)));
+            let found: Vec<_> = found.filter_map(|(guid, r)| ahead(guid, r)).collect();
             for volume in found {
                 if observed.behind.insert(volume.id.0) {
                     behind.push(volume);
