@@ -146,7 +146,6 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
         guid,
         membership,
         lease_ms: LEASE_MS,
-        knows_points: true,
     };
     let said = [
         open,
@@ -212,9 +211,9 @@ fn a_full_metadata_ring_refuses_an_open_by_its_name_and_is_no_failed_disk() {
         (actions, promised, pool.sync_wanted())
     };
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let (lease_ms, knows_points) = (LEASE_MS, true);
+    let lease_ms = LEASE_MS;
     let message =
-        ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms, knows_points };
+        ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms };
     let open = || ReplicaEvent::Message { connection: 1, session, message: message.clone() };
     let fence = || ReplicaEvent::Fence { epoch: Epoch(4), at_once: true };
     for event in [open(), fence()] {
@@ -275,7 +274,6 @@ fn offered_again_in_one_turn(
         guid,
         membership,
         lease_ms: LEASE_MS,
-        knows_points: true,
     };
     let first = append(entries[..3].to_vec());
     let before = vec![open, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) }, first];

@@ -132,18 +132,10 @@ fn refused(reason: command_refused::Reason, message: impl Into<String>) -> Comma
 }
 
 /// Why no snapshot is made.
-fn refused_snapshot(outcome: SnapshotOutcome) -> CommandRefused {
-    use command_refused::Reason;
-    match outcome {
-        SnapshotOutcome::TooMany => {
-            let message = format!("the volume has {USER_SNAPSHOTS_MAX} snapshots");
-            refused(Reason::TooManySnapshots, message)
-        }
-        _ => refused(
-            Reason::Unspecified,
-            "the pool of an in-sync replica runs a version without snapshots: update it",
-        ),
-    }
+fn too_many_snapshots() -> command_outcome::What {
+    let message = format!("the volume has {USER_SNAPSHOTS_MAX} snapshots");
+    let reason = command_refused::Reason::TooManySnapshots;
+    command_outcome::What::Refused(refused(reason, message))
 }
 
 /// The outcome of a step of a point, as it is reported.
@@ -160,7 +152,7 @@ fn step_outcome(
             lsn: lsn.0,
             epoch: epoch.0,
         }),
-        PointOutcome::Refused(outcome) => command_outcome::What::Refused(refused_snapshot(outcome)),
+        PointOutcome::TooManySnapshots => too_many_snapshots(),
         PointOutcome::Released { unbroken } => {
             command_outcome::What::PointReleased(PointReleased { unbroken })
         }
@@ -186,10 +178,6 @@ fn revert_outcome(
         RevertOutcome::TooMany => refused(
             Reason::TooManySnapshots,
             "the volume has too many snapshots to record it: delete some",
-        ),
-        RevertOutcome::Unsupported => refused(
-            Reason::Unspecified,
-            "the pool of an in-sync replica runs a version that reverts otherwise: update it",
         ),
     };
     CommandOutcome {
@@ -273,9 +261,7 @@ fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
             let snapshot_id = snapshot_id.clone();
             command_outcome::What::SnapshotGone(SnapshotGone { snapshot_id })
         }
-        refusal @ (SnapshotOutcome::TooMany | SnapshotOutcome::Unsupported) => {
-            command_outcome::What::Refused(refused_snapshot(refusal))
-        }
+        SnapshotOutcome::TooMany => too_many_snapshots(),
     };
     CommandOutcome {
         id: snapshot_id,
@@ -493,9 +479,7 @@ mod tests {
         assert_eq!(done.id, SnapshotId(6).to_string());
         let reverted = command_outcome::What::VolumeReverted(VolumeReverted { lsn: 9 });
         assert_eq!(done.what, Some(reverted));
-        for refusal in
-            [RevertOutcome::NoSnapshot, RevertOutcome::TooMany, RevertOutcome::Unsupported]
-        {
+        for refusal in [RevertOutcome::NoSnapshot, RevertOutcome::TooMany] {
             let Some(command_outcome::What::Refused(refused)) = of(refusal).what else {
                 panic!("{refusal:?}")
             };

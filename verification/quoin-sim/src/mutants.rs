@@ -155,7 +155,6 @@ pub const ALL: &[Defect] = &[
     core("repair-without-its-view", Swarm::Snapshots),
     core("snapshot-answered-before-stable", Swarm::Snapshots),
     core("revert-done-again", Swarm::Snapshots),
-    core("points-for-an-old-member", Swarm::Snapshots),
     core("changes-before-stable", Swarm::Snapshots),
     core("changes-beyond-a-bad-block", Swarm::Snapshots),
     store("revert-without-a-version", Swarm::Snapshots),

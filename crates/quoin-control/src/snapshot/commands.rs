@@ -221,11 +221,9 @@ impl Commands {
                 Ok(())
             }
             Some(What::Refused(refused)) => {
-                let why = match refused.reason() {
-                    api::command_refused::Reason::TooManySnapshots => SnapshotOutcome::TooMany,
-                    _ => SnapshotOutcome::Unsupported,
-                };
-                if self.stepped(volume, &outcome.id, PointOutcome::Refused(why)) {
+                let reason = api::command_refused::Reason::TooManySnapshots;
+                let step = PointOutcome::TooManySnapshots;
+                if refused.reason() == reason && self.stepped(volume, &outcome.id, step) {
                     return Ok(());
                 }
                 self.refused(volume, &outcome.id, refused).await

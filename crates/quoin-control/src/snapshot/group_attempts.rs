@@ -184,10 +184,9 @@ impl Groups {
         let why = in_words(broken, name);
         if !broken.may_pass() || tries >= TRIES_MAX {
             let failure = match broken {
-                Broken::Refused(volume, SnapshotOutcome::TooMany) => {
+                Broken::TooManySnapshots(volume) => {
                     Failure::Exhausted(too_many(&name(volume)).to_string())
                 }
-                Broken::Refused(..) => Failure::Precondition(format!("{why}; update it")),
                 Broken::GivenUp => Failure::Precondition(
                     "one of its volumes was deleted, or one of its snapshots given up".to_owned(),
                 ),

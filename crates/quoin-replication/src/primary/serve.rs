@@ -148,8 +148,7 @@ impl Primary {
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
             Link::Rebuilding => {
-                let apart = peer.bulk.is_offered();
-                peer.rebuild.as_ref().and_then(|rebuild| rebuild.dead_at(apart))
+                peer.rebuild.as_ref().and_then(super::rebuild::Rebuild::dead_at)
             }
             Link::Down | Link::Answered => None,
         }
