@@ -24,6 +24,7 @@ use crate::map::tree::{self, Change, Edit, Memo};
 use crate::rebuild::shadow;
 use crate::replica::{Replica, Source, may_lack};
 use crate::space::logical::{self, Moves, is_logical};
+use crate::space::segments::Claim;
 use crate::space::table;
 
 /// Blocks looked at in one step.
@@ -386,8 +387,13 @@ fn move_blocks<D: Disk>(
         let name = if is_logical(candidate.name) { candidate.name } else { 0 };
         blocks.push(MovedBlock { lba, version, crc, name, bytes });
     }
-    let places =
-        relocation::write_moved(replica, core, &blocks, relocation::naming(replica), true)?;
+    let places = relocation::write_moved(
+        replica,
+        core,
+        &blocks,
+        relocation::naming(replica),
+        Claim::Reserve,
+    )?;
     let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
     let (mut moves, mut named) = (Vec::new(), gone);
     for (i, (from, to)) in live.iter().zip(places).enumerate() {

@@ -21,6 +21,7 @@ use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::Replica;
+use crate::space::segments::Claim;
 
 /// Longest hole that one step takes over.
 const HOLE_BLOCKS_MAX: u64 = 1 << 30;
@@ -181,7 +182,7 @@ fn take_over<D: Disk>(
         return Ok(());
     }
     let places =
-        relocation::write_moved(replica, core, &moved, relocation::naming(replica), false)?;
+        relocation::write_moved(replica, core, &moved, relocation::naming(replica), Claim::Spare)?;
     let mut crcs: Vec<u32> = moved.iter().map(|block| block.crc).collect();
     let lost_at = crcs.len() as u32;
     crcs.push(0);

@@ -7,4 +7,5 @@ pub mod logical;
 pub mod ready;
 pub mod segment_table;
 pub mod segments;
+pub mod shares;
 pub mod table;
