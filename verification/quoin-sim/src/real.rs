@@ -11,6 +11,7 @@ use quoin_replication::replica::store::{
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{
     BadBlock, Cloned, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
+    ScrubStage,
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::BadCopy;
@@ -402,11 +403,15 @@ impl Storage for RealStorage {
     fn scrub(
         &mut self,
         guid: ReplicaGuid,
-        (stage, cursor): (u32, u64),
+        (stage, cursor): (u64, u64),
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
-        let done = self.pool()?.try_scrub(guid, ScrubAt { stage, cursor }, budget_bytes)?;
-        let next = done.next.map(|at| (at.stage, at.cursor));
+        let done = self.pool()?.try_scrub(
+            guid,
+            ScrubAt { stage: ScrubStage::of(stage), cursor },
+            budget_bytes,
+        )?;
+        let next = done.next.map(|at| (at.stage.number(), at.cursor));
         Ok(Scrubbed { next, read_bytes: done.read_bytes })
     }
 

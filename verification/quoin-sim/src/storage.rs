@@ -49,7 +49,7 @@ pub struct Space {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Scrubbed {
     /// Where to go on; `None`: the replica was read to its end.
-    pub next: Option<(u32, u64)>,
+    pub next: Option<(u64, u64)>,
     pub read_bytes: u64,
 }
 
@@ -117,7 +117,7 @@ pub trait Storage {
     fn scrub(
         &mut self,
         _guid: ReplicaGuid,
-        _at: (u32, u64),
+        _at: (u64, u64),
         _budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
         Ok(Scrubbed::default())
