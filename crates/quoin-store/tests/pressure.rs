@@ -451,9 +451,13 @@ fn overwrites_of_clones(clones: u64, image: u64, own: u64, pool_blocks: u64) -> 
         let state = writer.pool.replica(writer.guid).expect("it").state();
         (writer.chain, writer.lsn) = (state.chain, state.position.lsn.0);
         let lba = rng.random_range(0..own) * (image / own) + writer.guid.0 as u64 % (image / own);
-        let appended = writer.append(EntryKind::Write, lba, 1);
-        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
-        writer.housekeeping();
+        // A target waits where the pool takes no writes for a moment.
+        let appended = (0..100).find_map(|_| {
+            let appended = writer.append(EntryKind::Write, lba, 1);
+            writer.housekeeping();
+            appended.ok()
+        });
+        assert!(appended.is_some(), "no room after {done}: {:?}", writer.pool.stats());
     }
     let written = writer.pool.disk().written_bytes() - before;
     let members = guids.into_iter().chain([GUID]);

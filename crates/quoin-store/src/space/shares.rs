@@ -8,10 +8,13 @@ use quoin_types::mutant;
 
 /// Units that one replica's share is made of, at most: more than a target sends ahead.
 const SHARE_UNITS_MAX: u32 = 8;
-/// Divisors: this part of a pool is kept for all shares, or a unit for each replica if that is more,
-/// and never more than that one.
+/// Divisors: this part of a pool is kept for all shares, or a unit for each replica if that is more:
+/// of a few replicas up to an eighth of the pool, of many no more than at which a pool with nothing to
+/// gain calls itself short anyway.
 const KEPT_PART: u32 = 64;
-const KEPT_PART_MAX: u32 = 8;
+const KEPT_PART_OF_FEW: u32 = 8;
+const KEPT_PART_OF_MANY: u32 = 50;
+const FEW: u32 = 16;
 /// Longest entry, and its header: what may be left over at the end of a segment.
 const LEFT_OVER_BLOCKS: u32 = quoin_types::WRITE_BLOCKS_MAX + 1;
 
@@ -31,7 +34,8 @@ impl Shares {
         // It never falls as replicas are added: what was granted to fewer still fits.
         let kept_units = (units / KEPT_PART).max(replicas);
         let kept_units = kept_units.min(replicas.saturating_mul(SHARE_UNITS_MAX));
-        let kept_units = kept_units.min(units / KEPT_PART_MAX).max(1);
+        let most = (units / KEPT_PART_OF_MANY).max(FEW).min(units / KEPT_PART_OF_FEW);
+        let kept_units = kept_units.min(most).max(1);
         let usable = unit_blocks.saturating_sub(1);
         let usable = usable - LEFT_OVER_BLOCKS.min(usable / 2);
         let share_blocks = match kept_units / replicas {
@@ -58,7 +62,7 @@ mod tests {
                 let Shares { kept_units, share_blocks } = Shares::among(replicas, units, 1024);
                 assert!(kept_units <= (units / 8).max(1), "{units} units, {replicas} replicas");
                 let blocks = u64::from(share_blocks) * replicas as u64;
-                if replicas as u32 <= units / KEPT_PART_MAX {
+                if replicas as u32 <= kept_units {
                     assert!(blocks <= u64::from(kept_units) * 1023, "{units}, {replicas}");
                 }
             }
