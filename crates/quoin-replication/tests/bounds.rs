@@ -3,7 +3,8 @@
 
 use bytes::Bytes;
 use quoin_types::message::{
-    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, RoomGrant, SNAPSHOTS_MAX, SnapshotInfo,
+    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, RoomGrant, SNAPSHOTS_MAX, SnapshotHead,
+    SnapshotInfo,
 };
 use quoin_types::{
     BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX, Lsn, Member,
@@ -79,10 +80,14 @@ fn snapshots(count: usize, lsn: Lsn) -> Vec<SnapshotInfo> {
     (0..count).map(info).collect()
 }
 
+fn hold_snapshots(ack: &mut OpenAck, count: usize, lsn: Lsn) {
+    (ack.snapshots, ack.heads) = (snapshots(count, lsn), vec![SnapshotHead::default(); count]);
+}
+
 #[test]
 fn the_largest_answer_to_an_open_that_can_be_is_taken() {
     let mut most = answer(EPOCH_TABLE_MAX, LSN_MAX);
-    most.snapshots = snapshots(SNAPSHOTS_MAX, LSN_MAX);
+    hold_snapshots(&mut most, SNAPSHOTS_MAX, LSN_MAX);
     assert_eq!(most.check(EPOCH), Ok(()));
     let damaged = OpenAck { damaged: true, epoch_table: Vec::new(), ..most };
     assert_eq!(damaged.check(EPOCH), Ok(()));
@@ -100,8 +105,10 @@ fn an_answer_to_an_open_that_cannot_be_is_refused() {
         (answer(EPOCH_TABLE_MAX + 1, Lsn(500)), "too many epochs"),
         (answer(3, Lsn(LSN_MAX.0 + 1)), "an LSN beyond the last"),
         (with(&|a| a.volume_blocks += 1), "a volume too large"),
-        (with(&|a| a.snapshots = snapshots(SNAPSHOTS_MAX + 1, Lsn(1))), "too many snapshots"),
-        (with(&|a| a.snapshots = snapshots(1, Lsn(101))), "a snapshot of what is not there"),
+        (with(&|a| hold_snapshots(a, SNAPSHOTS_MAX + 1, Lsn(1))), "too many snapshots"),
+        (with(&|a| a.snapshots = snapshots(1, Lsn(1))), "a snapshot without its head"),
+        (with(&|a| a.heads.push(SnapshotHead::default())), "a head of no snapshot"),
+        (with(&|a| hold_snapshots(a, 1, Lsn(101))), "a snapshot of what is not there"),
         (with(&|a| a.stable = Lsn(101)), "stable beyond the end"),
         (with(&|a| a.durable = Lsn(101)), "durable beyond the end"),
         (with(&|a| a.stable = Lsn(99)), "a base above stable"),

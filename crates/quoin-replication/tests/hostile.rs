@@ -8,7 +8,7 @@ use bytes::Bytes;
 use quoin_replication::primary::{PrimaryConfig, PrimaryEvent, PrimaryNote};
 use quoin_types::block::{BlockError, Operation, Request};
 use quoin_types::message::{
-    Content, Failure, FromReplica, OpenAck, Ping, Slot, SnapshotInfo, ToReplica,
+    Content, Failure, FromReplica, OpenAck, Ping, Slot, SnapshotHead, SnapshotInfo, ToReplica,
 };
 use quoin_types::*;
 
@@ -170,6 +170,7 @@ fn a_boundary_that_only_one_replica_still_has_is_deleted_there_too() {
     let (first, later) = (SnapshotId::of_boundary(71), SnapshotId::of_boundary(72));
     let with = |id: SnapshotId, mut ack: OpenAck| {
         ack.snapshots = vec![SnapshotInfo { id, lsn: Lsn(4), hidden: true, blocks: 1024 }];
+        ack.heads = vec![SnapshotHead::default()];
         ack
     };
     let table = [row(5, 1, 10, 55)];
@@ -201,7 +202,8 @@ fn an_open_deletes_the_boundaries_of_rebuilds_and_no_other_hidden_snapshot() {
     let snapshots = vec![info(boundary), info(owned)];
     let mut hand = Hand::new(config());
     for id in [1, 3] {
-        hand.answer(id, OpenAck { snapshots: snapshots.clone(), ..ack(table.to_vec(), 10) });
+        let heads = vec![SnapshotHead::default(); snapshots.len()];
+        hand.answer(id, OpenAck { snapshots: snapshots.clone(), heads, ..ack(table.to_vec(), 10) });
     }
     hand.pass(1000);
     for id in [1, 3] {

@@ -216,16 +216,11 @@ async fn a_group_that_cannot_be_cut_at_one_point_is_given_up_and_leaves_nothing(
         })),
         other => well(other),
     };
-    let unsupported: Behaviour = |command| match command {
-        Told::CutPoint(_) => Some(Ended::Refused(CommandRefused::default())),
-        other => well(other),
-    };
     for (n, (behaviour, code)) in [
         (broken, tonic::Code::Unavailable),
         (lost, tonic::Code::Unavailable),
         (another_cut, tonic::Code::Unavailable),
         (too_many, tonic::Code::ResourceExhausted),
-        (unsupported, tonic::Code::FailedPrecondition),
     ]
     .into_iter()
     .enumerate()
