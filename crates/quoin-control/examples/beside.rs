@@ -148,7 +148,7 @@ async fn main() {
         tokio::spawn(pool.run(server.local_agent()));
     }
     for n in 0..NODES {
-        let asked = WatchNodeRequest { node: format!("n{n}"), partial: true, ..Default::default() };
+        let asked = WatchNodeRequest { node: format!("n{n}") };
         let (mut agent, received) = (server.local_agent(), received.clone());
         tokio::spawn(async move {
             let mut told = agent.watch_node(asked).await.expect("a stream").into_inner();
