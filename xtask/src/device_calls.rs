@@ -33,7 +33,7 @@ const OF_VOLUMES: [(&str, &[&str]); 6] = [
     ("device.rs", &["size_bytes", "number", "major_minor", "is_node_at"]),
     ("superblock.rs", &[]),
     ("probe.rs", &[]),
-    ("mount.rs", &["parse_flags"]),
+    ("mount.rs", &["parse_flags", "while_busy"]),
     // They run tools, which are processes, and work on an image of the host.
     ("format.rs", &["repair_tool", "name", "make", "check", "grow", "may_resize_ext4"]),
     ("group.rs", &[]),

@@ -371,7 +371,7 @@ fn remove(path: &Path, patience: Duration) -> bool {
         if LoopDevice::at(path.to_owned()).backing_file().is_some() {
             return false;
         }
-        // Whoever is given this number while it stays must not find the partitions.
+        // A program that is given this number while it stays must not find the partitions.
         delete_partitions(path);
         if Instant::now() >= until {
             return false;

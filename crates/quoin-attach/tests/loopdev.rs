@@ -117,7 +117,7 @@ fn setting(device: &LoopDevice, name: &str) -> String {
     std::fs::read_to_string(sysfs(device).join(name)).unwrap().trim().to_owned()
 }
 
-/// What the kernel keeps with the number of a device is that of one use alone.
+/// State that the kernel keeps with the number of a device is that of one use alone.
 #[test]
 fn nothing_that_a_user_set_on_a_device_is_there_at_the_next_use_of_its_number() {
     if !have_requirements() {

@@ -44,7 +44,9 @@ impl FromStr for Edition {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let minor = text.strip_prefix("1.").filter(|minor| !minor.starts_with('0'));
+        let minor = text.strip_prefix("1.").filter(|minor| {
+            !minor.starts_with('0') && minor.bytes().all(|byte| byte.is_ascii_digit())
+        });
         let edition = minor.and_then(|minor| minor.parse().ok()).map(|minor| Self { minor });
         let (oldest, newest) = (Self::OLDEST, Self::NEWEST);
         edition

@@ -23,7 +23,7 @@ impl Refused {
     }
 }
 
-/// What TLS has proven of a client.
+/// Proofs of a client by TLS.
 #[derive(Clone, Copy)]
 pub struct Proven<'a> {
     pub certificates: &'a [CertificateDer<'static>],

@@ -2,11 +2,14 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
+
+use rustix::io::Errno;
 
 use crate::device_calls::DeviceThread;
 use crate::error::Error;
+use crate::mount::while_busy;
 use crate::mountinfo::Mount;
 
 /// `BLKROSET` of linux/fs.h: takes a pointer to an int, non-zero makes the device read-only.
@@ -50,10 +53,14 @@ pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
 /// # Errors
 /// If it cannot be opened.
 pub fn is_held(_: &DeviceThread, device: &Path) -> Result<bool, Error> {
-    match File::options().read(true).custom_flags(libc::O_EXCL).open(device) {
+    use rustix::fs::{Mode, OFlags};
+
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    // A process that was just forked may hold it for an instant.
+    match while_busy(|| rustix::fs::open(device, flags, Mode::empty())) {
         Ok(_) => Ok(false),
-        Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => Ok(true),
-        Err(error) => Err(Error::io("opening", device)(error)),
+        Err(Errno::BUSY) => Ok(true),
+        Err(errno) => Err(Error::io("opening", device)(errno.into())),
     }
 }
 

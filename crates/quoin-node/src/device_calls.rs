@@ -33,7 +33,7 @@ impl DeviceThread {
     }
 }
 
-/// What a call does to its volume.
+/// Effect of a call on its volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Lane {
     Change,

@@ -123,7 +123,8 @@ pub fn mount_device(
     // A later option of the same name is the one that counts.
     data = if data.is_empty() { first.to_owned() } else { format!("{first},{data}") };
     let text = CString::new(data).map_err(|_| Error::MountFlag { volume: volume.to_owned() })?;
-    rustix::mount::mount(device, at, file_system.name(), flags, text.as_c_str()).map_err(|errno| {
+    let mount = || rustix::mount::mount(device, at, file_system.name(), flags, text.as_c_str());
+    while_busy(mount).map_err(|errno| {
         match errno {
             Errno::PERM | Errno::ACCESS if !is_root() => {
                 Error::NotPermitted { path: at.to_owned() }
@@ -177,32 +178,41 @@ fn existing_flags(target: &Path) -> Result<MountFlags, Error> {
 /// of its parent open until it becomes its program, and monitors look at mounts.
 const BUSY_FOR: Duration = Duration::from_millis(500);
 
+/// Makes a call again for a moment, while something is in use.
+pub fn while_busy<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    let began = Instant::now();
+    loop {
+        match call() {
+            Err(Errno::BUSY) if began.elapsed() < BUSY_FOR => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
 /// Unmounts the topmost mount at `target`. Symbolic links are not followed. Blocks for half a second
 /// at most while it is in use.
 ///
 /// # Errors
 /// [`Error::Busy`] if it is in use, [`Error::NotPermitted`] without root.
 pub fn unmount(_: &DeviceThread, target: &Path) -> Result<(), Error> {
-    let began = Instant::now();
-    let unmounted = loop {
-        let unmounted = rustix::mount::unmount(target, UnmountFlags::NOFOLLOW);
-        if unmounted != Err(Errno::BUSY) || began.elapsed() >= BUSY_FOR {
-            break unmounted;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    };
-    unmounted.map_err(|errno| match errno {
+    let unmount = || rustix::mount::unmount(target, UnmountFlags::NOFOLLOW);
+    while_busy(unmount).map_err(|errno| match errno {
         Errno::BUSY => Error::Busy { path: target.to_owned() },
         Errno::PERM if !is_root() => Error::NotPermitted { path: target.to_owned() },
         other => Error::io("unmounting", target)(other.into()),
     })
 }
 
+/// Figures of a file system.
+pub type Figures = rustix::fs::StatVfs;
+
 /// Returns the figures of the file system at `path`.
 ///
 /// # Errors
 /// The kernel's.
-pub fn measure(_: &DeviceThread, path: &Path) -> Result<rustix::fs::StatVfs, Error> {
+pub fn measure(_: &DeviceThread, path: &Path) -> Result<Figures, Error> {
     rustix::fs::statvfs(path).map_err(|errno| Error::io("measuring", path)(errno.into()))
 }
 

@@ -162,7 +162,7 @@ impl Tools {
                 Ok(())
             });
         }
-        // One that waits for a device without an answer stays until that answers.
+        // A tool that waits for a device without an answer stays until that answers.
         command.kill_on_drop(true);
         let ended = tokio::time::timeout(self.time_max, command.output()).await;
         let Ok(output) = ended else {

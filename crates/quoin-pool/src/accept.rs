@@ -34,7 +34,7 @@ const TOLD_AGAIN: Duration = Duration::from_secs(60);
 /// A handshake needs little stack.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What a believed session may do.
+/// Rights of a believed session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Leave {
     /// Of its grant.

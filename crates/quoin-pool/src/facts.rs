@@ -55,7 +55,7 @@ pub trait PoolFacts {
     ) -> Result<Scrubbed, StoreError>;
     /// Returns true if the pool can take little more; `was`: what it said last.
     fn is_short(&self, was: bool) -> bool;
-    /// What targets may sequence; `was`: what they were told last.
+    /// Returns the grant to targets; `was`: the one that they were told last.
     fn room(&self, was: RoomGrant) -> RoomGrant;
     /// Looks whether the file system below the pool is short of room.
     fn look_below(&mut self) {}
@@ -69,7 +69,7 @@ pub trait PoolFacts {
     }
     /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
-    /// Whether the next background work waits for reads of the disk.
+    /// Returns true if the next background work waits for reads of the disk.
     fn background_waits(&self) -> bool {
         false
     }

@@ -408,7 +408,7 @@ impl Crowd {
                 }
             }
             ReplicaAction::Disconnect { connection } => {
-                // What was sent before arrives first.
+                // Messages that were sent before arrive first.
                 while let Some(link) = self.links.get_mut(&(volume, connection))
                     && let Some(message) = link.to_target.pop_front()
                 {
@@ -638,7 +638,7 @@ impl Crowd {
         }
     }
 
-    /// What has not come through.
+    /// Work that has not come through.
     fn stays(&self) -> Option<String> {
         for (at, of) in self.volumes.iter().enumerate() {
             let status = of.target.status();

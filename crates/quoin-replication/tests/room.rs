@@ -348,7 +348,7 @@ fn what_is_sequenced_stays_within_the_shares_of_cf_members_and_goes_on_as_they_a
     hand.applied(2, false);
     let second = hand.entries_of(1).len();
     assert!((first + 8..=first + 12).contains(&second), "{second}");
-    // What is behind them in the queue is not behind them in the history.
+    // A request behind them in the queue is not behind them in the history.
     hand.say(1, FromReplica::Room(grant(Takes::Holes, 24)));
     hand.applied(1, false);
     hand.applied(2, false);

@@ -28,7 +28,6 @@ use crate::space::freed::Freed;
 use crate::space::logical::Logical;
 use crate::space::segments::{Allocator, Claim, Family};
 use crate::space::shares::Shares;
-use crate::space::uses::Uses;
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -114,7 +113,6 @@ pub struct Core<D> {
     pub logical: BTreeMap<ReplicaGuid, Logical>,
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
-    pub uses: Uses,
     /// Writes in place so far: what was read before one of them may be older.
     pub writes_in_place: u64,
     pub tickets: Tickets,
@@ -295,7 +293,7 @@ impl<D: Disk> Core<D> {
     /// The name of what is read of these blocks in the present use of their unit.
     fn key_of(&self, stretch: Stretch) -> Key {
         let unit = self.superblock.unit_of(stretch.first).filter(|_| !believes_a_former_use());
-        Key { stretch, use_number: unit.map_or(0, |unit| self.uses.number(unit)) }
+        Key { stretch, use_number: unit.map_or(0, |unit| self.allocator.uses.number(unit)) }
     }
 
     /// Reads blocks that are not read again soon.
@@ -351,7 +349,7 @@ impl<D: Disk> Core<D> {
         let allocated = self.allocate_units(large, from_reserve, warm_first)?;
         let (unit, units, _) = allocated;
         // What was read there before belongs to another segment, and what is listed of it too.
-        self.uses.begin(unit, units);
+        self.allocator.uses.begin(unit, units);
         let start = self.superblock.unit_start(unit);
         self.fetches.forget(start, u64::from(units) * u64::from(self.superblock.unit_blocks));
         Some(allocated)

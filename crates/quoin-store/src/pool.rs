@@ -45,7 +45,6 @@ use crate::replica::{Replica, payload};
 use crate::space::freed::{self, Freed};
 use crate::space::segments::Allocator;
 use crate::space::table;
-use crate::space::uses::Uses;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -160,7 +159,6 @@ impl<D: Disk> Pool<D> {
             bases: Bases::default(),
             logical: BTreeMap::new(),
             fetches: Fetches::default(),
-            uses: Uses::default(),
             writes_in_place: 0,
             options,
             ring,

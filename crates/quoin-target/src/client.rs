@@ -16,7 +16,7 @@ const QUEUED_MAX: usize = 32 << 20;
 /// Most bytes read from one client before others get their turn.
 const READ_TURN_MAX: usize = 4 << 20;
 
-/// Who is at the other end of a connection over TLS.
+/// Member at the other end of a connection over TLS.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct User {
     pub holder: Holder,

@@ -37,7 +37,7 @@ use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::shares::Shares;
-use crate::standing::{Door, Holder, Openers};
+use crate::standing::{Holder, Openers, Port};
 use crate::verification::verification;
 
 /// Interval of reports of all volumes; each change is reported sooner.
@@ -172,7 +172,7 @@ impl Control {
         }
     }
 
-    /// Those whose certificates open all that is served here.
+    /// Members whose certificates open all that is served here.
     pub fn openers(&self) -> Openers {
         self.served.lock().expect("never held across a panic").openers.clone()
     }
@@ -401,7 +401,7 @@ impl Control {
             }
         };
         self.shares.open(listener.port());
-        if let Err(error) = listener.serve(Door::Sharers, self.clone(), shutdown).await {
+        if let Err(error) = listener.serve(Port::Sharers, self.clone(), shutdown).await {
             tracing::error!(%error, "volumes are not shared with other nodes any more");
         }
     }

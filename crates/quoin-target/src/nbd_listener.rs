@@ -31,7 +31,7 @@ use tokio::sync::watch;
 
 use crate::client::{SharedUse, User};
 use crate::control::Control;
-use crate::standing::{Door, Holder, Standing};
+use crate::standing::{Holder, Port, Standing};
 
 /// Most negotiations under way at once.
 const NEGOTIATIONS_MAX: usize = 64;
@@ -146,10 +146,10 @@ impl NbdListener {
         uri
     }
 
-    /// Accepts clients by this door until `shutdown`.
+    /// Accepts clients by this port until `shutdown`.
     pub async fn serve(
         &self,
-        door: Door,
+        port: Port,
         control: Arc<Control>,
         mut shutdown: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
@@ -184,7 +184,7 @@ impl NbdListener {
                 let Some(place) = place else { return control.options.metrics.clients.refused() };
                 tokio::task::spawn_blocking(move || {
                     let _place = place;
-                    if let Err(why) = hear(socket.into_std(), policy, door, &control) {
+                    if let Err(why) = hear(socket.into_std(), policy, port, &control) {
                         control.options.metrics.clients.refused();
                         tracing::info!(%from, why, "an NBD client was turned away");
                     }
@@ -210,7 +210,7 @@ async fn place(negotiations: &ConnectionSlots, from: SocketAddr) -> Option<Conne
 fn hear(
     socket: std::io::Result<TcpStream>,
     policy: TlsPolicy,
-    door: Door,
+    port: Port,
     control: &Arc<Control>,
 ) -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
@@ -226,7 +226,7 @@ fn hear(
         Arc::new(Mutex::new(Learned { standing, until: None, secret: None, proof: None }));
     let pending = PendingClient {
         control: control.clone(),
-        door,
+        port,
         learned: learned.clone(),
         since_epoch: Mutex::default(),
     };
@@ -284,7 +284,7 @@ fn keep_alive(socket: &TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// What is known of a client.
+/// Facts about a client.
 #[derive(Clone)]
 struct Learned {
     standing: Standing,
@@ -299,7 +299,7 @@ struct Learned {
 /// A client whose certificate may be unknown yet, and the volumes that it may see.
 struct PendingClient {
     control: Arc<Control>,
-    door: Door,
+    port: Port,
     learned: Arc<Mutex<Learned>>,
     /// Of the export that was found last.
     since_epoch: Mutex<u64>,
@@ -330,7 +330,7 @@ impl Exports for PendingClient {
         let standing = match Holder::of(leaf) {
             Ok(holder) => {
                 let node = &self.control.options.node;
-                Standing::of(holder, node, self.door, &self.control.openers())
+                Standing::of(holder, node, self.port, &self.control.openers())
             }
             Err(error) => Standing::Forbidden(error.to_string()),
         };

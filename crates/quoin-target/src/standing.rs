@@ -37,7 +37,7 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// Those who may open all that this target serves, by their keys: the admins, and the node itself.
+/// Members that may open all that this target serves, by their keys: the admins, and the node itself.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Openers(Arc<HashSet<Holder>>);
 
@@ -62,9 +62,9 @@ impl Openers {
     }
 }
 
-/// Who is let in by a port.
+/// Clients that a port lets in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Door {
+pub enum Port {
     /// Openers of all volumes, and nodes that share one, for that one.
     All,
     /// Nodes that share a volume, for that one.
@@ -85,22 +85,22 @@ pub enum Standing {
 impl Standing {
     /// Decides the rights of a holder. The volumes that this target serves are attached to `node`, so
     /// they are its own and an admin's, and those of other nodes that share them.
-    pub fn of(holder: Holder, node: &str, door: Door, openers: &Openers) -> Self {
+    pub fn of(holder: Holder, node: &str, port: Port, openers: &Openers) -> Self {
         let opens = holder.role == Role::Admin || holder.role == Role::Node && holder.name == node;
         if !opens && holder.role == Role::Node {
             return Self::Sharer(holder);
         }
-        Self::Forbidden(match (opens, door) {
+        Self::Forbidden(match (opens, port) {
             (false, _) => format!(
                 "{holder} may not use the volumes of node {node}: only that node, nodes that share \
                  them and admins may"
             ),
-            (true, Door::Sharers) => format!(
+            (true, Port::Sharers) => format!(
                 "{holder} may not use the volumes of node {node} by this port, which is for nodes \
                  that share them: start the node's target with --nbd-listen to use them over TCP"
             ),
-            (true, Door::All) if openers.admit(&holder) => return Self::Opener(Some(holder)),
-            (true, Door::All) => format!("{}, as far as node {node} knows", disowned(&holder)),
+            (true, Port::All) if openers.admit(&holder) => return Self::Opener(Some(holder)),
+            (true, Port::All) => format!("{}, as far as node {node} knows", disowned(&holder)),
         })
     }
 }
@@ -126,7 +126,7 @@ mod tests {
         MemberKeys { role: role.into(), name: name.into(), key_hashes }
     }
 
-    /// One row for each standing, at each door: what it may open.
+    /// One row for each standing, at each port: what it may open.
     #[test]
     fn only_the_node_itself_admins_and_nodes_that_share_them_may_use_its_volumes_by_keys_that_count()
      {
@@ -156,15 +156,15 @@ mod tests {
             (Role::Admin, "ops", "a", &nobody, KEY, PORT),
             (Role::Node, "n1", "n", &nobody, KEY, PORT),
         ] {
-            for (door, expected) in [(Door::All, by_all), (Door::Sharers, by_shares)] {
+            for (port, expected) in [(Port::All, by_all), (Port::Sharers, by_shares)] {
                 let holder = holder(role, name, key);
-                let got = match Standing::of(holder.clone(), "n1", door, openers) {
+                let got = match Standing::of(holder.clone(), "n1", port, openers) {
                     Standing::Opener(Some(opener)) if opener == holder => OPENS.to_owned(),
                     Standing::Sharer(sharer) if sharer == holder => SHARES.to_owned(),
                     Standing::Forbidden(why) => why,
                     other => panic!("{other:?}"),
                 };
-                assert!(got.contains(expected), "{holder:?} at {door:?}: {got}");
+                assert!(got.contains(expected), "{holder:?} at {port:?}: {got}");
                 assert!(
                     expected == OPENS || expected == SHARES || got.contains("node n1"),
                     "{got}"

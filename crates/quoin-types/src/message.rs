@@ -547,7 +547,7 @@ pub enum FromReplica {
     NoRoom {
         applied: Lsn,
     },
-    /// What the pool has room for, at each change since the OpenAck.
+    /// Room of the pool, at each change since the OpenAck.
     Room(RoomGrant),
     /// The replica found its own copy bad and requests another member's.
     BadCopy(BadCopy),

@@ -356,7 +356,7 @@ impl Storage for RealStorage {
     }
 
     fn fetch_begin(&mut self) -> Option<Fetch> {
-        // What is wanted stays listed while the disk's queue is full, over the re-use of units too.
+        // Wanted reads stay listed while the disk's queue is full, over the re-use of units too.
         if self.under_way.len() >= self.queue_depth {
             return None;
         }

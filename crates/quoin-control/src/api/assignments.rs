@@ -135,7 +135,7 @@ impl Assignments {
         }
     }
 
-    /// Those whose certificates open all that a node's target serves.
+    /// Members whose certificates open all that a node's target serves.
     fn openers(&self, node: &str) -> Vec<MemberKeys> {
         // Records that do not rule may be an old copy, which knows admins that were removed since.
         if self.state.check_ruling().is_err() {

@@ -180,11 +180,7 @@ impl NodeHost {
     ///
     /// # Errors
     /// [`Error::Waiting`] if it does not answer, or its own error.
-    pub(super) async fn measure(
-        &self,
-        volume: &str,
-        path: &Path,
-    ) -> Result<rustix::fs::StatVfs, Error> {
+    pub(super) async fn measure(&self, volume: &str, path: &Path) -> Result<mount::Figures, Error> {
         let asked = path.to_owned();
         self.calls
             .look(volume, "measuring its file system", move |thread| mount::measure(thread, &asked))

@@ -26,7 +26,7 @@ pub(super) fn resolve(path: &Path) -> PathBuf {
 
 pub(super) fn existing_directory(path: &Path) -> Result<PathBuf, Error> {
     let path = resolve(path);
-    // What is mounted there is a directory, and looking at it would look at the volume.
+    // A mount there is a directory, and looking at it would look at the volume.
     if mountinfo::at(&mountinfo::read()?, &path).is_some() {
         return Ok(path);
     }

@@ -476,7 +476,7 @@ async fn a_path_that_was_never_published_is_not_removed() {
     world.unstage(&node).await;
 }
 
-/// Whoever unmounted it, the pod goes on, and the orchestrator stages again.
+/// Though it was unmounted, the pod goes on, and the orchestrator stages again.
 #[tokio::test]
 async fn a_lost_staging_mount_is_made_again_while_a_pod_has_the_volume() {
     let Some(world) = World::new() else { return };
@@ -533,7 +533,7 @@ async fn an_ext4_whose_journal_is_on_another_device_is_neither_checked_nor_mount
     let node = world.node();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     world.unstage(&node).await;
-    // What a hostile image says: the journal is on the device of that number of this host.
+    // A hostile image says: the journal is on the device of that number of this host.
     let file = File::options().write(true).open(world.attacher.file(VOLUME)).unwrap();
     use std::os::unix::fs::FileExt;
     file.write_all_at(&0_u32.to_le_bytes(), 0x4e0).unwrap();
@@ -548,7 +548,7 @@ async fn an_ext4_whose_journal_is_on_another_device_is_neither_checked_nor_mount
     assert_eq!(fs::read(world.attacher.file(VOLUME)).unwrap(), before);
 }
 
-/// What is advised for content that is not what was asked for never destroys it.
+/// The advice for content that is not what was asked for never destroys it.
 #[tokio::test]
 async fn the_advice_fits_what_was_found() {
     let Some(world) = World::new() else { return };

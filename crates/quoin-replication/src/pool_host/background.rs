@@ -81,7 +81,7 @@ impl Background {
         }
     }
 
-    /// Whether the next step, which `waits` for reads of the disk or not, has waited for too long: it is
+    /// Returns true if the next step, which `waits` for reads of the disk or not, has waited for too long: it is
     /// to be given up, so that other work goes on. Said once of each wait.
     pub fn hangs(&mut self, now: Time, waits: bool) -> bool {
         if !waits {

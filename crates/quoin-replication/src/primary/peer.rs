@@ -75,7 +75,7 @@ pub(super) struct Progress {
 /// Room in the pool of a replica.
 #[derive(Default)]
 pub(super) struct Room {
-    /// What the pool grants in this session; `None`: it has not answered.
+    /// Grant of the pool in this session; `None`: it has not answered.
     pub granted: Option<RoomGrant>,
     /// Set while the pool accepts no entries.
     pub stuck: bool,

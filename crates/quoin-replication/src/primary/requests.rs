@@ -185,7 +185,7 @@ pub(super) struct Requests {
     pub holes_wait: bool,
     /// Room for what may be sequenced before the next look at it.
     pub budget: Budget,
-    /// What is left of writes of which a part was admitted, one of a token.
+    /// Rests of writes of which a part was admitted, one of a token.
     rests: Vec<Request>,
 }
 
@@ -374,7 +374,7 @@ impl Requests {
         merges.chain(&self.overlap).map(|request| Need::of(&request.operation).blocks).sum()
     }
 
-    /// What is needed by the next request that waits for the window.
+    /// Room that is needed by the next request that waits for the window.
     pub fn next_need(&self) -> Option<Need> {
         self.window.front().map(|request| Need::of(&request.operation))
     }

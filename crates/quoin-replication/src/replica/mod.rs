@@ -160,7 +160,7 @@ pub struct Replica {
     timer: Option<Time>,
     /// Time at which a fenced session is ended.
     fenced_until: Option<Time>,
-    /// What the pool grants.
+    /// Grant of the pool.
     room: RoomGrant,
     refused_reads: RefusedReads,
 }

@@ -18,6 +18,7 @@ use crate::space::bit_set::BitSet;
 use crate::space::ready;
 use crate::space::segment_table::Segments;
 use crate::space::shares::Shares;
+use crate::space::uses::Uses;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
 const LARGE_FROM_BLOCKS: u64 = 1 << 22;
@@ -58,6 +59,8 @@ pub struct Allocator {
     pub readying: Option<(u32, u32)>,
     /// What is kept for entries that targets have sequenced.
     pub shares: Shares,
+    /// Uses of each unit so far.
+    pub uses: Uses,
 }
 
 /// Room that something may be written to.
@@ -86,6 +89,7 @@ impl Allocator {
             full_below: false,
             readying: None,
             shares: Shares::default(),
+            uses: Uses::default(),
         };
         if let Some(last) = groups.checked_sub(1) {
             allocator.recount(last);

@@ -56,7 +56,7 @@ pub enum Input {
     /// A client opened this volume over TCP.
     Client(VolumeId, Box<NewClient>),
     Update(Box<VolumeUpdate>),
-    /// Those whose certificates open all volumes; the connections of others end.
+    /// Members whose certificates open all volumes; the connections of others end.
     Openers(Openers),
     /// Drain, sync, close.
     Close(VolumeId),

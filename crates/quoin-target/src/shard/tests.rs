@@ -173,7 +173,7 @@ fn keys_of(role: &str, name: &str, key_hash: &str) -> MemberKeys {
     MemberKeys { role: role.into(), name: name.into(), key_hashes: vec![key_hash.into()] }
 }
 
-/// Who is still connected, by the hashes of their keys; `-`: one who showed none.
+/// Clients that are still connected, by the hashes of their keys; `-`: one who showed none.
 fn connected(shard: &Shard) -> Vec<String> {
     let clients = shard.volumes[&VOLUME].export.clients();
     let keys = clients.iter().filter_map(|key| match shard.sources.slots.get(key) {

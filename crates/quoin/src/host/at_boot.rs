@@ -376,7 +376,7 @@ pub fn mount(etc: &Etc, volume: &AtBoot, device: &Path, until: Instant) -> Resul
     let (kind, options) = (field(2), field(3));
     fs::create_dir_all(path).with_context(|| format!("make {}", path.display()))?;
     let is_writable = !options.split(',').any(|option| option == "ro");
-    // One that is mounted elsewhere on this host was checked, and cannot be.
+    // A file system that is mounted elsewhere on this host was checked, and cannot be.
     if kind == "ext4" && is_writable && loop_devices::mounts_of(device)?.is_empty() {
         let mut check = Command::new("e2fsck");
         let output = output_until(check.arg("-p").arg(device), until)?;

@@ -248,7 +248,7 @@ pub struct Mount {
     pub number: String,
     pub target: PathBuf,
     pub filesystem: String,
-    /// What was mounted, as it was named.
+    /// Source of the mount, as it was named.
     pub source: PathBuf,
 }
 

@@ -178,7 +178,7 @@ fn apply_all(files: &[PathBuf], image: &File) -> Result<FileView> {
             .with_context(|| file.display().to_string())?;
         image.set_len(reader.header().size_bytes).context("set the image's size")?;
         while let Some(record) = reader.next_record().map_err(|error| in_file(file, error))? {
-            // What was never written is a hole already.
+            // A block that was never written is a hole already.
             if before.is_some() || matches!(record, Record::Data { .. }) {
                 apply(image, &record).context("write the image")?;
             }

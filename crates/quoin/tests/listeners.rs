@@ -1,8 +1,8 @@
-//! Every door of a cluster, and who gets in by it.
+//! Every listener of a cluster, and who gets in by it.
 //!
-//! [`DOORS`] names each socket on which some process listens; a door that is in no row fails the test
+//! [`LISTENERS`] names each socket on which some process listens; a listener that is in no row fails the test
 //! that looks for them. [`STANDINGS`] names those who come, each with a certificate or without, and what
-//! each TLS door says to it. What a caller of the controller may do, call by call, is held by the tables
+//! each TLS listener says to it. What a caller of the controller may do, call by call, is held by the tables
 //! of `quoin-control` (`api/gate.rs`, `tests/control/access.rs`), and what a grant opens at a pool by
 //! `quoin-target/tests/sessions.rs`.
 
@@ -26,7 +26,7 @@ use quoin_wire::handshake::ClientSecurity;
 use quoin_wire::{Hello, Mode};
 use rustls::ClientConfig;
 
-/// How a door is guarded.
+/// How a listener is guarded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Guard {
     /// By the permissions of the socket's file, which is its owner's.
@@ -40,7 +40,7 @@ enum Guard {
 }
 
 /// Processes, the end of the socket's name (of a port: what it is), and how it is guarded.
-const DOORS: &[(&str, &str, Guard)] = &[
+const LISTENERS: &[(&str, &str, Guard)] = &[
     ("controller", "run/admin.sock", Guard::Mode(0o600)),
     ("controller", "port", Guard::Tls),
     ("controller", "http", Guard::Open),
@@ -59,7 +59,7 @@ const DOORS: &[(&str, &str, Guard)] = &[
     ("holder", "attach/holder.sock", Guard::Mode(0o600)),
 ];
 
-/// Answers of TLS doors.
+/// Answers of TLS listeners.
 const IN: &str = "";
 const NO_TLS: &str = "*TLS*";
 const NO_MEMBER: &str = "no member by the key";
@@ -69,7 +69,7 @@ const NOT_FOR: &str = "only that node";
 /// A pool tells the reason in its log alone: no node, or nothing was granted to it.
 const NO_GRANT: &str = "refused the session";
 
-/// Who comes, and what is said: by the controller (whether it may list volumes), by a pool to a session
+/// A caller, and what is said: by the controller (whether it may list volumes), by a pool to a session
 /// without a grant, by n1's port for all that it serves, and by n2's for those who share (asked for the
 /// volume that n1 and n3 share, and for the one that n2 has for itself).
 const STANDINGS: &[(&str, [&str; 5])] = &[
@@ -88,7 +88,7 @@ const STANDINGS: &[(&str, [&str; 5])] = &[
     ("controller", ["not for controller", NO_GRANT, NOT_FOR, NOT_FOR, NOT_FOR]),
 ];
 
-struct Doors {
+struct Listeners {
     cluster: Cluster,
     pool: String,
     all: String,
@@ -97,7 +97,7 @@ struct Doors {
     runtime: tokio::runtime::Runtime,
 }
 
-impl Doors {
+impl Listeners {
     /// Pool p1; n1 with its port for all, n2 with the one for sharers, n3 and the CSI process. Volume
     /// `own` is n1's, `private` n2's, and `shared` all three have, served by n2.
     fn new(test: &str) -> Self {
@@ -190,7 +190,7 @@ impl Doors {
         self.runtime.block_on(joining).unwrap()
     }
 
-    /// What the door of a volume says; an empty text: it is open.
+    /// The answer of the listener of a volume; an empty text: it is open.
     fn nbd(&self, address: &str, identity: Option<&Identity>, node: &str, volume: &str) -> String {
         match self.open(address, identity, node, volume) {
             Ok(mut open) => {
@@ -251,7 +251,7 @@ impl Doors {
         })
     }
 
-    /// What a pool says to a session for which nothing was granted.
+    /// The answer of a pool to a session for which nothing was granted.
     fn pool(&self, identity: Option<&Identity>) -> String {
         let config = match identity {
             Some(identity) => {
@@ -355,27 +355,27 @@ fn is_meant(row: &str, name: &str) -> bool {
 }
 
 #[test]
-fn every_socket_on_which_a_process_listens_is_a_door_of_the_table_and_guarded_as_that_says() {
-    let doors = Doors::new("doors");
+fn every_socket_on_which_a_process_listens_is_a_listener_of_the_table_and_guarded_as_that_says() {
+    let listeners = Listeners::new("listeners");
     let port = |address: &str| format!(":{}", address.rsplit_once(':').unwrap().1);
     let named = [
-        ("controller", doors.cluster.controller.as_str(), "port"),
-        ("controller", &doors.http, "http"),
-        ("p1", &doors.pool, "port"),
-        ("n1", &doors.all, "nbd-listen"),
-        ("n2", &doors.shares, "share-listen"),
+        ("controller", listeners.cluster.controller.as_str(), "port"),
+        ("controller", &listeners.http, "http"),
+        ("p1", &listeners.pool, "port"),
+        ("n1", &listeners.all, "nbd-listen"),
+        ("n2", &listeners.shares, "share-listen"),
     ];
-    eventually("all are open", || doors.listeners().len().ge(&12).then_some(()));
+    eventually("all are open", || listeners.listeners().len().ge(&12).then_some(()));
     let user = rustix::process::geteuid().as_raw();
     let mut seen = BTreeSet::new();
-    for (process, name) in doors.listeners() {
+    for (process, name) in listeners.listeners() {
         let known = named.iter().find(|(of, at, _)| *of == process && port(at) == name);
         let shown = known.map_or(name.as_str(), |(_, _, what)| what);
-        let row = DOORS.iter().position(|(of, row, _)| *of == process && is_meant(row, shown));
+        let row = LISTENERS.iter().position(|(of, row, _)| *of == process && is_meant(row, shown));
         let row =
-            row.unwrap_or_else(|| panic!("{process} listens on {name}: no row has this door"));
+            row.unwrap_or_else(|| panic!("{process} listens on {name}: no row has this listener"));
         seen.insert(row);
-        match DOORS[row].2 {
+        match LISTENERS[row].2 {
             Guard::Mode(mode) => {
                 let meta = std::fs::metadata(&name).unwrap();
                 assert_eq!(meta.permissions().mode() & 0o777, mode, "{process} {name}");
@@ -389,18 +389,19 @@ fn every_socket_on_which_a_process_listens_is_a_door_of_the_table_and_guarded_as
             Guard::Tls | Guard::Open => assert!(name.starts_with(':'), "{name}"),
         }
     }
-    for (row, door) in DOORS.iter().enumerate() {
-        let needs_devices = ["attach", "holder"].contains(&door.0);
-        assert!(seen.contains(&row) || needs_devices, "{door:?} is not there: {seen:?}");
+    for (row, listener) in LISTENERS.iter().enumerate() {
+        let needs_devices = ["attach", "holder"].contains(&listener.0);
+        assert!(seen.contains(&row) || needs_devices, "{listener:?} is not there: {seen:?}");
     }
 }
 
 #[test]
-fn each_standing_gets_in_by_the_doors_that_are_its_own_and_leaves_when_it_is_over() {
-    let doors = Doors::new("standings");
-    let (ops, leaves) = (doors.join(Role::Admin, "ops", "ops"), doors.join(Role::Admin, "b", "b"));
-    let nothing = doors.join(Role::Node, "n4", "n4");
-    doors.cluster.ok(&["admin", "remove", "b"]);
+fn each_standing_gets_in_by_the_listeners_that_are_its_own_and_leaves_when_it_is_over() {
+    let listeners = Listeners::new("standings");
+    let (ops, leaves) =
+        (listeners.join(Role::Admin, "ops", "ops"), listeners.join(Role::Admin, "b", "b"));
+    let nothing = listeners.join(Role::Node, "n4", "n4");
+    listeners.cluster.ok(&["admin", "remove", "b"]);
     let elsewhere = tempfile::tempdir().unwrap();
     let other = Authority::create(&elsewhere.path().join("ca"), Lifetimes::default()).unwrap();
     let other = other.issue_identity(&elsewhere.path().join("ops"), Role::Admin, "ops").unwrap();
@@ -409,50 +410,53 @@ fn each_standing_gets_in_by_the_doors_that_are_its_own_and_leaves_when_it_is_ove
         "another cluster's admin" => Some(other.clone()),
         "admin" => Some(ops.clone()),
         "admin, removed" => Some(leaves.clone()),
-        "admin, by another key" => Some(doors.forged(Role::Admin, "ops")),
-        "node n1" => Some(doors.member("n1")),
-        "node n1, by another key" => Some(doors.forged(Role::Node, "n1")),
-        "node n2" => Some(doors.member("n2")),
-        "node n3" => Some(doors.member("n3")),
-        "node n3, by another key" => Some(doors.forged(Role::Node, "n3")),
+        "admin, by another key" => Some(listeners.forged(Role::Admin, "ops")),
+        "node n1" => Some(listeners.member("n1")),
+        "node n1, by another key" => Some(listeners.forged(Role::Node, "n1")),
+        "node n2" => Some(listeners.member("n2")),
+        "node n3" => Some(listeners.member("n3")),
+        "node n3, by another key" => Some(listeners.forged(Role::Node, "n3")),
         "node n4, which has nothing" => Some(nothing.clone()),
-        "pool" => Some(doors.member("p1")),
-        "controller" => Some(doors.forged(Role::Controller, "controller")),
+        "pool" => Some(listeners.member("p1")),
+        "controller" => Some(listeners.forged(Role::Controller, "controller")),
         other => panic!("{other}"),
     };
     let asked = |standing: &str| {
         let identity = who(standing);
         let identity = identity.as_ref();
         [
-            ("the controller", doors.controller(identity)),
-            ("a pool", doors.pool(identity)),
-            ("n1's port for all", doors.nbd(&doors.all, identity, "n1", "own")),
-            ("n2's port for sharers", doors.nbd(&doors.shares, identity, "n2", "shared")),
-            ("the same, for another volume", doors.nbd(&doors.shares, identity, "n2", "private")),
+            ("the controller", listeners.controller(identity)),
+            ("a pool", listeners.pool(identity)),
+            ("n1's port for all", listeners.nbd(&listeners.all, identity, "n1", "own")),
+            ("n2's port for sharers", listeners.nbd(&listeners.shares, identity, "n2", "shared")),
+            (
+                "the same, for another volume",
+                listeners.nbd(&listeners.shares, identity, "n2", "private"),
+            ),
         ]
     };
     // The targets have heard of those who joined, and of the one who left.
     eventually("n1 knows its admins", || (asked("admin")[2].1 == IN).then_some(()));
     eventually("n1 knows who left", || (asked("admin, removed")[2].1 != IN).then_some(()));
     for (standing, expected) in STANDINGS {
-        for ((door, said), expected) in asked(standing).into_iter().zip(expected) {
+        for ((listener, said), expected) in asked(standing).into_iter().zip(expected) {
             let is_so = match *expected {
                 IN => said == IN,
                 NO_TLS => said != IN && !said.contains("may not"),
                 text => said.contains(text),
             };
-            assert!(is_so, "{standing}: {door} says {said:?}, and {expected:?} was expected");
+            assert!(is_so, "{standing}: {listener} says {said:?}, and {expected:?} was expected");
         }
     }
-    connected_when_it_ends(&doors, &ops);
+    connected_when_it_ends(&listeners, &ops);
 }
 
-/// Those who are connected when their standing ends: removed, replaced, expired; and others, who stay.
-fn connected_when_it_ends(doors: &Doors, ops: &Identity) {
-    let (n1, n3) = (doors.member("n1"), doors.member("n3"));
-    let mut own = doors.open(&doors.all, Some(&n1), "n1", "own").unwrap();
-    let mut admin = doors.open(&doors.all, Some(ops), "n1", "own").unwrap();
-    let mut sharer = doors.open(&doors.shares, Some(&n3), "n2", "shared").unwrap();
+/// Clients that are connected when their standing ends: removed, replaced, expired; and others, who stay.
+fn connected_when_it_ends(listeners: &Listeners, ops: &Identity) {
+    let (n1, n3) = (listeners.member("n1"), listeners.member("n3"));
+    let mut own = listeners.open(&listeners.all, Some(&n1), "n1", "own").unwrap();
+    let mut admin = listeners.open(&listeners.all, Some(ops), "n1", "own").unwrap();
+    let mut sharer = listeners.open(&listeners.shares, Some(&n3), "n2", "shared").unwrap();
     let block = [7; 4096];
     for open in [&mut own, &mut admin, &mut sharer] {
         assert_eq!(open.call(WRITE, FUA, 0, 4096, &block).unwrap(), Ok(()));
@@ -464,62 +468,64 @@ fn connected_when_it_ends(doors: &Doors, ops: &Identity) {
     };
 
     // The same key, with a certificate that runs out.
-    let brief = PathBuf::from(doors.cluster.path("brief"));
+    let brief = PathBuf::from(listeners.cluster.path("brief"));
     std::fs::create_dir_all(&brief).unwrap();
-    std::fs::copy(doors.cluster.path("n1/key.pem"), brief.join("key.pem")).unwrap();
+    std::fs::copy(listeners.cluster.path("n1/key.pem"), brief.join("key.pem")).unwrap();
     let lifetimes = Lifetimes { holder: Duration::from_secs(6), ..Lifetimes::default() };
-    let brief = doors.authority(lifetimes).issue_identity(&brief, Role::Node, "n1").unwrap();
-    let mut expires = doors.open(&doors.all, Some(&brief), "n1", "own").unwrap();
+    let brief = listeners.authority(lifetimes).issue_identity(&brief, Role::Node, "n1").unwrap();
+    let mut expires = listeners.open(&listeners.all, Some(&brief), "n1", "own").unwrap();
     assert_eq!(expires.read(0, 4096).unwrap(), block);
     ends("the certificate runs out", &mut expires);
     // Certificates count whole seconds.
     eventually("nor does it open again", || {
-        doors.open(&doors.all, Some(&brief), "n1", "own").is_err().then_some(())
+        listeners.open(&listeners.all, Some(&brief), "n1", "own").is_err().then_some(())
     });
     assert_eq!(own.read(0, 4096).unwrap(), block, "a certificate of the same key stays");
 
-    doors.cluster.ok(&["admin", "remove", "ops"]);
+    listeners.cluster.ok(&["admin", "remove", "ops"]);
     ends("the admin is removed", &mut admin);
-    assert!(doors.nbd(&doors.all, Some(ops), "n1", "own").contains(NO_MEMBER));
+    assert!(listeners.nbd(&listeners.all, Some(ops), "n1", "own").contains(NO_MEMBER));
     assert_eq!(own.read(0, 4096).unwrap(), block, "others stay");
 
     // Another key under the name of a node that shares a volume.
-    let next = doors.join(Role::Node, "n3", "n3-next");
+    let next = listeners.join(Role::Node, "n3", "n3-next");
     ends("the node is replaced", &mut sharer);
     let mut sharer = eventually("its next key gets in", || {
-        doors.open(&doors.shares, Some(&next), "n2", "shared").ok()
+        listeners.open(&listeners.shares, Some(&next), "n2", "shared").ok()
     });
-    assert!(doors.nbd(&doors.shares, Some(&n3), "n2", "shared").contains(NOT_SHARED));
+    assert!(listeners.nbd(&listeners.shares, Some(&n3), "n2", "shared").contains(NOT_SHARED));
     assert_eq!(
         sharer.read(0, 4096).unwrap(),
         block,
         "the former key ended the member's connection"
     );
 
-    doors.cluster.ok(&["volume", "detach", "shared", "--node", "n3"]);
+    listeners.cluster.ok(&["volume", "detach", "shared", "--node", "n3"]);
     ends("the node has the volume no more", &mut sharer);
-    doors.cluster.ok(&["node", "remove", "n3", "--force"]);
-    assert!(doors.controller(Some(&next)).contains("removed"));
-    assert!(doors.nbd(&doors.shares, Some(&next), "n2", "shared").contains(NOT_SHARED));
+    listeners.cluster.ok(&["node", "remove", "n3", "--force"]);
+    assert!(listeners.controller(Some(&next)).contains("removed"));
+    assert!(listeners.nbd(&listeners.shares, Some(&next), "n2", "shared").contains(NOT_SHARED));
     assert_eq!(own.read(0, 4096).unwrap(), block);
 }
 
 #[test]
 fn an_encrypted_volume_is_in_the_clear_for_no_node_that_has_not_shown_its_key() {
-    let doors = Doors::new("door-keys");
-    let key = doors.cluster.path("user-key");
+    let listeners = Listeners::new("listener-keys");
+    let key = listeners.cluster.path("user-key");
     std::fs::write(&key, "correct horse battery staple").unwrap();
     let encrypted = ["--replicas", "1", "--encrypt", "--key-file", &key];
-    doors.cluster.ok(&[&["volume", "create", "enc", "--size", "8MiB"], &encrypted[..]].concat());
-    let run = |node: &str| doors.cluster.path(&format!("{node}-run"));
+    listeners
+        .cluster
+        .ok(&[&["volume", "create", "enc", "--size", "8MiB"], &encrypted[..]].concat());
+    let run = |node: &str| listeners.cluster.path(&format!("{node}-run"));
     let attach = |node: &str| {
         let words = ["volume", "attach", "enc", "--node", node, "--nbd", "--share", "multi-writer"];
-        doors.cluster.ok(&[&words[..], &["--run", &run(node), "--key-file", &key]].concat())
+        listeners.cluster.ok(&[&words[..], &["--run", &run(node), "--key-file", &key]].concat())
     };
     attach("n2");
     // As an orchestrator does, before anybody has a key there.
-    let admin = PathBuf::from(doors.cluster.path("run/admin.sock"));
-    let published = doors.runtime.block_on(async {
+    let admin = PathBuf::from(listeners.cluster.path("run/admin.sock"));
+    let published = listeners.runtime.block_on(async {
         let volume = VolumeRef { id: String::new(), name: "enc".into() };
         let asked = PublishVolumeRequest {
             volume: Some(volume),
@@ -530,20 +536,22 @@ fn an_encrypted_volume_is_in_the_clear_for_no_node_that_has_not_shown_its_key() 
         ClusterClient::new(quoin_identity::unix_channel(&admin)).publish_volume(asked).await
     });
     let id = published.unwrap().into_inner().volume_id;
-    let n3 = doors.member("n3");
+    let n3 = listeners.member("n3");
     eventually("n2 shares it with n3", || {
         // It is listed for those alone who have shown the key.
-        let said = doors.nbd(&doors.shares, Some(&n3), "n2", "enc");
+        let said = listeners.nbd(&listeners.shares, Some(&n3), "n2", "enc");
         assert!(said.contains("has not proven the key"), "{said}");
-        let nodes = doors.cluster.json(&["volume", "get", "enc"])["nodes"].clone();
+        let nodes = listeners.cluster.json(&["volume", "get", "enc"])["nodes"].clone();
         nodes.as_array().is_some_and(|nodes| nodes.len() == 2).then_some(())
     });
     let socket = Path::new(&run("n3")).join(format!("nbd/{id}.sock"));
     std::thread::sleep(Duration::from_secs(3));
     assert!(!socket.exists(), "n3's target leads to it and has no key");
-    assert!(doors.nbd(&doors.shares, Some(&n3), "n2", "enc").contains("has not proven the key"));
+    assert!(
+        listeners.nbd(&listeners.shares, Some(&n3), "n2", "enc").contains("has not proven the key")
+    );
 
-    doors.cluster.ok(&["volume", "detach", "enc", "--node", "n3"]);
+    listeners.cluster.ok(&["volume", "detach", "enc", "--node", "n3"]);
     attach("n3");
     let open = |socket: &Path| {
         let options = ClientOptions::new(Address::Unix(socket.to_owned()));
@@ -553,6 +561,8 @@ fn an_encrypted_volume_is_in_the_clear_for_no_node_that_has_not_shown_its_key() 
     let (first, second) = (open(&there), open(&socket));
     first.write(4096, vec![5; 4096].into(), true).unwrap();
     assert_eq!(second.read(4096, 4096).unwrap(), vec![5; 4096]);
-    // What n3's target has shown opens nothing to others.
-    assert!(doors.nbd(&doors.shares, Some(&n3), "n2", "enc").contains("has not proven the key"));
+    // The proof of n3's target opens nothing to others.
+    assert!(
+        listeners.nbd(&listeners.shares, Some(&n3), "n2", "enc").contains("has not proven the key")
+    );
 }
