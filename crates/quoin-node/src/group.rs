@@ -135,7 +135,7 @@ mod tests {
         (metadata.gid(), metadata.mode() & 0o7777)
     }
 
-    /// Proves CSI-VOLCAP-06, CSI-VOLCAP-07.
+    /// Proves CSI-VOLCAP-06.
     #[test]
     fn a_tree_whose_root_lacks_the_group_is_given_to_it_whole_and_links_are_not_followed() {
         if !rustix::process::geteuid().is_root() {

@@ -121,7 +121,8 @@ impl ClientOptions {
                     "no controller at {}, and no context: start one with `quoin dev`, name its \
                      socket with --socket or QUOIN_SOCKET, or, for a controller on another host, \
                      make a token there (`quoin token create --role admin`) and a context here: \
-                     quoin cluster join --role admin --controller HOST:7400 --token TOKEN",
+                     QUOIN_JOIN_TOKEN=TOKEN quoin cluster join --role admin --controller \
+                     HOST:7400",
                     usual.join(" or ")
                 )
             }
@@ -179,7 +180,8 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
         bail!(
             "{address} is an address, and a controller speaks there with those who have a \
              certificate: make a token where it runs (`quoin token create --role admin`), and a \
-             context here: quoin cluster join --role admin --controller {address} --token TOKEN"
+             context here: QUOIN_JOIN_TOKEN=TOKEN quoin cluster join --role admin --controller \
+             {address}"
         );
     }
     if let Err(error) = tokio::net::UnixStream::connect(path).await {

@@ -126,7 +126,7 @@ impl Site {
     fn follow(&mut self, step: &Step) {
         let Step { host, command, shows, line } = step;
         println!("{host}# {command}");
-        let mut command = command.replace("--token TOKEN", &format!("--token {}", self.token));
+        let mut command = command.replace("_TOKEN=TOKEN ", &format!("_TOKEN={} ", self.token));
         for (shown, device) in &self.devices {
             command = command.replace(shown, device);
         }
