@@ -132,7 +132,7 @@ async fn a_member_is_told_of_the_clocks_where_a_controller_is_not_valid_yet_or_h
         let request = controller.renewal_request().unwrap();
         let issued = authority.issue_at(&request, controller.peer(), issued_at).unwrap();
         controller.install(&issued).unwrap();
-        let text = node.connect(&address).await.err().expect("refused").to_string();
+        let text = node.connect(&address).await.expect_err("refused").to_string();
         assert!(text.contains(word) && text.contains("check this host's clock"), "{text}");
         let year = |text: &str| text.matches("T").count() >= 2 && text.contains("Z");
         assert!(year(&text) && !text.contains("start it"), "both times, no wrong way out: {text}");

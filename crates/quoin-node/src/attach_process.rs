@@ -153,7 +153,7 @@ mod tests {
             link: None,
             dead: dead.into(),
         };
-        let all = vec![attached("1", "another node has it"), attached("2", "")];
+        let all = [attached("1", "another node has it"), attached("2", "")];
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
                 let mut request = Vec::new();

@@ -412,7 +412,7 @@ impl Crowd {
                 while let Some(link) = self.links.get_mut(&(volume, connection))
                     && let Some(message) = link.to_target.pop_front()
                 {
-                    self.to_target(volume, connection, message);
+                    self.tell_target(volume, connection, message);
                 }
                 self.close(volume, connection, true);
             }
@@ -488,7 +488,7 @@ impl Crowd {
 
     // ---- time ----------------------------------------------------------------------------
 
-    fn to_target(&mut self, volume: usize, connection: u64, message: FromReplica) {
+    fn tell_target(&mut self, volume: usize, connection: u64, message: FromReplica) {
         let Some(link) = self.links.get(&(volume, connection)) else { return };
         let (session, bulk) = (link.session, link.bulk);
         self.feed_target(
@@ -519,7 +519,7 @@ impl Crowd {
         let (session, shelf, guid) = (link.session, link.shelf, link.guid);
         if !down {
             let message = link.to_target.pop_front().unwrap();
-            self.to_target(volume, connection, message);
+            self.tell_target(volume, connection, message);
             return true;
         }
         let message = link.to_pool.pop_front().unwrap();

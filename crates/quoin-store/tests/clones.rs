@@ -86,11 +86,9 @@ fn a_clone_is_made_of_the_sound_replica_where_a_damaged_one_has_its_snapshot_too
     let mut store = pool.replica(sound).expect("it");
     store.append(&entries).expect("room");
     store.set_stable(entries.last().expect("a snapshot").lsn);
-    drop(store);
     let mut store = pool.replica(damaged).expect("it");
     let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
     store.put_meta(meta).expect("room");
-    drop(store);
     let source = CloneSource { volume: VolumeId(1), snapshot };
     let made = (0..50).any(|_| {
         family.work();

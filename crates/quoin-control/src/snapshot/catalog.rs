@@ -358,7 +358,7 @@ impl Snapshots {
                 rest.take(count).collect()
             }
             Some(None) => Vec::new(),
-            None => self.state.snapshots.records.page_of(after, count, &is_listed),
+            None => self.state.snapshots.records.page_of(after, count, is_listed),
         };
         let listed = page(after, count);
         let last = listed.last().map(|snapshot| snapshot.name()).unwrap_or_default();

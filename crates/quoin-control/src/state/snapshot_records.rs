@@ -616,7 +616,9 @@ pub(crate) mod tests {
         // The first run of all lies ahead: the clock was wrong as the schedule was made.
         let created = ScheduleRecord { created_ms: now + 25 * day, last_ms: 0, ..minutely.clone() };
         let due = created.due_ms(now).expect("a first run of the future");
-        assert!(due <= now && now - due < 60_000 && (created.created_ms - due) % 60_000 == 0);
+        assert!(
+            due <= now && now - due < 60_000 && (created.created_ms - due).is_multiple_of(60_000)
+        );
         // Once it is carried out, the next one is an interval later.
         let carried_out = ScheduleRecord { last_ms: due, ..created };
         assert_eq!((carried_out.due_ms(now), carried_out.next_ms(now)), (None, due + 60_000));

@@ -381,7 +381,7 @@ pub fn mount(etc: &Etc, volume: &AtBoot, device: &Path, until: Instant) -> Resul
         let mut check = Command::new("e2fsck");
         let output = output_until(check.arg("-p").arg(device), until)?;
         // 1: it is repaired.
-        if !output.status.code().is_some_and(|code| code <= 1) {
+        if output.status.code().is_none_or(|code| code > 1) {
             bail!(
                 "the file system of volume {name} has damage that is not repaired without being \
                  asked: run `e2fsck {}` by hand: {}",
