@@ -291,7 +291,7 @@ async fn secrets_and_mount_flags_are_in_no_log_message_or_record() {
     let secrets = map(&[("passphrase", "hunter2"), ("user.name", "hunter2")]);
     let mut capability = writer();
     if let Some(volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
-        mount.mount_flags = vec!["journal_path=/hunter2".into()];
+        mount.mount_flags = vec!["data=hunter2".into()];
     }
     let mut messages = String::new();
     let request = CreateVolumeRequest { secrets: secrets.clone(), ..create("db", 64 * MIB) };
