@@ -144,7 +144,7 @@ fn work(pool: &mut Pool<MemoryDisk>) {
 fn every_crash_of_a_family_leaves_each_member_whole_or_not_at_all() {
     for seed in 0..2 {
         println!("seed {seed}");
-        let mut family = Family::new(400 + seed, 8 << 20);
+        let mut family = Family::new(400 + seed, 10 << 20);
         (0..30).for_each(|_| family.write_some(1));
         let mut run = Enumeration::new(family);
         let first = run.snapshot(1);
