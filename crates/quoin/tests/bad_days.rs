@@ -153,7 +153,7 @@ fn each_unusable_pool_is_refused_by_name_and_leaves_nothing_incomplete() {
     std::fs::create_dir(&whole).unwrap();
     let running = pool.start(&whole, &["--capacity", "256MiB"]);
     dev.eventually("the spare pool is online", || pool.is_online());
-    assert_names(&pool.refused(&whole, &[]), &whole, &["another process"]);
+    assert_names(&pool.refused(&whole, &[]), &whole, &["in use by quoin", "stop that first"]);
     let taken = dev.json(&["pool", "list"])[0]["address"].as_str().unwrap().to_owned();
     running.terminate();
     let printed = pool.refused(&whole, &["--listen", &taken]);
