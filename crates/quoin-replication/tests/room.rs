@@ -424,3 +424,29 @@ fn what_frees_space_passes_writes_that_wait_for_room() {
     c.say_room(0..2, grant(Takes::Writes, 24));
     assert!(c.answer(write).expect("writes are granted").result.is_ok());
 }
+
+/// Only stable entries free room. Each of these replicas lacks the last entry, and a sync of all that was
+/// sequenced would be asked of none.
+#[test]
+fn a_replica_without_room_is_asked_to_sync_what_it_has() {
+    let mut hand = Hand::new(hand::config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    hand.write(1, 0);
+    let has = hand.entries_of(1).last().expect("it was sent").lsn;
+    hand.write(2, 1);
+    let ping = Ping(hand.now.0);
+    hand.sent.clear();
+    for id in 1..=3 {
+        hand.say(id, FromReplica::Applied { applied: has, durable: Lsn(11), ping });
+        hand.say(id, FromReplica::NoRoom { applied: has });
+    }
+    hand.submit(3, Operation::Flush);
+    // The third one was asked for all before it said so, and syncs what it has.
+    for id in 1..=2 {
+        let is_asked = hand.sent.iter().any(|(member, message)| {
+            *member == hand::member(id)
+                && matches!(message, ToReplica::Sync { lsn, .. } if *lsn == has)
+        });
+        assert!(is_asked, "replica {id}: {:?}", hand.sent);
+    }
+}

@@ -521,6 +521,23 @@ fn a_copy_that_its_replica_found_bad_is_replaced_by_another_members_of_the_same_
     assert!(!c.target_has_timer(), "a repair leaves nothing to wait for");
 }
 
+/// An open cut the entry after its copy was found bad. A target that is asked for what cannot be takes
+/// that for a broken rule, and shuts the replica out.
+#[test]
+fn a_bad_copy_of_an_entry_that_is_gone_is_not_asked_for_and_its_replica_stays() {
+    let mut c = Cluster::new(3, config());
+    c.write(4, 1);
+    c.wait_in_sync(3);
+    let gone = Lsn(c.hosts[1].position().lsn.0 + 5);
+    c.found_bad(1, 4, gone);
+    c.settle();
+    let is_refused = |n: &PrimaryNote| matches!(n, PrimaryNote::InvariantRefused { .. });
+    assert!(!c.notes.iter().any(is_refused), "{:?}", c.notes);
+    c.write(4, 2);
+    c.wait_in_sync(3);
+    assert_eq!(c.read(4 * 4096, 4096), vec![2; 4096]);
+}
+
 /// One bad copy each, of different blocks: all are repaired; of the same block: only that one is
 /// lost.
 #[test]

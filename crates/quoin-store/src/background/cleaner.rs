@@ -172,9 +172,13 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, 
         let live = live_of(replica, core, step, &stand, job.looked.take())?;
         let copies = live.iter().filter(|c| job.own.contains(&c.name)).count();
         let gone = names_gone(step, &stand, &live, &job.own);
-        if !move_blocks(replica, core, &live, gone, &mut job.data, &mut job.moves)? {
-            // The disk may give them another time, after the next commit: the segment stays.
-            replica.family.segments.set_aside(job.unit);
+        let moved = move_blocks(replica, core, &live, gone, &mut job.data, &mut job.moves)?;
+        if moved != Moved::All {
+            match moved {
+                Moved::Bad => replica.family.segments.set_aside_for_repair(job.unit),
+                // The disk may give them another time, after the next commit: the segment stays.
+                _ => replica.family.segments.set_aside(job.unit),
+            }
             if job.moved || job.copied {
                 // Moved blocks were counted in their new segment, and in this one as well.
                 replica.maintenance.count.begin_anew();
@@ -394,9 +398,16 @@ fn live_of<D: Disk>(
     Ok(live)
 }
 
-/// `Ok(false)`: the disk does not give one of them, or other bytes than its checksum says, so none is
-/// moved. What cannot be read now is perhaps good, and bytes that are not the block's would take its
-/// place for ever.
+/// Outcome of a step that moves blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Moved {
+    All,
+    /// The disk does not give one of them now: it is perhaps good, so none is moved.
+    Refused,
+    /// One has other bytes than its checksum says, which would take its place for ever: none is moved.
+    Bad,
+}
+
 fn move_blocks<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
@@ -404,11 +415,11 @@ fn move_blocks<D: Disk>(
     gone: Vec<(u64, u64, u32)>,
     data: &mut SegmentData,
     job_moves: &mut Moves,
-) -> Result<bool, StoreError> {
+) -> Result<Moved, StoreError> {
     let (mut blocks, mut bad) = (Vec::with_capacity(live.len()), Vec::new());
     for candidate in live {
         let Candidate { lba, version, place, crc, .. } = *candidate;
-        let Ok(bytes) = data.block(core, place, crc) else { return Ok(false) };
+        let Ok(bytes) = data.block(core, place, crc) else { return Ok(Moved::Refused) };
         let name = if is_logical(candidate.name) { candidate.name } else { 0 };
         match MovedBlock::of(lba, version, crc, name, bytes) {
             Some(block) => blocks.push(block),
@@ -420,7 +431,7 @@ fn move_blocks<D: Disk>(
         for (lba, place) in bad {
             note_bad_place(replica, core, lba, place)?;
         }
-        return Ok(false);
+        return Ok(Moved::Bad);
     }
     let places = relocation::write_moved(
         replica,
@@ -462,7 +473,7 @@ fn move_blocks<D: Disk>(
         update_views(replica, core, &pass, &crcs)?;
         moves = later;
     }
-    Ok(true)
+    Ok(Moved::All)
 }
 
 /// Notes a block as bad in a view that shows this place: the live one if it does.

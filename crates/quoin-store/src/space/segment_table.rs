@@ -521,13 +521,23 @@ impl Segments {
 
     // ---- candidates ----------------------------------------------------------------------
 
-    /// Leaves a segment alone, since it could not be read, or not all of it as it was written. Each time
-    /// it waits for twice as many commits: what was moved of it each time was for nothing.
+    /// Leaves a segment alone until the next commit, since it could not be read.
     pub fn set_aside(&mut self, unit: u32) {
-        self.aside.insert(unit);
+        self.failures.entry(unit).or_default().commits_left = 1;
+        self.leave_alone(unit);
+    }
+
+    /// Leaves a segment alone since not all of it is as it was written. Each time it waits for twice as
+    /// many commits: it stays so until it is repaired, and what was moved of it was for nothing.
+    pub fn set_aside_for_repair(&mut self, unit: u32) {
         let failures = self.failures.entry(unit).or_default();
         failures.commits_left = 1 << failures.times;
         failures.times = (failures.times + 1).min(FAILURES_MAX);
+        self.leave_alone(unit);
+    }
+
+    fn leave_alone(&mut self, unit: u32) {
+        self.aside.insert(unit);
         self.aside_changes += 1;
         self.change(unit, |packed| packed.bits |= IS_ASIDE);
     }
@@ -776,10 +786,14 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_cannot_be_emptied_waits_for_twice_as_many_commits_each_time() {
+    fn a_segment_that_is_to_be_repaired_waits_for_twice_as_many_commits_each_time_and_others_for_one()
+     {
         let mut segments = Segments::new(UNIT_BLOCKS);
-        for expected in [1, 2, 4, 8] {
-            segments.set_aside(3);
+        for (for_repair, expected) in [(true, 1), (true, 2), (false, 1), (true, 4), (false, 1)] {
+            match for_repair {
+                true => segments.set_aside_for_repair(3),
+                false => segments.set_aside(3),
+            }
             let waited = (1..100).find(|_| {
                 segments.try_some_again();
                 !segments.is_aside(3)
