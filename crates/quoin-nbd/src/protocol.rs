@@ -174,7 +174,10 @@ pub fn error_number(error: BlockError, writes: bool) -> u32 {
     match error {
         BlockError::OutOfRange if writes => error::NOSPC,
         BlockError::OutOfRange | BlockError::Misaligned => error::INVAL,
-        BlockError::Damaged | BlockError::NoQuorum => error::IO,
+        BlockError::Damaged
+        | BlockError::NoQuorum
+        | BlockError::NoClient
+        | BlockError::OutOfWindow => error::IO,
         BlockError::NoSpace => error::NOSPC,
         BlockError::ReadOnly => error::PERM,
         BlockError::Stopped => error::SHUTDOWN,

@@ -228,7 +228,7 @@ impl Transmission {
             self.in_flight.len() - 1
         });
         self.in_flight[slot] = Some(in_flight);
-        Request { token: slot as u64, operation }
+        Request { token: slot as u64, operation, origin: None }
     }
 
     pub(super) fn complete(&mut self, reply: Reply, output: &mut Vec<Bytes>) {

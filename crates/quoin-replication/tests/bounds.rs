@@ -6,6 +6,7 @@ use quoin_types::message::{
     EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo,
 };
 use quoin_types::{
+    ClientTable,
     BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX, Lsn, Member,
     Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX,
     View, WRITE_BLOCKS_MAX,
@@ -70,6 +71,7 @@ fn answer(epochs: usize, last: Lsn) -> OpenAck {
         shadow: None,
         shadow_cut: None,
         heads: Vec::new(),
+        clients: ClientTable::default(),
     }
 }
 
@@ -130,6 +132,7 @@ fn end_of(ack: OpenAck) -> IncrementEnd {
         last_view: ack.last_view,
         volume_blocks: ack.volume_blocks,
         snapshots: ack.snapshots,
+        clients: ack.clients,
     }
 }
 

@@ -270,6 +270,7 @@ fn an_increment_that_cannot_be_true_ends_the_session() {
         last_view: None,
         volume_blocks: 64,
         snapshots: Vec::new(),
+        clients: Default::default(),
     };
     let begin = || ToReplica::IncrementBegin { rebuild: 1, from: Lsn(0) };
     let hostile = [

@@ -567,6 +567,7 @@ fn an_increment_and_repairs_over_a_map_that_is_in_no_cache_wait_for_no_read() {
         last_view: None,
         volume_blocks: LEAVES * 256,
         snapshots,
+        clients: Default::default(),
     };
     replica.increment_prepare(1, &end).expect("prepared");
     assert_eq!(waited(&volume), 0, "reads that the end waited for");

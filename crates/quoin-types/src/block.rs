@@ -5,6 +5,8 @@
 
 use bytes::{Bytes, BytesMut};
 
+use crate::client::Origin;
+
 /// Number of one request within its session; chosen by the session, given back with the reply.
 pub type Token = u64;
 
@@ -43,6 +45,8 @@ pub enum Operation {
 pub struct Request {
     pub token: Token,
     pub operation: Operation,
+    /// The request of its client, which may send it again, if the client numbers them.
+    pub origin: Option<Origin>,
 }
 
 /// Reason for which a request failed; every front-end maps it to its own codes.
@@ -62,6 +66,10 @@ pub enum BlockError {
     ReadOnly,
     #[error("the target is shutting down or was fenced by a newer epoch")]
     Stopped,
+    #[error("the volume no longer knows this client: its attachment ended, or another one followed")]
+    NoClient,
+    #[error("the request's number is not one of those that its client may use now")]
+    OutOfWindow,
 }
 
 /// One part of the answer to [`Operation::Status`].

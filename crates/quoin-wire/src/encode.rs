@@ -69,9 +69,12 @@ impl FrameBuffer {
         out.put_u64_le(entry.lba);
         out.put_u32_le(entry.blocks);
         out.put_u8(entry.kind.code());
-        out.put_flag(entry.fua);
+        out.put_u8(entry.flags());
         out.put_u64_le(entry.chain.0);
         out.put_blob(&entry.kind.encode_payload());
+        if let Some(part) = &entry.part {
+            out.put_slice(&part.to_bytes());
+        }
         for crc in &entry.crcs {
             out.put_u32_le(*crc);
         }
@@ -166,6 +169,7 @@ fn increment_end(out: &mut BytesMut, end: &IncrementEnd) {
     last_view(out, &end.last_view);
     out.put_u64_le(end.volume_blocks);
     snapshots(out, &end.snapshots);
+    end.clients.encode(out);
 }
 
 /// Encodes a message to a replica; `emit` gets each frame (several for a long `Append`).
@@ -364,6 +368,7 @@ pub fn from_replica(
                 out.put_u64_le(from.0);
                 out.put_u64_le(cursor);
             }
+            ack.clients.encode(out);
             // Versions without the feature end the frame here.
             if ack.shadow_cut.is_some() || !ack.heads.is_empty() {
                 out.put_flag(ack.shadow_cut.is_some());

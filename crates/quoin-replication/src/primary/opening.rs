@@ -7,6 +7,7 @@ use super::history::History;
 use super::incarnations::Incarnations;
 use super::past::Past;
 use super::refusals::Refusals;
+use quoin_types::client::Judged;
 use quoin_types::entry::{EntryKind, SharedEntry};
 use quoin_types::ids::{Epoch, Lsn, Position};
 use quoin_types::membership::Membership;
@@ -122,15 +123,26 @@ impl Opening {
                 moved.push((entry.lsn, entry.lsn));
                 continue;
             }
+            if let Some(part) = &entry.part
+                && let Judged::Executed(lsn) = history.clients.judge(&part.origin)
+            {
+                moved.push((entry.lsn, lsn));
+                continue;
+            }
             let is_wanted = match entry.kind {
-                EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => true,
+                EntryKind::Write
+                | EntryKind::Trim
+                | EntryKind::Zero { .. }
+                | EntryKind::BeginClient { .. }
+                | EntryKind::EndClient { .. } => true,
                 // Writes beyond the old end may follow it.
                 EntryKind::Resize { blocks } => blocks > history.blocks,
                 _ => false,
             };
             if is_wanted {
                 let (kind, data) = (entry.kind.clone(), entry.data.clone());
-                let new = history.append(epoch, kind, entry.lba, entry.blocks, data, entry.fua);
+                let (lba, blocks, fua) = (entry.lba, entry.blocks, entry.fua);
+                let new = history.append_part(epoch, kind, lba, blocks, data, fua, entry.part);
                 last = new.lsn;
             }
             moved.push((entry.lsn, last));

@@ -144,11 +144,11 @@ impl Requests {
     }
 
     pub fn wait_for_commit(&mut self, sequenced: Sequenced) {
-        self.commit.push_back(sequenced);
+        insert(&mut self.commit, sequenced);
     }
 
     pub fn wait_for_stable(&mut self, sequenced: Sequenced) {
-        self.stable.push_back(sequenced);
+        insert(&mut self.stable, sequenced);
     }
 
     pub fn wait_for_lease(&mut self, token: Token, error: BlockError) {
@@ -313,13 +313,25 @@ impl Requests {
     }
 }
 
+/// Keeps a queue in the order of its LSNs. Only a request that is sent again is not its last.
+fn insert(queue: &mut VecDeque<Sequenced>, sequenced: Sequenced) {
+    let at = match queue.back() {
+        Some(last) if last.lsn > sequenced.lsn => {
+            queue.partition_point(|waiting| waiting.lsn <= sequenced.lsn)
+        }
+        _ => queue.len(),
+    };
+    queue.insert(at, sequenced);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn write(token: Token, offset: u64) -> Request {
         let data = Bytes::from_static(&[1; 512]);
-        Request { token, operation: Operation::Write { offset, data, fua: false } }
+        let operation = Operation::Write { offset, data, fua: false };
+        Request { token, operation, origin: None }
     }
 
     fn merge(token: Token, offset: u64, reads: u32) -> Merge {

@@ -9,11 +9,17 @@ use super::read::Purpose;
 use super::requests::{BLOCK, Merge, Merging, Range, Sequenced, Waiting, extent};
 use super::{Phase, Primary, PrimaryAction};
 use quoin_types::block::{BlockError, Operation, Request, Token};
+use quoin_types::client::{Origin, Part};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::Lsn;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+
+/// Longest requests of a client that numbers them, whose parts are numbered too; an NBD client
+/// cannot send longer ones.
+const NUMBERED_WRITE_MAX: u64 = 128 << 20;
+const NUMBERED_HOLE_MAX: u64 = 4 << 30;
 
 impl Primary {
     pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<PrimaryAction>) {
@@ -27,7 +33,7 @@ impl Primary {
             self.opening.past.waits(self.opening.epoch);
             return self.requests.wait_for_window(request);
         }
-        if let Err(error) = self.check(&request.operation) {
+        if let Err(error) = self.check(&request) {
             return self.refuse(token, error, actions);
         }
         let Some(request) = self.admit_by_room(now, request, actions) else { return };
@@ -38,7 +44,7 @@ impl Primary {
         self.execute(now, request);
     }
 
-    fn is_write(operation: &Operation) -> bool {
+    pub(super) fn is_write(operation: &Operation) -> bool {
         matches!(
             operation,
             Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
@@ -98,7 +104,7 @@ impl Primary {
             && !self.window_full()
             && let Some(request) = self.requests.next_in_window()
         {
-            match self.check(&request.operation) {
+            match self.check(&request) {
                 Ok(()) => {
                     if let Some(request) = self.admit_by_room(now, request, actions) {
                         self.execute(now, request);
@@ -109,13 +115,19 @@ impl Primary {
         }
     }
 
-    fn check(&self, operation: &Operation) -> Result<(), BlockError> {
+    fn check(&self, request: &Request) -> Result<(), BlockError> {
+        let operation = &request.operation;
         if self.config.read_only && Self::is_write(operation) {
             return Err(BlockError::ReadOnly);
         }
         let Some((offset, length)) = extent(operation) else { return Ok(()) };
         let size = self.volume_blocks() << BLOCK_SHIFT;
         if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(BlockError::OutOfRange);
+        }
+        let is_data = matches!(operation, Operation::Write { .. });
+        let longest = if is_data { NUMBERED_WRITE_MAX } else { NUMBERED_HOLE_MAX };
+        if request.origin.is_some() && length > longest {
             return Err(BlockError::OutOfRange);
         }
         let unit = u64::from(self.config.logical_block_size);
@@ -142,6 +154,10 @@ impl Primary {
         if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
             return self.answer_nothing(token);
         }
+        let done = match self.judge_repeat(&request) {
+            Ok(done) => done,
+            Err(answered) => return self.answer_repeat(&request, answered),
+        };
         if Self::is_write(&request.operation)
             && let Some(range) = Range::of(&request.operation)
             && self.requests.overlaps(range)
@@ -157,7 +173,9 @@ impl Primary {
                 if !aligned {
                     return self.merge(now, request);
                 }
-                let lsn = self.append_write(offset / BLOCK, data, fua);
+                let parts = write_parts(data.len());
+                let mut parts = Parts::new(request.origin, done, parts);
+                let lsn = self.append_write(offset / BLOCK, data, fua, &mut parts);
                 let bytes = data.len() as u64;
                 self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
             }
@@ -167,7 +185,8 @@ impl Primary {
                 if first >= end {
                     return self.answer_nothing(token);
                 }
-                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
+                let mut parts = Parts::new(request.origin, done, hole_parts(first, end));
+                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua, &mut parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
@@ -175,7 +194,9 @@ impl Primary {
                     return self.merge(now, request);
                 }
                 let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
-                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                let mut parts = Parts::new(request.origin, done, hole_parts(first, end));
+                let kind = EntryKind::Zero { no_hole };
+                let lsn = self.append_hole(&kind, first, end, fua, &mut parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
         }
@@ -196,7 +217,7 @@ impl Primary {
         self.requests.wait_for_commit(Sequenced::unmeasured(self.history.last.lsn, token));
     }
 
-    fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
+    pub(super) fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
         let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
         if fua || media {
             self.requests.wait_for_stable(waiting);
@@ -206,28 +227,43 @@ impl Primary {
     }
 
     /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
-    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool) -> Lsn {
+    fn append_write(
+        &mut self,
+        mut lba: u64,
+        data: &Bytes,
+        fua: bool,
+        parts: &mut Parts,
+    ) -> Lsn {
         let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
         let mut lsn = self.history.last.lsn;
         for at in (0..data.len()).step_by(step) {
             let part = data.slice(at..(at + step).min(data.len()));
             let blocks = (part.len() / BLOCK_SIZE) as u32;
-            lsn = self
-                .history
-                .append(self.opening.epoch, EntryKind::Write, lba, blocks, part, fua)
-                .lsn;
+            if let Some(of) = parts.next() {
+                let (epoch, kind) = (self.opening.epoch, EntryKind::Write);
+                lsn = self.history.append_part(epoch, kind, lba, blocks, part, fua, of).lsn;
+            }
             lba += u64::from(blocks);
         }
         lsn
     }
 
-    fn append_hole(&mut self, kind: &EntryKind, first: u64, end: u64, fua: bool) -> Lsn {
+    fn append_hole(
+        &mut self,
+        kind: &EntryKind,
+        first: u64,
+        end: u64,
+        fua: bool,
+        parts: &mut Parts,
+    ) -> Lsn {
         let mut lsn = self.history.last.lsn;
         let mut lba = first;
         while lba < end {
             let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
-            let kind = kind.clone();
-            lsn = self.history.append(self.opening.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
+            if let Some(of) = parts.next() {
+                let (epoch, kind, none) = (self.opening.epoch, kind.clone(), Bytes::new());
+                lsn = self.history.append_part(epoch, kind, lba, blocks, none, fua, of).lsn;
+            }
             lba += u64::from(blocks);
         }
         lsn
@@ -274,13 +310,19 @@ impl Primary {
     fn append_merged(&mut self, merge: Merge) {
         let token = merge.request.token;
         let Range { first, end } = merge.range;
+        let done = match self.judge_repeat(&merge.request) {
+            Ok(done) => done,
+            Err(answered) => return self.answer_repeat(&merge.request, answered),
+        };
+        let origin = merge.request.origin;
         let (lsn, fua) = match merge.request.operation {
             Operation::Write { offset, data, fua } => {
                 let mut whole = BytesMut::zeroed(((end - first) as usize) * BLOCK_SIZE);
                 fill_edges(&mut whole, merge.head, merge.tail);
                 let at = (offset - first * BLOCK) as usize;
                 whole[at..at + data.len()].copy_from_slice(&data);
-                (self.append_write(first, &whole.freeze(), fua), fua)
+                let mut parts = Parts::new(origin, done, write_parts(whole.len()));
+                (self.append_write(first, &whole.freeze(), fua, &mut parts), fua)
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
                 let mut first = first;
@@ -288,19 +330,26 @@ impl Primary {
                 let mut lsn = self.history.last.lsn;
                 let zero_end = offset + length;
                 let single = end - first == 1;
+                let edges = u64::from(merge.head.is_some()) + u64::from(merge.tail.is_some());
+                let holes = hole_parts(
+                    first + u64::from(merge.head.is_some()),
+                    end - u64::from(merge.tail.is_some()),
+                );
+                let mut parts = Parts::new(origin, done, edges + holes);
                 if let Some(head) = merge.head {
                     let from = (offset % BLOCK) as usize;
                     let to = if single { from + length as usize } else { BLOCK_SIZE };
-                    lsn = self.append_write(first, &zeroed(&head, from, to), fua);
+                    lsn = self.append_write(first, &zeroed(&head, from, to), fua, &mut parts);
                     first += 1;
                 }
                 if let Some(tail) = merge.tail {
                     let to = (zero_end % BLOCK) as usize;
                     end -= 1;
-                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua);
+                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua, &mut parts);
                 }
                 if first < end {
-                    lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                    let kind = EntryKind::Zero { no_hole };
+                    lsn = self.append_hole(&kind, first, end, fua, &mut parts);
                 }
                 (lsn, fua)
             }
@@ -315,6 +364,38 @@ impl Primary {
             self.execute(now, request);
         }
     }
+}
+
+/// The entries that one request becomes.
+struct Parts {
+    origin: Option<Origin>,
+    /// Number of those that took effect before.
+    done: u8,
+    next: u64,
+    total: u64,
+}
+
+impl Parts {
+    fn new(origin: Option<Origin>, done: u8, total: u64) -> Self {
+        Self { origin, done, next: 0, total }
+    }
+
+    /// Moves on to the next entry, and returns what it is a part of. `None`: it took effect before.
+    fn next(&mut self) -> Option<Option<Part>> {
+        let at = self.next;
+        self.next += 1;
+        let Some(origin) = self.origin else { return Some(None) };
+        let index = u8::try_from(at).expect("a numbered request is a few entries");
+        (index >= self.done).then_some(Some(Part { origin, index, is_last: at + 1 == self.total }))
+    }
+}
+
+fn write_parts(bytes: usize) -> u64 {
+    bytes.div_ceil(WRITE_BLOCKS_MAX as usize * BLOCK_SIZE) as u64
+}
+
+fn hole_parts(first: u64, end: u64) -> u64 {
+    end.saturating_sub(first).div_ceil(HOLE_BLOCKS_MAX.into())
 }
 
 fn fill_edges(whole: &mut BytesMut, head: Option<Bytes>, tail: Option<Bytes>) {

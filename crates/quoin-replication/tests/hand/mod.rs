@@ -91,6 +91,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
         shadow: None,
         shadow_cut: None,
         heads: Vec::new(),
+        clients: ClientTable::default(),
     }
 }
 
@@ -268,7 +269,7 @@ impl Hand {
     }
 
     pub fn submit(&mut self, token: u64, operation: Operation) {
-        self.on(PrimaryEvent::Submit(Request { token, operation }));
+        self.on(PrimaryEvent::Submit(Request { token, operation, origin: None }));
     }
 
     pub fn write(&mut self, token: u64, block: u64) {

@@ -100,7 +100,8 @@ fn next_client() -> (NewClient, TcpStream) {
     let export = VolumeExport { device: info(), description: Description { since_epoch: 0 } };
     let limits = quoin_nbd::Limits::default();
     let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
-    let read = Request { token: 1, operation: Operation::Read { offset: 0, length: 512 } };
+    let operation = Operation::Read { offset: 0, length: 512 };
+    let read = Request { token: 1, operation, origin: None };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
     (NewClient { socket, session, input, requests, life, sharer: None }, there)
 }
