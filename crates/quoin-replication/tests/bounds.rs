@@ -6,10 +6,9 @@ use quoin_types::message::{
     EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo,
 };
 use quoin_types::{
-    ClientTable,
-    BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX, Lsn, Member,
-    Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX,
-    View, WRITE_BLOCKS_MAX,
+    BLOCK_SIZE, Chain, ClientTable, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX,
+    Lsn, Member, Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time,
+    VOLUME_BLOCKS_MAX, View, WRITE_BLOCKS_MAX,
 };
 
 const EPOCH: Epoch = Epoch(1000);

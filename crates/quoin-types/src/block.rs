@@ -66,7 +66,9 @@ pub enum BlockError {
     ReadOnly,
     #[error("the target is shutting down or was fenced by a newer epoch")]
     Stopped,
-    #[error("the volume no longer knows this client: its attachment ended, or another one followed")]
+    #[error(
+        "the volume no longer knows this client: its attachment ended, or another one followed"
+    )]
     NoClient,
     #[error("the request's number is not one of those that its client may use now")]
     OutOfWindow,

@@ -216,8 +216,7 @@ impl ClientTable {
             for _ in 0..r.count(18, WHAT)? {
                 let number = r.u64(WHAT)?;
                 let lsn = Lsn(r.u64(WHAT)?);
-                let executed =
-                    Executed { lsn, parts: r.u8(WHAT)?, is_whole: r.bool(WHAT)? };
+                let executed = Executed { lsn, parts: r.u8(WHAT)?, is_whole: r.bool(WHAT)? };
                 let is_in_window = number
                     .checked_sub(row.low)
                     .is_some_and(|above| above < CLIENT_WINDOW && number <= NUMBER_MAX);

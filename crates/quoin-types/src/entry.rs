@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 
-use crate::codec::{Malformed, Reader, Writer};
 use crate::client::Part;
+use crate::codec::{Malformed, Reader, Writer};
 use crate::ids::{ClientId, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
 use crate::membership::{Durability, Member, REPLICAS_MAX};
 use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, crc32c};

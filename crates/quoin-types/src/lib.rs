@@ -20,8 +20,8 @@ pub mod time;
 pub use client::{ClientTable, Origin, Part};
 pub use entry::{Chain, Entry, EntryKind, View};
 pub use ids::{
-    BulkKey, ClientId, Epoch, GroupId, Incarnation, Lsn, PointId, PoolId, Position, ReplicaGuid, ReplicaId,
-    SessionKey, SnapshotId, TermId, VolumeId,
+    BulkKey, ClientId, Epoch, GroupId, Incarnation, Lsn, PointId, PoolId, Position, ReplicaGuid,
+    ReplicaId, SessionKey, SnapshotId, TermId, VolumeId,
 };
 pub use membership::{Desired, Durability, Member, Membership, Newcomer};
 pub use term::Term;

@@ -12,7 +12,9 @@ use quoin_types::entry::{Chain, Entry, EntryKind, Rule, SharedEntry, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::membership::{Durability, Member, Membership};
 use quoin_types::message::*;
-use quoin_types::{BLOCK_SIZE, ClientId, ClientTable, Origin, Part, ReplicaGuid, ReplicaId, VolumeId, crc32c};
+use quoin_types::{
+    BLOCK_SIZE, ClientId, ClientTable, Origin, Part, ReplicaGuid, ReplicaId, VolumeId, crc32c,
+};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits, WireError};
@@ -82,7 +84,9 @@ fn entries() -> Vec<SharedEntry> {
     let mut chain = Chain(0xc4a1);
     let entry = |(n, (kind, lba, blocks)): (u64, _)| {
         let data = match kind {
-            EntryKind::Write => Bytes::from([block(1), block(2)].concat()).slice(..blocks * BLOCK_SIZE),
+            EntryKind::Write => {
+                Bytes::from([block(1), block(2)].concat()).slice(..blocks * BLOCK_SIZE)
+            }
             _ => Bytes::new(),
         };
         let at = Position { epoch: Epoch(3), lsn: Lsn(100 + n) };

@@ -10,7 +10,9 @@ use quoin_types::entry::{Chain, Entry, EntryKind, Rule, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::membership::{Durability, Member, Membership};
 use quoin_types::message::*;
-use quoin_types::{BLOCK_SIZE, ClientTable, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c};
+use quoin_types::{
+    BLOCK_SIZE, ClientTable, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c,
+};
 use quoin_wire::frame::{HEADER_LEN, Limits, WireError};
 use quoin_wire::security::{Mode, Opener, SECRET_LEN, Sealer};
 use quoin_wire::{Connection, Frame, ReadOutcome};

@@ -5,7 +5,9 @@ use super::{
     SnapshotOutcome, SnapshotWish, VerifyOrder, admission,
 };
 use quoin_types::block::{Reply, Request, Token};
-use quoin_types::ids::{BulkKey, ClientId, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId};
+use quoin_types::ids::{
+    BulkKey, ClientId, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId,
+};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;

@@ -8,10 +8,10 @@ use bytes::Bytes;
 use quoin_types::client::{ClientTable, Judged, Part};
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
-use quoin_types::mutant;
 use quoin_types::message::{
     EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SnapshotHead, SnapshotInfo,
 };
+use quoin_types::mutant;
 
 #[derive(Default)]
 pub(super) struct History {

@@ -227,13 +227,7 @@ impl Primary {
     }
 
     /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
-    fn append_write(
-        &mut self,
-        mut lba: u64,
-        data: &Bytes,
-        fua: bool,
-        parts: &mut Parts,
-    ) -> Lsn {
+    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool, parts: &mut Parts) -> Lsn {
         let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
         let mut lsn = self.history.last.lsn;
         for at in (0..data.len()).step_by(step) {

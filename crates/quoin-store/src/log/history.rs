@@ -6,9 +6,7 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SNAPSHOTS_MAX, SnapshotInfo};
-use quoin_types::{
-    Chain, ClientTable, Durability, EntryKind, Lsn, Part, Position, View, mutant,
-};
+use quoin_types::{Chain, ClientTable, Durability, EntryKind, Lsn, Part, Position, View, mutant};
 
 /// The state of a history after one of its entries, blocks aside.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

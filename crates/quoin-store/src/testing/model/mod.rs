@@ -19,7 +19,9 @@ use quoin_replication::replica::store::{
 use quoin_types::message::{
     Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
 };
-use quoin_types::{BLOCK_SIZE, Chain, ClientTable, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry};
+use quoin_types::{
+    BLOCK_SIZE, Chain, ClientTable, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry,
+};
 
 use crate::log::history::Head;
 use crate::metadata::tickets::Tickets;
