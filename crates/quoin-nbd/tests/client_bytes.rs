@@ -290,7 +290,7 @@ fn the_epoch_of_a_use_survives_a_server_that_does_not_report_it() {
     });
     let known =
         ExportInfo { since_epoch: 5, ..Link::connect(options(&path, true)).unwrap().info() };
-    let mut link = Link::resume(options(&path, true), known);
+    let mut link = Link::resume(options(&path, true), known, Register::of_process());
     until(&mut link, &mut Vec::new(), |link| link.connected());
     assert_eq!((link.info().since_epoch, link.reconnects()), (5, 1));
     server.join().unwrap();

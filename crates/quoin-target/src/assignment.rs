@@ -44,6 +44,8 @@ pub struct Assigned {
     pub device: bool,
     /// `None`: it is not encrypted.
     pub encryption: Option<Encryption>,
+    /// Number of this node's attachment, if it shares the volume and may change it; or 0.
+    pub client: u64,
     /// Other nodes that use it.
     pub sharers: Vec<Sharer>,
     /// `None`: it is served here.
@@ -55,6 +57,8 @@ pub struct Assigned {
 pub struct Sharer {
     pub node: String,
     pub read_only: bool,
+    /// Number of its attachment, if it may change the volume; or 0.
+    pub client: u64,
 }
 
 /// Target of another node that serves a volume which is used here.
@@ -81,6 +85,7 @@ impl Assigned {
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
             verify: self.verify,
+            client: self.client,
             sharers: self.sharers.clone(),
             seed: rand::random(),
         }
@@ -246,6 +251,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         verify: target.verify.as_ref().map(verify).transpose()?,
         device: target.device && !target.maintenance,
         encryption,
+        client: target.client,
         sharers: target.sharers.iter().map(sharer).collect(),
         served_at: target
             .served_at
@@ -255,7 +261,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
 }
 
 fn sharer(sharer: &control::Sharer) -> Sharer {
-    Sharer { node: sharer.node.clone(), read_only: sharer.read_only }
+    Sharer { node: sharer.node.clone(), read_only: sharer.read_only, client: sharer.client }
 }
 
 #[cfg(test)]
@@ -293,6 +299,7 @@ mod tests {
             options_version: 9,
             sharers: Vec::new(),
             served_at: None,
+            client: 0,
         }
     }
 

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Bytes, BytesMut};
 use quoin_reactor::Interest;
-use quoin_types::VolumeId;
+use quoin_types::{ClientId, VolumeId};
 use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
@@ -38,6 +38,8 @@ pub struct Client {
     pub waits: bool,
     /// Another node that shares the volume, as it may use it.
     pub sharer: Option<Sharer>,
+    /// The client whose requests are numbered, once that is known, and whether it begins.
+    pub numbered: Option<(ClientId, bool)>,
 }
 
 /// Result of a turn at the socket.
@@ -65,6 +67,7 @@ impl Client {
             crowded: false,
             waits: false,
             sharer: None,
+            numbered: None,
         }
     }
 
@@ -80,6 +83,16 @@ impl Client {
     /// Returns the bytes held for it: its requests' data, and its unsent replies.
     pub fn held_bytes(&self) -> usize {
         self.output.bytes() + self.frontend.held_bytes()
+    }
+
+    /// Returns the client whose requests are numbered, when it has just become known, and whether it
+    /// begins.
+    pub fn newly_numbered(&mut self) -> Option<(ClientId, bool)> {
+        if self.numbered.is_some() {
+            return None;
+        }
+        self.numbered = self.frontend.client();
+        self.numbered
     }
 
     pub fn set_crowded(&mut self, crowded: bool) {

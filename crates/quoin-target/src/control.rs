@@ -57,6 +57,15 @@ const STATUS_MAX: Duration = Duration::from_millis(500);
 /// Time after which a volume that stopped but is still assigned is opened again.
 const REOPEN: Duration = Duration::from_secs(1);
 
+/// A volume that is offered to another node.
+pub(crate) struct Offered {
+    pub info: DeviceInfo,
+    /// The first epoch of the node's use.
+    pub since_epoch: u64,
+    /// Number of the node's attachment, if it may change the volume; or 0.
+    pub client: u64,
+}
+
 pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
@@ -210,6 +219,7 @@ impl Control {
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
                     verify: assigned.verify,
+                    client: assigned.client,
                     sharers: assigned.sharers.clone(),
                 }))),
             }
@@ -437,9 +447,8 @@ impl Control {
         }
     }
 
-    /// Returns the volumes that another node shares with this one, as it sees them, each with the first
-    /// epoch of its use.
-    pub fn exports_to(&self, node: &str) -> Vec<(DeviceInfo, u64)> {
+    /// Returns the volumes that another node shares with this one, as it sees them.
+    pub fn exports_to(&self, node: &str) -> Vec<Offered> {
         let served = self.served.lock().expect("never held across a panic");
         let open = served.wanted.iter().filter(|(id, assigned)| {
             served.open.contains_key(id) && !is_locked(**id, assigned, &served.keys)
@@ -447,7 +456,7 @@ impl Control {
         let shared = open.filter_map(|(_, assigned)| {
             let sharer = assigned.sharers.iter().find(|sharer| sharer.node == node)?;
             let info = DeviceInfo { read_only: sharer.read_only, ..assigned.info.clone() };
-            Some((info, assigned.since_epoch))
+            Some(Offered { info, since_epoch: assigned.since_epoch, client: sharer.client })
         });
         shared.collect()
     }

@@ -19,8 +19,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use bytes::BytesMut;
 use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
-use quoin_nbd::{Description, Exports, Limits, Refused, Session, TlsPolicy};
+use quoin_nbd::{Description, Exports, Limits, Numbering, Refused, Session, TlsPolicy};
 use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
+use quoin_types::ClientId;
 use quoin_types::block::{DeviceInfo, Frontend, Request};
 use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots};
 use quoin_wire::handshake;
@@ -28,7 +29,7 @@ use quoin_wire::same_host::PeerAddress;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 
-use crate::control::Control;
+use crate::control::{Control, Offered};
 
 /// Most negotiations under way at once.
 const NEGOTIATIONS_MAX: usize = 64;
@@ -290,16 +291,23 @@ struct PendingClient {
 }
 
 impl PendingClient {
-    /// Returns what the client may open, each with the first epoch of its use where it is a sharer.
-    fn exports(&self) -> Result<Vec<(DeviceInfo, u64)>, Refused> {
+    /// Returns what the client may open.
+    fn exports(&self) -> Result<Vec<Offered>, Refused> {
         match &self.standing {
             Standing::Admitted => {
-                Ok(self.control.exports().into_iter().map(|device| (device, 0)).collect())
+                let all = self.control.exports().into_iter();
+                Ok(all.map(|info| Offered { info, since_epoch: 0, client: 0 }).collect())
             }
             Standing::Sharer(node) => Ok(self.control.exports_to(node)),
             Standing::Unknown => Err(Refused::Unknown),
             Standing::Forbidden(why) => Err(Refused::Forbidden(why.clone())),
         }
+    }
+}
+
+impl PendingClient {
+    fn offered(&self, name: &[u8]) -> Result<Option<Offered>, Refused> {
+        Ok(self.exports()?.into_iter().find(|offered| offered.info.name.as_bytes() == name))
     }
 }
 
@@ -328,15 +336,20 @@ impl Exports for PendingClient {
     }
 
     fn list(&self) -> Result<Vec<String>, Refused> {
-        Ok(self.exports()?.into_iter().map(|(device, _)| device.name).collect())
+        Ok(self.exports()?.into_iter().map(|offered| offered.info.name).collect())
+    }
+
+    fn client(&self, name: &[u8], shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
+        let attachment = self.offered(name)?.map_or(0, |offered| offered.client);
+        Numbering { attachment, random: rand::random() }.client(shown)
     }
 
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {
-        let found = self.exports()?.into_iter().find(|(d, _)| d.name.as_bytes() == name);
-        match (found, &self.standing) {
-            (Some((device, since_epoch)), _) => {
-                *self.since_epoch.lock().expect("never held across a panic") = since_epoch;
-                Ok(device)
+        match (self.offered(name)?, &self.standing) {
+            (Some(offered), _) => {
+                let mut since_epoch = self.since_epoch.lock().expect("never held across a panic");
+                *since_epoch = offered.since_epoch;
+                Ok(offered.info)
             }
             (None, Standing::Sharer(node)) => Err(Refused::Forbidden(format!(
                 "node {node} may not use that volume of node {}: it does not share it, or the volume \

@@ -139,7 +139,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             "ClientRefused",
             format!(
                 "client {client} does not begin to change the volume: its attachment is over, or as \
-                 many clients change the volume as may"
+                 many hosts change the volume as may"
             ),
         ),
         PrimaryNote::InvariantRefused { member, invariant } => {

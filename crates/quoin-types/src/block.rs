@@ -6,6 +6,7 @@
 use bytes::{Bytes, BytesMut};
 
 use crate::client::Origin;
+use crate::ids::ClientId;
 
 /// Number of one request within its session; chosen by the session, given back with the reply.
 pub type Token = u64;
@@ -135,6 +136,12 @@ pub trait Frontend: Send {
 
     /// Sets the limit: one more request is accepted while those under way hold less than this.
     fn set_held_bytes_max(&mut self, bytes: usize);
+
+    /// Returns the client whose requests the session numbers, once that is negotiated, and whether it
+    /// begins with this session.
+    fn client(&self) -> Option<(ClientId, bool)> {
+        None
+    }
 
     /// Called when the volume has grown or its mode has changed.
     fn device_changed(&mut self, _info: &DeviceInfo) {}

@@ -20,6 +20,7 @@ use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
 use crate::state::records::{BaseUse, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
+use crate::volume::attach::AttachmentRecord;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
@@ -65,7 +66,17 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
 /// Nodes that share a volume with the one that serves it.
 fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
     let others = volume.attachments.iter().filter(|a| a.node != owner);
-    others.map(|a| Sharer { node: a.node.clone(), read_only: a.writes_nothing() }).collect()
+    let sharer = |a: &AttachmentRecord| Sharer {
+        node: a.node.clone(),
+        read_only: a.writes_nothing(),
+        client: client_of(a),
+    };
+    others.map(sharer).collect()
+}
+
+/// Number of an attachment whose requests are numbered, or 0.
+fn client_of(attachment: &AttachmentRecord) -> u64 {
+    if attachment.writes_nothing() { 0 } else { attachment.client }
 }
 
 /// Makes assignments.
@@ -163,6 +174,7 @@ impl Assignments {
             device: attachment.is_some_and(|a| a.device),
             used_since_epoch: volume.used.since_of(node),
             options_version: volume.generation,
+            client: attachment.map_or(0, client_of),
         })
     }
 

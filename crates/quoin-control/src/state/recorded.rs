@@ -110,8 +110,7 @@ pub(crate) fn volume() -> VolumeRecord {
             usage: "mount".into(),
             device: false,
             sharing: Default::default(),
-            replay: Default::default(),
-        }],
+            replay: Default::default(), client: 0 }],
         opened: Opened {
             owner: Some("node-1".into()),
             epoch: 7,
@@ -205,8 +204,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         usage: "block".into(),
         device: true,
         sharing,
-        replay: Default::default(),
-    };
+        replay: Default::default(), client: 0 };
     let shared = VolumeRecord {
         spec: Spec {
             options: VolumeOptions {

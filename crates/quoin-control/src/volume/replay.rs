@@ -98,8 +98,7 @@ mod tests {
             usage: String::new(),
             device: false,
             sharing: Sharing::ReadOnly,
-            replay,
-        }
+            replay, client: 0 }
     }
 
     fn volume(attachments: Vec<AttachmentRecord>) -> VolumeRecord {

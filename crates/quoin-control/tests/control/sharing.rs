@@ -118,7 +118,7 @@ async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
 
     let targets = |node: &str| cluster.controller.assignments.of_node(node).targets;
     let (served, led) = (targets("n1").remove(0), targets("n2").remove(0));
-    assert_eq!(served.sharers, [Sharer { node: "n2".into(), read_only: true }]);
+    assert_eq!(served.sharers, [Sharer { node: "n2".into(), read_only: true, client: 0 }]);
     assert!(served.served_at.is_none() && !served.read_only && !served.replicas.is_empty());
     let nowhere = ServedAt { node: "n1".into(), address: String::new() };
     assert_eq!((led.served_at, led.read_only, led.replicas.len()), (Some(nowhere), true, 0));

@@ -114,6 +114,8 @@ pub struct VolumeSetup {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    /// As in [`Assigned`](crate::assignment::Assigned).
+    pub client: u64,
     /// Other nodes that use it.
     pub sharers: Vec<Sharer>,
     /// Seed of incarnations: random, never repeated.
@@ -143,6 +145,7 @@ pub struct VolumeUpdate {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    pub client: u64,
     pub sharers: Vec<Sharer>,
 }
 
@@ -511,7 +514,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
-        let VolumeSetup { is_encrypted, key, sharers, .. } = setup;
+        let VolumeSetup { is_encrypted, key, client, sharers, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -533,7 +536,8 @@ impl Shard {
         target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
-        export.sharers = sharers;
+        (export.client, export.sharers) = (client, sharers);
+        target.on(now, export.grant(), &mut self.actions);
         let volume = Volume {
             target,
             export,
@@ -565,7 +569,7 @@ impl Shard {
                 volume.sealing.update(update.key.as_ref());
             }
         }
-        self.let_in(id, update.sharers);
+        self.let_in(now, id, update.client, update.sharers);
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);
@@ -786,6 +790,9 @@ impl Shard {
         }
         if let PrimaryNote::Reverted { attempt, outcome } = note {
             self.reports.ask(Ask::Reverted { volume: id, attempt, outcome });
+        }
+        if let PrimaryNote::ClientRefused { client } = note {
+            self.refuse_client(id, client);
         }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.reports.metrics.moved.inc_by(moved_bytes);

@@ -53,6 +53,7 @@ pub(super) fn setup() -> VolumeSetup {
         replicas: Vec::new(),
         desired: Default::default(),
         verify: None,
+        client: 0,
         sharers: Vec::new(),
         seed: 1,
     }
@@ -97,7 +98,8 @@ fn next_client() -> (NewClient, TcpStream) {
     let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let socket = listener.accept().unwrap().0;
     socket.set_nonblocking(true).unwrap();
-    let export = VolumeExport { device: info(), description: Description { since_epoch: 0 } };
+    let (description, numbering) = (Description { since_epoch: 0 }, Default::default());
+    let export = VolumeExport { device: info(), description, numbering };
     let limits = quoin_nbd::Limits::default();
     let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
     let operation = Operation::Read { offset: 0, length: 512 };
