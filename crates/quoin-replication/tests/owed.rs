@@ -131,7 +131,7 @@ fn what_was_acknowledged_before_a_change_to_media_is_owed_after_it() {
         on_full: OnFull::Wait,
         reads: ReadMode::Leased,
     };
-    let change = PrimaryEvent::Options { options, granted: false };
+    let change = PrimaryEvent::Options(options);
     let mut owed = Owed::after_events(2, 1, vec![change]);
     assert!(owed.is_answered(1), "it was acknowledged under cache");
     assert_eq!(owed.read(), owed.written);

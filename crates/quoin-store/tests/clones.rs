@@ -3,10 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use quoin_replication::replica::store::{CloneSource, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_replication::replica::store::{
+    CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+};
 use quoin_store::{Cloned, Disk, MemoryDisk, Pool, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView};
-use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VolumeId};
+use quoin_types::{
+    BLOCK_SIZE, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId,
+};
 use rand::Rng;
 
 use crate::common::family::{Family, of};
@@ -66,6 +70,39 @@ fn a_clone_is_refused_where_its_snapshot_is_not_and_where_it_would_be_smaller() 
     family.delete(clone);
     let again = family.pool().create_clone(of(clone), ReplicaMeta::default(), BLOCKS, &source);
     assert_eq!(again, Err(StoreError::Rule("a GUID is born once")));
+}
+
+#[test]
+fn a_clone_is_made_of_the_sound_replica_where_a_damaged_one_has_its_snapshot_too() {
+    let mut family = Family::new(1, 32 << 20);
+    family.write_some(1);
+    let snapshot = family.snapshot(1).expect("room");
+    let (damaged, sound) = (ReplicaGuid(1), ReplicaGuid(20));
+    let pool = family.pool();
+    let entries = pool.replica(damaged).expect("it").fetch(Lsn::ZERO, 1 << 20);
+    let entries = entries.expect("it reads").expect("its log");
+    let identity = ReplicaIdentity { guid: sound, replica: ReplicaId(20), ..of(1) };
+    pool.create(identity, ReplicaMeta::default(), BLOCKS).expect("room");
+    let mut store = pool.replica(sound).expect("it");
+    store.append(&entries).expect("room");
+    store.set_stable(entries.last().expect("a snapshot").lsn);
+    drop(store);
+    let mut store = pool.replica(damaged).expect("it");
+    let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
+    store.put_meta(meta).expect("room");
+    drop(store);
+    let source = CloneSource { volume: VolumeId(1), snapshot };
+    let made = (0..50).any(|_| {
+        family.work();
+        let made = family.pool().create_clone(of(30), ReplicaMeta::default(), BLOCKS, &source);
+        made.expect("the other one is sound") == Cloned::Made
+    });
+    assert!(made, "it was never folded");
+    let shown =
+        read_all(&mut *family.pool().replica(ReplicaGuid(30)).expect("it"), ReadView::Live, BLOCKS);
+    let kept = ReadView::Snapshot(snapshot);
+    let has = read_all(&mut *family.pool().replica(sound).expect("it"), kept, BLOCKS);
+    assert_eq!(flat(&shown), flat(&has));
 }
 
 #[test]

@@ -254,7 +254,8 @@ impl Agent for Services {
                 answer.membership = Some(membership_message(&granted.membership));
                 answer.grant = granted.grant;
                 answer.spec = Some(spec(&granted.record));
-                answer.options_version = granted.record.generation;
+                let term = self.controller.state.term();
+                answer.options_version = term.version_of(granted.record.generation);
             }
             Err(why) => {
                 answer.set_outcome(Acquired::NotOwner);

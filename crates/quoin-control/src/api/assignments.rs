@@ -162,7 +162,7 @@ impl Assignments {
             membership_version: volume.membership.version,
             device: attachment.is_some_and(|a| a.device),
             used_since_epoch: volume.used.since_of(node),
-            options_version: volume.generation,
+            options_version: self.state.term().version_of(volume.generation),
         })
     }
 

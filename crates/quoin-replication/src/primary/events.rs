@@ -81,11 +81,8 @@ pub enum PrimaryEvent {
     Resize {
         blocks: u64,
     },
-    /// The volume's options have changed; `granted`: they come with the grant that follows.
-    Options {
-        options: LiveOptions,
-        granted: bool,
-    },
+    /// The volume's options, which may have changed.
+    Options(LiveOptions),
     /// Requests that a snapshot exist, or not exist any more; repeated until a note answers it.
     Snapshot {
         id: SnapshotId,

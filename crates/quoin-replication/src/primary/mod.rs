@@ -277,7 +277,7 @@ impl Primary {
                     self.grow();
                 }
             }
-            PrimaryEvent::Options { options, granted } => self.change_options(&options, granted),
+            PrimaryEvent::Options(options) => self.change_options(&options),
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
             PrimaryEvent::Point { point, wish } => self.wish_point(now, point, wish, actions),
             PrimaryEvent::Changes(request) => self.ask_changes(now, request),

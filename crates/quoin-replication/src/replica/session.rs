@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use super::copying::{CopyRequest, Copying, Way};
 use super::repair_request::RepairRequest;
 use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
-use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
+use super::{ConnectionId, Lease, Repaired, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
 use quoin_types::ids::SessionKey;
@@ -388,11 +388,20 @@ impl Session {
         self.closing
     }
 
+    /// Asks the target for a good copy. One that was found before this session's first Truncate
+    /// may be of an entry that was cut: it is not asked for, as nothing of it is left.
     pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
         // An older target would take the block of a snapshot for a live one.
-        if self.is_fed() && (copy.snapshot.is_none() || self.knows_points) {
-            self.send(FromReplica::BadCopy(copy), actions);
+        if !self.is_fed() || (copy.snapshot.is_some() && !self.knows_points) {
+            return;
         }
+        if copy.version > self.applied && !mutant::is("copies-of-cut-entries-asked-for") {
+            let BadCopy { lba, blocks, snapshot, .. } = copy;
+            let ended = Repaired { snapshot, lba, whole_map: blocks > 1, done: false };
+            actions.push(ReplicaAction::Note(ReplicaNote::Repaired(ended)));
+            return;
+        }
+        self.send(FromReplica::BadCopy(copy), actions);
     }
 
     pub fn tell_room(&self, short: bool, actions: &mut Vec<ReplicaAction>) {

@@ -27,6 +27,7 @@ use quoin_replication::primary::{
     PrimaryNote, PrimaryStatus, RevertOutcome, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
+use quoin_replication::target_host::orders::Orders;
 use quoin_replication::target_host::round::Round;
 pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
@@ -237,40 +238,6 @@ impl Granted {
     }
 }
 
-/// The last orders of the controller, each of which is an event only when it changes.
-struct Orders {
-    options: LiveOptions,
-    desired: Desired,
-    verify: Option<VerifyOrder>,
-}
-
-impl Orders {
-    fn new(options: LiveOptions) -> Self {
-        Self { options, desired: Desired::default(), verify: None }
-    }
-
-    fn change_options(&mut self, options: LiveOptions) -> Option<PrimaryEvent> {
-        (self.options != options).then(|| {
-            self.options = options;
-            PrimaryEvent::Options { options, granted: false }
-        })
-    }
-
-    fn desire(&mut self, desired: Desired) -> Option<PrimaryEvent> {
-        (self.desired != desired).then(|| {
-            self.desired = desired.clone();
-            PrimaryEvent::Desired(desired)
-        })
-    }
-
-    fn verify(&mut self, order: Option<VerifyOrder>) -> Option<PrimaryEvent> {
-        (self.verify != order).then(|| {
-            self.verify = order;
-            PrimaryEvent::Verify(order)
-        })
-    }
-}
-
 /// How far a volume has come between its opening and its removal.
 #[derive(Default)]
 struct Stage {
@@ -469,7 +436,7 @@ impl Shard {
                             && volume.grant.given(incarnation, epoch, bytes)
                             && let Some(options) = options
                         {
-                            let event = PrimaryEvent::Options { options, granted: true };
+                            let event = PrimaryEvent::Options(options);
                             volume.target.on(now, event, &mut self.actions);
                         }
                         PrimaryEvent::Granted { incarnation, epoch, membership }
@@ -530,7 +497,7 @@ impl Shard {
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
-        target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
+        target.on(now, PrimaryEvent::Options(options), &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
         export.sharers = sharers;

@@ -188,6 +188,16 @@ impl World {
         }
     }
 
+    /// A replica that is deleted has no session any more: its pool ends the connections for it.
+    pub(super) fn end_sessions_of_deleted(&mut self, pool: usize) {
+        if let Some(process) = &mut self.pools[pool].process {
+            process.replica = None;
+        }
+        for id in self.sessions_of(pool) {
+            self.pool_closes(id);
+        }
+    }
+
     /// The process ends as people end it: on media first, and its word for that after it.
     pub(super) fn stop_pool(&mut self, pool: usize, restart_ns: u64, then_power: bool) {
         self.feed_pool(pool, vec![ReplicaEvent::Shutdown]);
