@@ -7,6 +7,7 @@ use crate::methods;
 use crate::run::{self, workspace_root};
 use crate::test_files;
 use crate::trace::collect_files;
+use crate::wall_clock;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 
@@ -122,6 +123,7 @@ pub fn check() -> Result<()> {
     violations.extend(invariants::violations()?);
     violations.extend(methods::violations()?);
     violations.extend(test_files::violations()?);
+    violations.extend(wall_clock::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
     }

@@ -24,6 +24,7 @@ mod test;
 mod test_files;
 mod trace;
 mod upgrade;
+mod wall_clock;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

@@ -101,6 +101,7 @@ impl Cluster for Services {
             replace_after: self.controller.state.settings.replace_after.to_string(),
             recovery: self.controller.state.recovery_reason(),
             term: self.controller.state.term().number,
+            clocks: self.controller.membership.clocks.all(),
         }))
     }
 

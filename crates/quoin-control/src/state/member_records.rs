@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::changes::Concerned;
 use crate::state::records::Record;
+use crate::time::is_ahead;
 use crate::volume::devices::is_zero;
 
 /// A join token, known by a hash of its secret.
@@ -24,6 +25,14 @@ pub struct TokenRecord {
     /// 0: before this was noted.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub created_ms: u64,
+}
+
+impl TokenRecord {
+    /// Returns whether its time has begun and is not over. One that was made at a time that lies ahead
+    /// would last for as long as the clock was ahead.
+    pub(crate) fn is_good(&self, now_ms: u64) -> bool {
+        self.expires_ms > now_ms && !is_ahead(self.created_ms, now_ms)
+    }
 }
 
 impl Record for TokenRecord {
@@ -71,5 +80,30 @@ impl Record for MemberOfCluster {
     fn concerned(&self) -> Concerned {
         // A stream ends once its caller is no member any more.
         Concerned::Everybody
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::time::CORRECTION_MS;
+
+    #[test]
+    fn a_token_is_good_from_when_it_was_made_until_it_expires() {
+        let (made, expires) = (1_700_000_000_000, 1_700_000_000_000 + 3_600_000);
+        let token = TokenRecord {
+            secret_hash: "5".repeat(64),
+            role: String::new(),
+            holder: String::new(),
+            expires_ms: expires,
+            used_by: None,
+            manages_volumes: false,
+            created_ms: made,
+        };
+        assert!(token.is_good(made) && token.is_good(expires - 1));
+        assert!(!token.is_good(expires));
+        // A clock is corrected by little; one that was days ahead makes no token that lasts for days.
+        assert!(token.is_good(made - CORRECTION_MS));
+        assert!(!token.is_good(made - CORRECTION_MS - 1) && !token.is_good(made - 25 * 86_400_000));
     }
 }

@@ -318,6 +318,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         reason: "ReplicaLost".into(),
         message: "in words".into(),
         count: 2,
+        reporter: "pool/pool-1".into(),
     };
     hold("event", &event);
     let mut snapshot = SnapshotRecord {

@@ -729,6 +729,8 @@ pub struct EventRecord {
     pub reason: String,
     pub message: String,
     pub count: u32,
+    /// Member whose words or doings it is of, such as "pool/p1"; empty: the controller's own.
+    pub reporter: String,
 }
 
 impl Record for EventRecord {

@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use quoin_api::control::{self as api, volume_condition};
 use quoin_types::VolumeId;
@@ -18,7 +18,7 @@ use crate::state::State;
 use crate::state::observed::VolumeSeen;
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::status::VolumeStatus;
-use crate::time::{now_ms, timestamp};
+use crate::time::{is_ahead, now_ms, timestamp};
 use crate::volume::verification::VerifyState;
 
 /// Time that a target has for an opening before its volume counts as not opened.
@@ -337,7 +337,7 @@ fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
 struct Memory {
     /// First look, in a row of looks, that found the condition.
     since_ms: BTreeMap<Reason, u64>,
-    unopened_since_ms: Option<u64>,
+    unopened_since: Option<Instant>,
 }
 
 /// Conditions of all volumes, and since when they hold.
@@ -345,7 +345,7 @@ pub struct Conditions {
     state: Arc<State>,
     memory: Mutex<HashMap<VolumeId, Memory>>,
     /// Volumes with blocks that no replica has a good copy of, and when that was seen last.
-    lost: Mutex<HashMap<VolumeId, u64>>,
+    lost: Mutex<HashMap<VolumeId, Instant>>,
 }
 
 impl Conditions {
@@ -357,7 +357,7 @@ impl Conditions {
         self.memory.lock().expect("no holder of this lock panics")
     }
 
-    fn lost(&self) -> MutexGuard<'_, HashMap<VolumeId, u64>> {
+    fn lost(&self) -> MutexGuard<'_, HashMap<VolumeId, Instant>> {
         self.lost.lock().expect("no holder of this lock panics")
     }
 
@@ -365,7 +365,7 @@ impl Conditions {
     pub(crate) fn block_lost(&self, volume: VolumeId) {
         let mut lost = self.lost();
         if lost.len() < LOST_MAX || lost.contains_key(&volume) {
-            lost.insert(volume, now_ms());
+            lost.insert(volume, Instant::now());
         }
     }
 
@@ -382,8 +382,8 @@ impl Conditions {
         {
             let mut memory = self.memory();
             let memory = memory.entry(volume.id.0).or_default();
-            memory.unopened_since_ms = match unopened {
-                true => Some(memory.unopened_since_ms.unwrap_or(now)),
+            memory.unopened_since = match unopened {
+                true => Some(memory.unopened_since.unwrap_or_else(Instant::now)),
                 false => None,
             };
         }
@@ -405,9 +405,8 @@ impl Conditions {
     pub fn judge(&self, volume: &VolumeRecord) -> Judgement {
         let status = crate::status::shown(&self.state, volume);
         let lost_blocks = self.lost_blocks(volume);
-        let unopened_since = self.memory().get(&volume.id.0).and_then(|m| m.unopened_since_ms);
-        let unopened_for =
-            unopened_since.map(|since| Duration::from_millis(now_ms().saturating_sub(since)));
+        let unopened_since = self.memory().get(&volume.id.0).and_then(|m| m.unopened_since);
+        let unopened_for = unopened_since.map(|since| since.elapsed());
         let observed = self.state.observed();
         let serving = crate::status::serving(&self.state, &observed, volume);
         judge(&Evidence { volume, status: &status, serving, unopened_for, lost_blocks })
@@ -421,9 +420,13 @@ impl Conditions {
         if counted > 0 {
             return Some(counted);
         }
-        let seen_ms = self.lost().get(&volume.id.0).copied()?;
-        let is_over = verified
-            .is_some_and(|record| record.state == VerifyState::Ended && record.began_ms > seen_ms);
+        // By the present clock, whatever it was as the block was seen.
+        let seen = self.lost().get(&volume.id.0).copied()?;
+        let seen_ms = now_ms().saturating_sub(seen.elapsed().as_millis() as u64);
+        let is_over = verified.is_some_and(|record| {
+            let began = record.began_ms > seen_ms && !is_ahead(record.began_ms, now_ms());
+            record.state == VerifyState::Ended && began
+        });
         (!is_over).then_some(0)
     }
 
