@@ -105,6 +105,9 @@ impl Node for NodeService {
             if let Some(other) = other.filter(|_| is_mounted) {
                 return Err(refusal::replays_elsewhere(&request.volume_id, &other.node));
             }
+            if is_mounted && attachment.replay_is_late {
+                return Err(refusal::late_with_the_replay(&request.volume_id, &name));
+            }
             let replays = is_mounted && attachment.replays;
             let wanted = StageRequest {
                 key,

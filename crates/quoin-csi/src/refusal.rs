@@ -73,6 +73,14 @@ pub fn replays_elsewhere(volume_id: &str, node: &str) -> Status {
     ))
 }
 
+/// Refuses to mount a file system on a node that was late with the replay of its journal: 9.
+pub fn late_with_the_replay(volume_id: &str, node: &str) -> Status {
+    precondition(format!(
+        "node {node} has not replayed the journal of volume {volume_id} in time, and may not write it \
+         any more; unpublish it from there and publish it again"
+    ))
+}
+
 /// Refuses an unknown snapshot: 5.
 pub fn no_snapshot(snapshot_id: &str) -> Status {
     Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))

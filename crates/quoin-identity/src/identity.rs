@@ -421,12 +421,13 @@ mod tests {
             epoch: quoin_types::Epoch(7),
             incarnation: quoin_types::Incarnation(9),
             node: "node-1".into(),
+            writes: true,
             term: Term { number, id: quoin_types::TermId(number.into()) },
         };
         let former = &b"quoin epoch grant, format 1\0"[..];
         let of_term = &b"quoin epoch grant, format 2\0"[..];
-        // Magic, cluster, volume, epoch, incarnation and node; the term.
-        let statement_bytes = 4 + 16 + 16 + 8 + 16 + 7;
+        // Magic, cluster, volume, epoch, incarnation, node and whether it writes; the term.
+        let statement_bytes = 4 + 16 + 16 + 8 + 16 + 7 + 1;
         for (grant, bytes, context, other) in [
             (of(0), statement_bytes, former, of_term),
             (of(3), statement_bytes + 24, of_term, former),

@@ -24,5 +24,5 @@ mod secure;
 mod session;
 mod transmission;
 
-pub use exports::{Description, Exports, Refused, VolumeExport};
+pub use exports::{Description, Exports, Proven, Refused, VolumeExport, connection_secret};
 pub use session::{Limits, Session, TlsPolicy};

@@ -195,6 +195,13 @@ impl Negotiation {
                 self.structured = true;
                 answer(output, code, reply::ACK, &[]);
             }
+            option::PROVE_KEY if self.tls == Tls::Up => match data.try_into() {
+                Ok(proof) => {
+                    exports.prove(proof);
+                    answer(output, code, reply::ACK, &[]);
+                }
+                Err(_) => refuse(output, code, reply::ERR_INVALID, "a proof has 32 bytes"),
+            },
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY => {
                 refuse(output, code, reply::ERR_INVALID, "this option carries no data");
             }

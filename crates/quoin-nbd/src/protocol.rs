@@ -24,6 +24,9 @@ pub mod option {
     pub const STRUCTURED_REPLY: u32 = 8;
     pub const LIST_META_CONTEXT: u32 = 9;
     pub const SET_META_CONTEXT: u32 = 10;
+    /// Of this project alone: 32 bytes by which a client proves that it has the key of an encrypted
+    /// volume. It is answered by ACK whatever they are, and tells nothing.
+    pub const PROVE_KEY: u32 = u32::from_be_bytes(*b"QKEY");
 }
 
 /// Types of option replies; the high bit marks an error.

@@ -55,6 +55,8 @@ pub struct Assigned {
 pub struct Sharer {
     pub node: String,
     pub read_only: bool,
+    /// Hashes of the keys by which the node is known.
+    pub key_hashes: Vec<String>,
 }
 
 /// Target of another node that serves a volume which is used here.
@@ -63,6 +65,8 @@ pub struct ServedAt {
     pub node: String,
     /// `HOST:PORT`; empty: not known yet.
     pub address: String,
+    /// As in [`Sharer`].
+    pub key_hashes: Vec<String>,
 }
 
 impl Assigned {
@@ -247,15 +251,20 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         device: target.device && !target.maintenance,
         encryption,
         sharers: target.sharers.iter().map(sharer).collect(),
-        served_at: target
-            .served_at
-            .as_ref()
-            .map(|at| ServedAt { node: at.node.clone(), address: at.address.clone() }),
+        served_at: target.served_at.as_ref().map(|at| ServedAt {
+            node: at.node.clone(),
+            address: at.address.clone(),
+            key_hashes: at.key_hashes.clone(),
+        }),
     })
 }
 
 fn sharer(sharer: &control::Sharer) -> Sharer {
-    Sharer { node: sharer.node.clone(), read_only: sharer.read_only }
+    Sharer {
+        node: sharer.node.clone(),
+        read_only: sharer.read_only,
+        key_hashes: sharer.key_hashes.clone(),
+    }
 }
 
 #[cfg(test)]

@@ -320,6 +320,8 @@ impl Control {
                 return Err(Status::unavailable("the controller's term is over"));
             }
             match self::command(&command) {
+                // A target that only reads is opened anew before: the command comes again.
+                Ok(Some((volume, Command::Revert { .. }))) if self.only_reads(volume) => {}
                 Ok(Some((volume, command))) => {
                     self.tell(volume, Input::Command { volume, command });
                 }

@@ -136,6 +136,20 @@ impl EntryKind {
         Ok(kind)
     }
 
+    /// Returns true for kinds that change what a volume's users read.
+    pub fn changes_content(&self) -> bool {
+        match self {
+            EntryKind::Write
+            | EntryKind::Trim
+            | EntryKind::Zero { .. }
+            | EntryKind::Revert { .. } => true,
+            EntryKind::Snapshot { .. }
+            | EntryKind::DeleteSnapshot { .. }
+            | EntryKind::Resize { .. }
+            | EntryKind::View(_) => false,
+        }
+    }
+
     /// Returns true for kinds that a replica makes durable before it answers Applied (R2): Views,
     /// Reverts and Resizes. A snapshot is answered at stable, so its entry waits for no sync.
     pub fn is_durable_first(&self) -> bool {

@@ -61,6 +61,7 @@ pub const ALL: &[Defect] = &[
     core("fence-not-promised", Swarm::Detaches),
     core("fenced-session-goes-on", Swarm::Detaches),
     core("opened-by-nobody", Swarm::Detaches),
+    core("written-by-a-grant-that-reads", Swarm::Detaches),
     core("former-term-believed", Swarm::Controllers),
     core("rival-term-believed", Swarm::Controllers),
     core("term-not-remembered", Swarm::Controllers),

@@ -8,9 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
-    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment, ServedAt,
-    Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
+    self as api, MemberKeys, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
+    ServedAt, Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
 };
+use quoin_identity::Role;
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
 
@@ -19,7 +20,9 @@ use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
-use crate::state::records::{BaseUse, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
+use crate::state::records::{
+    BaseUse, MemberOfCluster, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord,
+};
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
@@ -60,12 +63,6 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
     let gone =
         gone.map(|d| assignment(d.id.0.to_string(), d.guid.0.to_string(), ReplicaPhase::Delete));
     held.chain(gone).collect()
-}
-
-/// Nodes that share a volume with the one that serves it.
-fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
-    let others = volume.attachments.iter().filter(|a| a.node != owner);
-    others.map(|a| Sharer { node: a.node.clone(), read_only: a.writes_nothing() }).collect()
 }
 
 /// Makes assignments.
@@ -132,10 +129,47 @@ impl Assignments {
         NodeAssignment {
             data_security: state.settings.data_security.clone(),
             served_elsewhere: self.devices.served_elsewhere(node),
+            members: self.openers(node),
             term: self.terms.proof().into(),
             does_not_rule: !self.terms.claims(),
             ..NodeAssignment::default()
         }
+    }
+
+    /// Those whose certificates open all that a node's target serves.
+    fn openers(&self, node: &str) -> Vec<MemberKeys> {
+        // Records that do not rule may be an old copy, which knows admins that were removed since.
+        if self.state.check_ruling().is_err() {
+            return Vec::new();
+        }
+        let opens = |member: &&Arc<MemberOfCluster>| {
+            let is_itself = member.role == Role::Node.as_str() && member.holder == node;
+            member.role == Role::Admin.as_str() || is_itself
+        };
+        let members = self.state.joined.members.list();
+        let keys = members.iter().filter(opens).map(|member| MemberKeys {
+            role: member.role.clone(),
+            name: member.holder.clone(),
+            key_hashes: member.key_hashes(),
+        });
+        keys.filter(|member| !member.key_hashes.is_empty()).collect()
+    }
+
+    /// Hashes of the keys by which a node is known.
+    fn key_hashes_of(&self, node: &str) -> Vec<String> {
+        let member = self.state.joined.members.get(&format!("{}/{node}", Role::Node));
+        member.map(|member| member.key_hashes()).unwrap_or_default()
+    }
+
+    /// Nodes that share a volume with the one that serves it.
+    fn sharers(&self, volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
+        let others = volume.attachments.iter().filter(|a| a.node != owner);
+        let sharers = others.map(|a| Sharer {
+            node: a.node.clone(),
+            read_only: a.writes_nothing(),
+            key_hashes: self.key_hashes_of(&a.node),
+        });
+        sharers.collect()
     }
 
     /// The assignment of a volume to a node's target; `None`: it has nothing to do with it.
@@ -150,10 +184,10 @@ impl Assignments {
             volume_id: volume.id.0.to_string(),
             name: volume.spec.name.clone(),
             size_bytes: volume.size_bytes,
-            read_only: attachment.is_some_and(|a| a.writes_nothing()),
+            read_only: attachment.map_or(!self.state.is_written(volume), |a| a.writes_nothing()),
             spec: Some(spec(volume)),
             replicas: if is_owner { self.addresses(volume, node) } else { Vec::new() },
-            sharers: if is_owner { sharers(volume, node) } else { Vec::new() },
+            sharers: if is_owner { self.sharers(volume, node) } else { Vec::new() },
             served_at: (!is_owner).then(|| self.served_at(owner)),
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),
@@ -171,7 +205,7 @@ impl Assignments {
         let observed = self.state.observed();
         let seen = observed.nodes.get(node);
         let address = seen.map(|seen| seen.share_address.clone()).unwrap_or_default();
-        ServedAt { node: node.to_owned(), address }
+        ServedAt { node: node.to_owned(), address, key_hashes: self.key_hashes_of(node) }
     }
 
     /// Addresses of the replicas. The address is empty where a pool must not be used: an older

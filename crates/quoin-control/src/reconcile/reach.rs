@@ -170,11 +170,16 @@ fn has_several_hosts(is_elsewhere: impl Iterator<Item = bool>) -> bool {
     elsewhere > on_loopback
 }
 
+/// Returns true if other hosts may reach something there. What is no address at all, as a member may
+/// tell, says nothing of where other members are.
 fn is_of_a_host(address: &str) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
     let is_loopback =
         host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified());
-    !host.is_empty() && !is_loopback && host != "localhost"
+    let is_in_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-.".contains(&byte);
+    let is_name = host.len() <= 253 && host.bytes().all(is_in_a_name);
+    let is_host = is_name || host.parse::<IpAddr>().is_ok();
+    !host.is_empty() && is_host && !is_loopback && host != "localhost"
 }
 
 /// Dials the pools, each from time to time.
@@ -374,5 +379,9 @@ mod tests {
         assert_eq!(misleading("h1:7401", true), None);
         assert!(is_of_a_host("10.0.0.1:1") && is_of_a_host("h1:1") && is_of_a_host("10.0.0.1"));
         assert!(!is_of_a_host("127.0.0.1:1") && !is_of_a_host("") && !is_of_a_host("[::1]:9"));
+        assert!(is_of_a_host("[2001:db8::1]:9"));
+        for told in ["a\x1b[2J", "a b:1", "h1/x:1", "näme:1"] {
+            assert!(!is_of_a_host(told), "{told:?} would take every loopback pool out of reach");
+        }
     }
 }

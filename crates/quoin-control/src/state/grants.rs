@@ -55,6 +55,25 @@ impl VolumeRecord {
         Ok(())
     }
 
+    /// Returns true if a node that has it may write it at present.
+    pub(crate) fn has_writers(&self) -> bool {
+        self.attachments.iter().any(|attachment| !attachment.writes_nothing())
+    }
+
+    /// Takes back a grant that writes where the volume had writers and has readers alone now: their
+    /// target opens it again, by a grant that reads.
+    pub(crate) fn fence_last_writer(
+        &mut self,
+        had_writers: bool,
+        at_once: bool,
+        term: Term,
+    ) -> Result<(), Error> {
+        match had_writers && !self.has_writers() && !self.attachments.is_empty() {
+            true => self.fence(at_once, term),
+            false => Ok(()),
+        }
+    }
+
     /// Returns true if there is a grant that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
         self.grants.fenced < self.opened.epoch

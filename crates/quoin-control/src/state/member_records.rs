@@ -71,6 +71,14 @@ fn yes() -> bool {
     true
 }
 
+impl MemberOfCluster {
+    /// Hashes of the keys by which it is known now; empty: its certificates count nowhere.
+    pub fn key_hashes(&self) -> Vec<String> {
+        let keys = [&self.key_hash, &self.next_key_hash].into_iter();
+        keys.filter(|key| !key.is_empty() && !self.removed).cloned().collect()
+    }
+}
+
 impl Record for MemberOfCluster {
     type Index = ();
     const PREFIX: &'static str = "member/";

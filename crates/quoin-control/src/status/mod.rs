@@ -422,8 +422,12 @@ impl Status {
             node: attachment.node.clone(),
             read_only: attachment.read_only,
             replays: attachment.replay == Replay::Due,
+            replay_is_late: attachment.replay == Replay::Late,
             phase: phase.to_owned(),
-            message,
+            message: match attachment.replay.in_words() {
+                Some(replay) if message.is_empty() => replay,
+                _ => message,
+            },
             publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
             usage: attachment.usage.clone(),
             nbd_uri: serving

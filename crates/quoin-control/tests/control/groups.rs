@@ -92,7 +92,7 @@ impl Cluster {
     }
 
     fn snapshots(&self) -> Vec<(String, SnapshotPhase)> {
-        let all = self.controller.snapshots.catalog.list(None, 0, "", false).unwrap().0;
+        let all = self.controller.snapshots.catalog.list(None, 0, "", false, |_| true).unwrap().0;
         all.iter().map(|snapshot| (snapshot.name.clone(), snapshot.phase)).collect()
     }
 }

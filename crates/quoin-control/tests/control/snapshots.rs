@@ -171,7 +171,7 @@ async fn a_deleted_snapshot_is_gone_for_users_at_once_and_its_id_is_never_wished
     catalog.delete(named("s").as_ref()).await.unwrap();
     catalog.delete(named("s").as_ref()).await.unwrap();
     assert!(cluster.snapshot("s").is_none());
-    assert!(catalog.list(None, 0, "", false).unwrap().0.is_empty());
+    assert!(catalog.list(None, 0, "", false, |_| true).unwrap().0.is_empty());
     let second = cluster.snap("db", "s").await.unwrap();
     assert_ne!(second.id, first.id, "another attempt has another id");
     let told: Vec<_> = cluster
@@ -279,29 +279,29 @@ async fn pages_lack_no_snapshot_that_was_there_all_the_time_and_have_none_twice(
     cluster.snap("db", "not-cut").await.unwrap();
     let catalog = &cluster.controller.snapshots.catalog;
     for volume in [None, by_name("db")] {
-        let (first, token) = catalog.list(volume.as_ref(), 4, "", true).unwrap();
+        let (first, token) = catalog.list(volume.as_ref(), 4, "", true, |_| true).unwrap();
         assert_eq!(first.len(), 4);
         // The one behind which the next page begins is gone, and others come.
         let last = first.last().unwrap();
         catalog.delete(named(&last.name).as_ref()).await.unwrap();
         cluster.made("db", "n1", &format!("later-{}", last.name)).await;
-        let (rest, end) = catalog.list(volume.as_ref(), 0, &token, true).unwrap();
+        let (rest, end) = catalog.list(volume.as_ref(), 0, &token, true, |_| true).unwrap();
         assert_eq!(end, "");
         let names: Vec<_> = first.iter().chain(&rest).map(|s| s.id).collect();
         let mut once = names.clone();
         once.sort();
         once.dedup();
         assert_eq!(once.len(), names.len(), "none twice");
-        let all = catalog.list(None, 0, "", true).unwrap().0;
+        let all = catalog.list(None, 0, "", true, |_| true).unwrap().0;
         // The first volume command that is obeyed cuts the one that waited for its cut.
         let was_there =
             |s: &Arc<SnapshotRecord>| !s.name.starts_with("later") && s.name != "not-cut";
         assert!(all.iter().filter(|s| was_there(s)).all(|s| names.contains(&s.id)));
         let wrong = format!("{}x", &token[..token.len() - 1]);
-        let error = catalog.list(volume.as_ref(), 4, &wrong, true).unwrap_err();
+        let error = catalog.list(volume.as_ref(), 4, &wrong, true, |_| true).unwrap_err();
         assert_eq!(error.code(), tonic::Code::Aborted);
     }
-    assert!(catalog.list(by_name("nosuch").as_ref(), 0, "", false).unwrap().0.is_empty());
+    assert!(catalog.list(by_name("nosuch").as_ref(), 0, "", false, |_| true).unwrap().0.is_empty());
 }
 
 #[tokio::test]
@@ -651,7 +651,7 @@ async fn a_schedule_makes_one_snapshot_an_interval_and_makes_up_for_missed_ones_
     let begin = schedule.created_ms;
     let hour = 3_600_000;
     let count = |cluster: &Cluster| {
-        cluster.controller.snapshots.catalog.list(None, 0, "", false).unwrap().0.len()
+        cluster.controller.snapshots.catalog.list(None, 0, "", false, |_| true).unwrap().0.len()
     };
     for (at, expected) in [(0, 1), (1, 1), (hour - 1, 1), (hour, 2), (hour + 5, 2)] {
         cluster.controller.snapshots.schedules.look("hourly", begin + at).await.unwrap();
@@ -677,7 +677,8 @@ async fn a_schedule_begins_no_snapshot_while_one_waits_and_deletes_what_it_does_
     let schedule = cluster.controller.snapshots.schedules.create(&hourly(2, 0)).await.unwrap();
     let at = |n: u64| schedule.created_ms + n * 3_600_000;
     let names = |cluster: &Cluster| {
-        let listed = cluster.controller.snapshots.catalog.list(None, 0, "", false).unwrap().0;
+        let listed =
+            cluster.controller.snapshots.catalog.list(None, 0, "", false, |_| true).unwrap().0;
         let mut names: Vec<_> = listed.iter().map(|s| (s.wished_ms, s.name.clone())).collect();
         names.sort();
         names.into_iter().map(|(_, name)| name).collect::<Vec<_>>()

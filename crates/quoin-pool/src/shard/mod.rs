@@ -38,11 +38,11 @@ use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
 use quoin_types::message::{Failure, FromReplica, ToReplica};
-use quoin_types::{Epoch, ReplicaGuid, Term, Time};
+use quoin_types::{Epoch, ReplicaGuid, Time};
 use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
 
-use crate::accept::Acceptor;
+use crate::accept::{Acceptor, Leave};
 use crate::assignment::{Assignment, AssignmentChange, PoolState};
 use crate::facts::PoolFacts;
 use crate::held::Holdings;
@@ -89,8 +89,8 @@ const RING_FULL: &str = "the metadata ring has no room for another replica: dele
 
 /// Messages of other threads to the shard.
 pub enum Input {
-    /// With the term of its grant.
-    Answered(Box<Accepted>, Term),
+    /// With what its grant lets it do.
+    Answered(Box<Accepted>, Leave),
     /// A target came by a grant of a former term, and was turned away.
     TermRefused(String),
     Synced {
@@ -302,7 +302,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn input(&mut self, now: Time, input: Input) {
         match input {
-            Input::Answered(answered, term) => self.admit(now, *answered, term),
+            Input::Answered(answered, leave) => self.admit(now, *answered, leave),
             Input::TermRefused(why) => {
                 self.parts.notices.push(Severity::Warning, "", "", "TermRefused", why);
             }

@@ -566,7 +566,9 @@ impl Primary {
         let at = self.history.last;
         actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.opening.epoch, at }));
         self.note_in_sync(actions);
-        let rewritten = self.opening.rewrite_orphans(self.opening.epoch, &mut self.history);
+        let may_write = !self.config.read_only;
+        let epoch = self.opening.epoch;
+        let rewritten = self.opening.rewrite_orphans(epoch, may_write, &mut self.history);
         self.requests.renumber(|lsn| rewritten.find(lsn));
         self.reads.owed = rewritten.find(self.reads.owed);
         // Growth comes before requests that waited: they know the volume in its present size.

@@ -13,9 +13,10 @@ use quoin_types::{Time, VolumeId};
 use super::sources::{Slot, Sources};
 use super::{Shard, Volume};
 use crate::assignment::Sharer;
-use crate::client::{Client, Turn};
+use crate::client::{Client, SharedUse, Turn, User};
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
+use crate::standing::{Holder, Openers};
 use crate::tokens::{Origin, Tokens};
 
 /// Most clients of one volume.
@@ -45,6 +46,13 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     if let Err(error) = reactor.modify(&socket.listener, key, interest) {
         tracing::warn!(%error, "cannot watch for clients");
     }
+}
+
+/// Returns true if a node that shares a volume may use it as it was told, by the key that it showed.
+fn lets_in(sharer: &Sharer, holder: &Holder, shares: &SharedUse) -> bool {
+    sharer.node == holder.name
+        && sharer.read_only == shares.read_only
+        && sharer.key_hashes.contains(&holder.key_hash)
 }
 
 /// The face of a volume towards its clients, and these clients.
@@ -258,24 +266,24 @@ impl Shard {
         if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
-        let NewClient { socket, mut session, input, mut requests, life, sharer } = new;
-        let read_only = session.device().is_some_and(|device| device.read_only);
-        let sharer = sharer.map(|node| Sharer { node, read_only });
-        if let Some(sharer) = &sharer {
+        let NewClient { socket, mut session, input, mut requests, life, user } = new;
+        if let Some(user) = &user
+            && let Some(shares) = &user.shares
+        {
             // It may have lost the volume since it was let in.
-            if !volume.export.sharers.contains(sharer) {
+            if !volume.export.sharers.iter().any(|sharer| lets_in(sharer, &user.holder, shares)) {
                 return;
             }
             // Requests that lie unread in an older connection of the node may have been sent again
             // by this one: they must not be carried out later.
-            self.end_sharers(id, |older| older.node == sharer.node);
+            self.end_sharers(id, |older, _| older.name == user.holder.name);
         }
         let Some(volume) = self.volumes.get(&id) else { return };
         // The volume may have grown between the negotiation and now.
         session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
-        client.sharer = sharer;
+        client.user = user;
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
@@ -291,15 +299,40 @@ impl Shard {
             return;
         }
         volume.export.sharers.clone_from(&sharers);
-        self.end_sharers(id, |sharer| !sharers.contains(sharer));
+        let is_let_in = |holder: &Holder, shares: &SharedUse| {
+            sharers.iter().any(|sharer| lets_in(sharer, holder, shares))
+        };
+        self.end_sharers(id, |holder, shares| !is_let_in(holder, shares));
     }
 
     /// Ends the connections of sharers.
-    fn end_sharers(&mut self, id: VolumeId, ends: impl Fn(&Sharer) -> bool) {
+    fn end_sharers(&mut self, id: VolumeId, ends: impl Fn(&Holder, &SharedUse) -> bool) {
+        self.end_users(id, |user| {
+            user.shares.as_ref().is_some_and(|shares| ends(&user.holder, shares))
+        });
+    }
+
+    /// Ends the connections of those who opened a volume by a key that counts no more.
+    pub(super) fn end_disowned(&mut self, openers: &Openers) {
+        for id in self.volumes.keys().copied().collect::<Vec<_>>() {
+            self.end_users(id, |user| user.shares.is_none() && !openers.admit(&user.holder));
+        }
+    }
+
+    /// Ends the connections of all who are no sharers: they may have been told that they may write.
+    pub(super) fn end_own(&mut self, id: VolumeId) {
+        self.end_clients(id, |user| user.is_none_or(|user| user.shares.is_none()));
+    }
+
+    fn end_users(&mut self, id: VolumeId, ends: impl Fn(&User) -> bool) {
+        self.end_clients(id, |user| user.is_some_and(&ends));
+    }
+
+    fn end_clients(&mut self, id: VolumeId, ends: impl Fn(Option<&User>) -> bool) {
         let Some(volume) = self.volumes.get(&id) else { return };
         let is_over = |key: &&u64| {
             let Some(Slot::Client(client)) = self.sources.slots.get(*key) else { return false };
-            client.sharer.as_ref().is_some_and(&ends)
+            ends(client.user.as_ref())
         };
         let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
         for key in over {

@@ -43,6 +43,7 @@ use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
+use crate::standing::Openers;
 use clients::Export;
 use links::{LinkName, Links};
 use sealing::Sealing;
@@ -55,6 +56,8 @@ pub enum Input {
     /// A client opened this volume over TCP.
     Client(VolumeId, Box<NewClient>),
     Update(Box<VolumeUpdate>),
+    /// Those whose certificates open all volumes; the connections of others end.
+    Openers(Openers),
     /// Drain, sync, close.
     Close(VolumeId),
     Dialled {
@@ -425,6 +428,7 @@ impl Shard {
             Input::Open(setup) => self.open(now, *setup),
             Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
+            Input::Openers(openers) => self.end_disowned(&openers),
             Input::Close(volume) => self.event(now, volume, PrimaryEvent::Shutdown),
             Input::Dialled { volume, session, bulk, pool, outcome } => {
                 self.dialled(now, volume, LinkName { session, bulk }, pool, outcome);
@@ -522,6 +526,8 @@ impl Shard {
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
         let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
+        let writers_leave =
+            self.volumes.get(&id).is_some_and(|v| read_only && !v.export.info.read_only);
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.links.places = update.replicas;
             // The setting is for later clients; one that is there keeps what it was told.
@@ -531,6 +537,9 @@ impl Shard {
             if update.key.is_some() {
                 volume.sealing.update(update.key.as_ref());
             }
+        }
+        if writers_leave {
+            self.end_own(id);
         }
         self.let_in(id, update.sharers);
         self.release(now, id);
