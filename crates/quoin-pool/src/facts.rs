@@ -66,6 +66,14 @@ pub trait PoolFacts {
     }
     /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
+    /// Whether the next background work waits for reads of the disk.
+    fn background_waits(&self) -> bool {
+        false
+    }
+    /// Has it wait no more; the replica that it is of has no background work until another look.
+    fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        None
+    }
     /// The same for what the pool holds beside its replicas, from this place on; `None`: from the
     /// beginning.
     fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError>;
@@ -158,6 +166,12 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn look_again(&mut self) {
         self.look_again();
+    }
+    fn background_waits(&self) -> bool {
+        self.background_waits()
+    }
+    fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        self.give_up_background_wait()
     }
     fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
         self.try_scrub_metadata(at)

@@ -17,7 +17,7 @@ use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
 use crate::background::checkpoint;
 use crate::background::due_work::DueWork;
-use crate::background::look_ahead::LookAhead;
+use crate::background::look_ahead::{self, LookAhead};
 use crate::background::repair;
 use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, Victim};
 use crate::background::scrub::{self, MetadataScrubbed, ScrubAt, Scrubbed, Scrubbing};
@@ -26,7 +26,7 @@ use crate::clones::creation;
 use crate::clones::flatten;
 use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
-use crate::disk::fetch::{Fetch, Fetches, Owner};
+use crate::disk::fetch::{Fetch, Fetches, Owner, name_of};
 use crate::disk::read_ring::ReadRing;
 use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
@@ -45,6 +45,7 @@ use crate::replica::{Replica, payload};
 use crate::space::freed::{self, Freed};
 use crate::space::segments::Allocator;
 use crate::space::table;
+use crate::space::uses::Uses;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -156,6 +157,7 @@ impl<D: Disk> Pool<D> {
             bases: Bases::default(),
             logical: BTreeMap::new(),
             fetches: Fetches::default(),
+            uses: Uses::default(),
             writes_in_place: 0,
             options,
             ring,
@@ -464,6 +466,17 @@ impl<D: Disk> Pool<D> {
         }
     }
 
+    /// Whether the next background work waits for reads of the disk.
+    pub fn background_waits(&self) -> bool {
+        look_ahead::waits_for_disk(self)
+    }
+
+    /// Has it wait no more, as the disk does not answer; the replica that it is of has no background
+    /// work until [`Pool::look_again`].
+    pub fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        look_ahead::give_up(self)
+    }
+
     /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that
     /// the next start has nothing to replay. Syncs on this thread.
     pub fn settle(&mut self) -> Result<(), StoreError> {
@@ -518,6 +531,20 @@ impl<D: Disk> Pool<D> {
         self.scrub_as(guid, at, budget_bytes, true)
     }
 
+    /// Whether a replica shows a base that no scrub of its keeper reads: the keeper is gone, or the snapshot
+    /// is, or a rebuild gave the keeper another copy of it.
+    fn shows_unread_base(&self, guid: ReplicaGuid) -> bool {
+        let first = self.replicas.get(&guid).and_then(|replica| replica.family.relatives.base);
+        self.core.bases.line(first).any(|(id, base)| {
+            let keeper = self.replicas.get(&id.replica);
+            if mutant::is("base-without-its-snapshot-not-scrubbed") {
+                return keeper.is_none_or(creation::is_remnant);
+            }
+            let mut snapshots = keeper.iter().flat_map(|keeper| &keeper.folded.snapshots);
+            !snapshots.any(|s| s.info.id == id.snapshot && s.root == base.root)
+        })
+    }
+
     fn scrub_as(
         &mut self,
         guid: ReplicaGuid,
@@ -527,6 +554,7 @@ impl<D: Disk> Pool<D> {
     ) -> Result<Scrubbed, StoreError> {
         let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
         self.touch(guid);
+        let reads_bases = self.shows_unread_base(guid);
         let Some(replica) = self.replicas.get_mut(&guid) else {
             return Ok(Scrubbed::default());
         };
@@ -541,7 +569,8 @@ impl<D: Disk> Pool<D> {
             let (read_bytes, known) = (done.read_bytes, self.core.faults.bad.len());
             self.scrubbing.begin(&mut self.core, Owner::Scrub(guid), may_wait);
             let listing = &mut self.scrubbing.listing;
-            let part = scrub::scrub_part(replica, &mut self.core, at, &mut done, listing);
+            let part =
+                scrub::scrub_part(replica, &mut self.core, at, reads_bases, &mut done, listing);
             if let Err(lacking) = self.scrubbing.end(&mut self.core) {
                 // The part is done anew, and finds the same.
                 self.core.faults.bad.truncate(known);
@@ -774,6 +803,15 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 }
 
+/// Kinds of calls that copy, in their names.
+const VERIFY: u8 = 0;
+const FETCH: u8 = 1;
+const PULL: u8 = 2;
+const BEGIN: u8 = 3;
+const FEED: u8 = 4;
+const REPAIR: u8 = 5;
+const MEND: u8 = 6;
+
 /// A replica of a pool.
 pub struct Handle<'a, D> {
     core: &'a mut Core<D>,
@@ -854,7 +892,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let before = out.len();
-        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid));
+        let name = name_of((view, lba, blocks, want_data));
+        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid), name);
         let read = self.replica.read(self.core, view, lba, blocks, want_data, out);
         let Some(ticket) = self.core.fetches.end() else { return read };
         out.truncate(before);
@@ -872,7 +911,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     ) -> Result<(), StoreError> {
         if !self.core.fetches.is_open() {
             // It may have waited for the disk before, and reads all of it anew.
-            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
+            let owner = Owner::Copying(self.replica.identity.guid);
+            self.core.fetches.give_up(owner, name_of((VERIFY, view, lba, blocks)));
         }
         repair::verify(self.replica, self.core, view, lba, blocks, bytes_max, note, out)
     }
@@ -887,13 +927,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let before = out.len();
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((VERIFY, view, lba, blocks));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let verified = self.verify(view, lba, blocks, bytes_max, note, out);
-        let Some(ticket) = self.core.fetches.end() else {
-            // Where blocks were overwritten meanwhile, it took other stretches than it had wanted.
-            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
-            return verified;
-        };
+        let Some(ticket) = self.core.fetches.end() else { return verified };
         out.truncate(before);
         Err(StoreError::Pending(ticket))
     }
@@ -935,7 +972,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         after: Lsn,
         bytes_max: u32,
     ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((FETCH, after, bytes_max));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let fetched = self.fetch(after, bytes_max);
         self.core.fetches.end().map_or(fetched, |ticket| Err(StoreError::Pending(ticket)))
     }
@@ -961,7 +999,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         bytes_max: u32,
         want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((PULL, session, view, cursor));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let pulled = sending::pull(
             self.replica,
             self.core,
@@ -988,12 +1027,18 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             return Ok(());
         }
         let (replica, core) = (&mut *self.replica, &mut *self.core);
-        core.fetches.begin(Owner::Copying(replica.identity.guid));
+        let name = match &upcoming {
+            Upcoming::Begin { from } => name_of((BEGIN, from)),
+            Upcoming::Feed { .. } | Upcoming::Merge => name_of(FEED),
+            Upcoming::Repair { view, lba } => name_of((REPAIR, view, lba)),
+            Upcoming::Mend { view, lba, .. } => name_of((MEND, view, lba)),
+        };
+        core.fetches.begin(Owner::Copying(replica.identity.guid), name);
         // Whatever else is wrong with it the work itself comes to.
         let _ = match upcoming {
             Upcoming::Begin { from } => shadow::look_ahead_of_begin(replica, core, from),
             Upcoming::Feed { slots } => shadow::look_ahead_of_feed(replica, core, slots),
-            Upcoming::Merge => shadow::look_ahead(replica, core),
+            Upcoming::Merge => shadow::look_ahead_of_end(replica, core),
             Upcoming::Repair { view, lba } => repair::look_ahead(replica, core, view, lba),
             Upcoming::Mend { view, lba, blocks } => {
                 repair::look_ahead_of_mend(replica, core, view, lba, blocks)

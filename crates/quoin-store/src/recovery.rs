@@ -87,7 +87,7 @@ pub fn recover<D: Disk>(
         is_remnant: relatives.is_remnant,
     };
     let guid = durable.identity.guid;
-    let logical = Logical::new(&core.superblock, checkpoint.logical.as_ref());
+    let logical = Logical::opened(&core.superblock, checkpoint.logical.as_ref());
     if !logical.is_learned() {
         // Counters do not go down for blocks of which it is not known where they were moved.
         replica.maintenance.count.request();

@@ -49,7 +49,7 @@ pub struct Space {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Scrubbed {
     /// Where to go on; `None`: the replica was read to its end.
-    pub next: Option<(u32, u64)>,
+    pub next: Option<(u64, u64)>,
     pub read_bytes: u64,
 }
 
@@ -98,6 +98,10 @@ pub trait Storage {
     }
     /// It ends.
     fn fetch_end(&mut self, _id: u64) {}
+    /// Reads that the pool's thread waited for since the last call.
+    fn take_blocked_reads(&mut self) -> u64 {
+        0
+    }
     /// The next call that can be made again, and whose it is.
     fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
         None
@@ -117,7 +121,7 @@ pub trait Storage {
     fn scrub(
         &mut self,
         _guid: ReplicaGuid,
-        _at: (u32, u64),
+        _at: (u64, u64),
         _budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
         Ok(Scrubbed::default())

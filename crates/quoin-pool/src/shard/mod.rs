@@ -269,8 +269,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let urgency = background::urgency(self.pool.background_due());
         let background = self.background.due_in(now, urgency);
         let copying = self.copying.due_in(now);
+        let hung = self.background.hung_in(now);
         let undone = self.replicas.undone.due_in(now);
-        [next, stop, background, copying, undone, self.health.due_in(now)]
+        let unread = self.disk.fetchers.retry_in();
+        [next, stop, background, hung, copying, undone, unread, self.health.due_in(now)]
             .into_iter()
             .flatten()
             .min()

@@ -42,8 +42,8 @@ pub struct ScrubState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Place {
     pub replica: ReplicaGuid,
-    /// The store's own count of what it reads one after the other.
-    pub stage: u32,
+    /// The store's own name of what it reads.
+    pub stage: u64,
     pub cursor: u64,
 }
 
@@ -102,7 +102,7 @@ impl Scrub {
         let replica: ReplicaGuid = words.next()?.parse().ok()?;
         self.state.running = words.next()? == "running";
         self.asked = asked == 1;
-        self.at = Place { replica, stage: u32::try_from(stage).ok()?, cursor };
+        self.at = Place { replica, stage, cursor };
         Some(())
     }
 

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::StoreError;
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
@@ -15,13 +15,28 @@ use crate::replica::Replica;
 const BLOCKS_A_BATCH: usize = 256;
 const WRITE_KIND: u8 = 1;
 
+/// A block to be written again elsewhere, whose bytes are what its checksum says: none can be made with
+/// others.
 pub struct MovedBlock {
-    pub lba: u64,
-    pub version: u64,
-    pub crc: u32,
+    lba: u64,
+    version: u64,
+    crc: u32,
     /// Logical place that it has already; 0: none.
-    pub name: u64,
-    pub bytes: Bytes,
+    name: u64,
+    bytes: Bytes,
+}
+
+impl MovedBlock {
+    /// `None`: these are not the bytes of this checksum, and are written nowhere.
+    pub fn of(lba: u64, version: u64, crc: u32, name: u64, bytes: Bytes) -> Option<Self> {
+        let is_it = bytes.len() == BLOCK_SIZE && crc32c(&bytes) == crc;
+        let is_it = is_it || mutant::is("moved-block-is-not-verified");
+        is_it.then_some(MovedBlock { lba, version, crc, name, bytes })
+    }
+
+    pub fn crc(&self) -> u32 {
+        self.crc
+    }
 }
 
 /// Naming, by leaves, of blocks that had no logical place.
@@ -113,6 +128,7 @@ fn write_moved_batch<D: Disk>(
         key: 0,
     });
     debug_assert_eq!(header, (core.buffers.header.len() / BLOCK_SIZE) as u64);
+    core.will_append(start, u64::from(total));
     let mut parts = Vec::with_capacity(blocks.len() + 1);
     parts.push(IoSlice::new(&core.buffers.header));
     parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));

@@ -65,9 +65,6 @@ pub fn check_bases<D: Disk>(
     durable: &mut DurableState,
 ) {
     for (guid, replica) in replicas {
-        if is_remnant(replica) {
-            core.bases.only_clones_show(*guid);
-        }
         let Some(base) = replica.family.relatives.base else { continue };
         if core.bases.is_sound(base) {
             continue;
@@ -254,7 +251,6 @@ pub fn leave_remnant<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid) -> Result<(
         Record::Retired(guid),
     ])?;
     become_remnant(replica);
-    core.bases.only_clones_show(guid);
     core.tickets.request();
     pool.victim.set(None);
     pool.drop_calls(guid);

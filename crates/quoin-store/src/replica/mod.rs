@@ -276,15 +276,14 @@ impl Replica {
             key: 0,
         });
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        let spare = if waits { segment.make_ready(&core.superblock, total) } else { 0 };
+        core.will_append(start, u64::from(total) + u64::from(spare));
         let mut parts = reused(std::mem::take(&mut core.buffers.parts));
         parts.push(IoSlice::new(&core.buffers.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
         let written = match waits {
-            true => {
-                let spare = segment.make_ready(&core.superblock, total) as usize * BLOCK_SIZE;
-                core.disk.write_with_sync(offset, &parts, spare)
-            }
+            true => core.disk.write_with_sync(offset, &parts, spare as usize * BLOCK_SIZE),
             false => core.disk.write_at(offset, &parts),
         };
         core.buffers.parts = reused(parts);
@@ -559,12 +558,17 @@ impl Replica {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let mut buffer = ReadBuffer::of(run.len() * BLOCK_SIZE);
-        let mut lacking = may_lack(core.read_beside(place, &mut buffer));
+        let is_block = |block: &BlockAt, bytes: &[u8]| crc32c(bytes) == block.crc;
+        let are_blocks = |bytes: &[u8]| {
+            run.iter().zip(bytes.chunks(BLOCK_SIZE)).all(|(block, bytes)| is_block(block, bytes))
+        };
+        let mut lacking = may_lack(core.read_beside(place, &mut buffer, &are_blocks));
         if lacking.is_err() {
             // An unreadable sector must not make its neighbours unreadable.
             lacking = Ok(Ok(()));
             for (i, chunk) in buffer.chunks_mut(BLOCK_SIZE).enumerate() {
-                match may_lack(core.read_beside(place + i as u64, chunk)) {
+                let is_it = |bytes: &[u8]| is_block(&run[i], bytes);
+                match may_lack(core.read_beside(place + i as u64, chunk, &is_it)) {
                     Ok(Ok(())) => {}
                     Ok(lacks) => lacking = Ok(lacks),
                     Err(_) => chunk.fill(0),
@@ -599,7 +603,12 @@ impl Replica {
         let mut data = BytesMut::new();
         if record.place != 0 {
             data.resize(record.blocks as usize * BLOCK_SIZE, 0);
-            core.read_beside(record.place, &mut data)?;
+            let crcs: Vec<u32> = self.log.crcs(record).collect();
+            let are_blocks = |bytes: &[u8]| {
+                let mut each = bytes.chunks(BLOCK_SIZE).zip(&crcs);
+                each.all(|(bytes, crc)| crc32c(bytes) == *crc)
+            };
+            core.read_beside(record.place, &mut data, &are_blocks)?;
         }
         let entry = self.log.entry(lsn, data.freeze()).ok_or(DAMAGED)?;
         if entry.data_is_good() { Ok(entry) } else { Err(DAMAGED) }

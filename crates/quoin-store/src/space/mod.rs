@@ -8,3 +8,4 @@ pub mod ready;
 pub mod segment_table;
 pub mod segments;
 pub mod table;
+pub mod uses;

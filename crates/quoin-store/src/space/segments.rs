@@ -402,6 +402,7 @@ impl Family {
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
+        core.will_append(core.superblock.unit_start(unit), 1);
         let mut written = match waits {
             true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
             false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),

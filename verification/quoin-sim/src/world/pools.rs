@@ -18,6 +18,9 @@ use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
 
+/// Time that a read of a cold disk takes which the pool's thread waits for, caches counted.
+const BLOCKED_READ: u64 = 500 * MICROSECOND;
+
 /// One life of a pool process.
 pub(crate) struct Process {
     /// `None`: the pool holds no replica of the volume.
@@ -696,7 +699,14 @@ impl World {
         if here.paused {
             return;
         }
+        here.storage.take_blocked_reads();
         let worked = here.storage.background();
+        let blocked = here.storage.take_blocked_reads();
+        if blocked > 0 {
+            // Its thread does nothing else until they have ended.
+            here.paused = true;
+            self.schedule.after(blocked * BLOCKED_READ, Event::Mend(Mend::ResumePool(pool)));
+        }
         self.plan_fetches(pool);
         if let Err(error) = worked {
             self.trace.line(self.schedule.now(), || format!("pool {pool} background: {error}"));
