@@ -30,8 +30,6 @@ use crate::shard::Input;
 
 /// Pause before the stream of commands is opened again.
 const RETRY: Duration = Duration::from_millis(500);
-/// The same for a controller of a version that has no commands.
-const UNKNOWN_RETRY: Duration = Duration::from_secs(30);
 const CALL_MAX: Duration = Duration::from_secs(5);
 
 /// Outcome of a wish in a volume's state machine.
@@ -281,7 +279,6 @@ impl Control {
     pub async fn obey(&self, mut shutdown: watch::Receiver<bool>) {
         loop {
             let pause = match self.obey_once().await {
-                Err(status) if status.code() == tonic::Code::Unimplemented => UNKNOWN_RETRY,
                 Err(status) => {
                     tracing::debug!(%status, "the stream of commands ended");
                     RETRY
@@ -296,7 +293,7 @@ impl Control {
     }
 
     async fn obey_once(&self) -> Result<(), Status> {
-        let request = WatchCommandsRequest { node: self.options.node.clone(), points: true };
+        let request = WatchCommandsRequest { node: self.options.node.clone() };
         let mut client = AgentClient::new(self.channel.clone());
         let mut commands = client.watch_commands(request).await?.into_inner();
         while let Some(command) = commands.message().await? {

@@ -216,7 +216,6 @@ pub const ALL: &[Defect] = &[
     store("rolled-back-disk-not-noticed", Swarm::Damage),
     store("mark-of-a-pool-not-compared", Swarm::Damage),
     store("cookie-without-its-mount", Swarm::PowerCuts),
-    store("new-form-without-its-bit", Swarm::Pressure),
     store("prefetch-of-another-generation", Swarm::Pressure),
     store("clean-up-keeps-what-it-read", Swarm::Damage),
     store("switch-of-the-ring-not-noted", Swarm::Damage),

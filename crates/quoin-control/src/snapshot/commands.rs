@@ -99,9 +99,9 @@ impl Commands {
         Self { state, groups, points }
     }
 
-    /// The stream of a node's target. `knows_points`: the commands of points may be sent.
-    pub fn of_node(&self, node: &str, knows_points: bool) -> CommandStream {
-        self.points.follows(node, knows_points);
+    /// The stream of a node's target.
+    pub fn of_node(&self, node: &str) -> CommandStream {
+        self.points.follows(node);
         CommandStream {
             commands: self.clone(),
             node: node.to_owned(),

@@ -46,7 +46,7 @@ pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
         };
         let orders = async {
             loop {
-                let request = WatchPoolRequest { pool: name.clone(), partial: false };
+                let request = WatchPoolRequest { pool: name.clone() };
                 if let Ok(stream) = agent.clone().watch_pool(request).await {
                     obey(&pool, agent.clone(), stream.into_inner()).await;
                 }
@@ -345,7 +345,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
             (
                 "WatchPool",
                 of_pool
-                    .watch_pool(WatchPoolRequest { pool: "p1".into(), partial: false })
+                    .watch_pool(WatchPoolRequest { pool: "p1".into() })
                     .await
                     .err(),
             ),
@@ -369,11 +369,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
             (
                 "WatchNode",
                 of_node
-                    .watch_node(WatchNodeRequest {
-                        node: named.clone(),
-                        partial: false,
-                        ..Default::default()
-                    })
+                    .watch_node(WatchNodeRequest { node: named.clone() })
                     .await
                     .err(),
             ),

@@ -9,9 +9,6 @@
 //! A Revert that was done must not be done again after clients have written: each is recorded in
 //! the history itself, by a hidden snapshot of the attempt's own id behind it. Where that exists,
 //! the Revert before it is part of the history, whatever target asks.
-//!
-//! Replicas of versions that take a Revert for a change of older versions, or that report no heads,
-//! get neither: both are refused while one of them is in sync.
 
 use super::{Phase, Primary, PrimaryAction, PrimaryNote};
 use quoin_types::entry::EntryKind;
@@ -37,7 +34,7 @@ pub enum SnapshotWish {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SnapshotOutcome {
     /// The snapshot is on media of CF, as of this LSN. `head`: epoch and chain of the history
-    /// there; unknown for one that was made under an older version.
+    /// there, where the authority's log or map still had it.
     Made {
         lsn: Lsn,
         head: Option<SnapshotHead>,
