@@ -103,7 +103,10 @@ fn a_source_that_cannot_read_for_a_rebuild_loses_its_bulk_connection_alone() {
 fn a_receiver_that_claims_more_than_it_was_fed_is_begun_anew() {
     let mut hand = by_hand();
     let first = begun(&hand).expect("the receiver is asked");
-    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild: first, cursor: 512, cut: Lsn(TABLE_END) });
+    hand.say_bulk(
+        3,
+        FromReplica::IncrementBegun { rebuild: first, cursor: 512, cut: Lsn(TABLE_END) },
+    );
     for _ in 0..10 {
         hand.pass(10);
         (1..=2).for_each(|id| hand.applied(id, true));

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::common::{Cluster, config};
 use quoin_replication::primary::{
-    HOLD_MS_MAX, OnQuorumLoss, PointOutcome, PointWish, PrimaryEvent, PrimaryNote,
-    SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+    HOLD_MS_MAX, OnQuorumLoss, PointOutcome, PointWish, PrimaryEvent, PrimaryNote, SnapshotOutcome,
+    SnapshotWish, USER_SNAPSHOTS_MAX,
 };
 use quoin_types::block::Operation;
 use quoin_types::ids::PointId;

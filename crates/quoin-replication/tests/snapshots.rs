@@ -2,8 +2,8 @@
 
 use crate::common::{Cluster, config};
 use quoin_replication::primary::{
-    ChangesAnswer, ChangesRequest, PrimaryEvent, PrimaryNote, RevertOutcome,
-    SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+    ChangesAnswer, ChangesRequest, PrimaryEvent, PrimaryNote, RevertOutcome, SnapshotOutcome,
+    SnapshotWish, USER_SNAPSHOTS_MAX,
 };
 use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;

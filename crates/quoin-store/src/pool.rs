@@ -106,7 +106,11 @@ impl<D: Disk> Pool<D> {
         if !options.overwrite {
             match Superblock::read(disk) {
                 Err(PoolError::Foreign) => {}
-                Err(known @ (PoolError::Newer { .. } | PoolError::Older { .. } | PoolError::Store(_))) => return Err(known),
+                Err(
+                    known @ (PoolError::Newer { .. }
+                    | PoolError::Older { .. }
+                    | PoolError::Store(_)),
+                ) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
             match crate::disk::contents::content_of(disk)? {

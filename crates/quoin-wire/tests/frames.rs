@@ -232,21 +232,14 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         ),
         (any::<u64>(), lsn())
             .prop_map(|(rebuild, from)| ToReplica::IncrementBegin { rebuild, from }),
-        (any::<u64>(), slots(), cursor(), cursor()).prop_map(
-            |(rebuild, slots, cursor, after)| ToReplica::IncrementFeed {
-                rebuild,
-                slots,
-                cursor,
-                after
-            }
-        ),
+        (any::<u64>(), slots(), cursor(), cursor()).prop_map(|(rebuild, slots, cursor, after)| {
+            ToReplica::IncrementFeed { rebuild, slots, cursor, after }
+        }),
         any::<u64>().prop_map(|number| ToReplica::OpenBulk { number }),
-        (any::<u64>(), snapshot(), head(), view()).prop_map(
-            |(rebuild, snapshot, head, view)| {
-                let head = CutHead { head, last_view: Some((snapshot.lsn, view)) };
-                ToReplica::IncrementCut { rebuild, snapshot, head: Box::new(head) }
-            }
-        ),
+        (any::<u64>(), snapshot(), head(), view()).prop_map(|(rebuild, snapshot, head, view)| {
+            let head = CutHead { head, last_view: Some((snapshot.lsn, view)) };
+            ToReplica::IncrementCut { rebuild, snapshot, head: Box::new(head) }
+        }),
         (any::<u64>(), increment_end(), any::<(u64, u32)>()).prop_map(
             |(rebuild, to, (slots, checksum))| {
                 let fed = FedSum { slots, checksum };

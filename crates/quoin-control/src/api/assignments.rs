@@ -311,13 +311,7 @@ pub struct NodeStream {
 
 impl NodeStream {
     pub fn new(assignments: Assignments, node: &str) -> Self {
-        Self {
-            assignments,
-            node: node.to_owned(),
-            told: BTreeMap::new(),
-            head: None,
-            ruled: false,
-        }
+        Self { assignments, node: node.to_owned(), told: BTreeMap::new(), head: None, ruled: false }
     }
 
     /// As [`PoolStream::next`].

@@ -82,8 +82,7 @@ async fn ask(channel: Channel) -> Answers {
             reported
         },
         act_as_n1: {
-            let watch =
-                WatchNodeRequest { node: "n1".into() };
+            let watch = WatchNodeRequest { node: "n1".into() };
             let watched = code(agent.watch_node(watch).await);
             let reported = code(agent.report_node(n1).await);
             assert_eq!(watched, reported);

@@ -131,8 +131,7 @@ async fn bytes_of_one_beside(volumes: usize) -> (usize, usize) {
     for n in 0..volumes {
         make(&server, &format!("v{n}")).await;
     }
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server).await, watch_node(&server).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!((whole.partial, whole.replicas.len()), (false, volumes));
     let whole = next(&mut of_node).await.unwrap();
@@ -166,8 +165,7 @@ async fn a_removal_is_named_and_a_stream_that_begins_anew_is_told_the_whole() {
     for name in ["stays", "goes"] {
         make(&server, name).await;
     }
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server).await, watch_node(&server).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!(whole.replicas.len(), 2);
     assert_eq!(next(&mut of_node).await.unwrap().targets.len(), 2);
@@ -190,8 +188,7 @@ async fn a_removal_is_named_and_a_stream_that_begins_anew_is_told_the_whole() {
     assert!(told.iter().all(|m| m.partial && !m.complete));
     assert!(next(&mut of_pool).await.is_none(), "nothing else changed");
 
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server).await, watch_node(&server).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!((whole.partial, whole.replicas.len()), (false, 1));
     let whole = next(&mut of_node).await.unwrap();

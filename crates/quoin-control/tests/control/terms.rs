@@ -342,13 +342,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
         let mut join = JoinClient::new(node.controller(&server.address).unwrap());
         let answers = [
             ("ReportPool", of_pool.report_pool(report("p1")).await.err()),
-            (
-                "WatchPool",
-                of_pool
-                    .watch_pool(WatchPoolRequest { pool: "p1".into() })
-                    .await
-                    .err(),
-            ),
+            ("WatchPool", of_pool.watch_pool(WatchPoolRequest { pool: "p1".into() }).await.err()),
             (
                 "ReportHoldings",
                 of_pool
@@ -366,13 +360,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
                     .await
                     .err(),
             ),
-            (
-                "WatchNode",
-                of_node
-                    .watch_node(WatchNodeRequest { node: named.clone() })
-                    .await
-                    .err(),
-            ),
+            ("WatchNode", of_node.watch_node(WatchNodeRequest { node: named.clone() }).await.err()),
             ("AcquireEpoch", of_node.acquire_epoch(epoch).await.err()),
             ("SwapMembership", of_node.swap_membership(swap).await.err()),
             ("ReportVolume", of_node.report_volume(volume).await.err()),

@@ -244,8 +244,7 @@ async fn apply_assignments(
     held: &mut BTreeSet<String>,
 ) -> Result<(), Status> {
     agent.report_pool(report.clone()).await?;
-    let watched =
-        agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
+    let watched = agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
@@ -303,9 +302,7 @@ async fn listen(
     serving: &mut BTreeMap<String, JoinSet<()>>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
-    let watched = agent
-        .watch_node(WatchNodeRequest { node: report.node.clone() })
-        .await?;
+    let watched = agent.watch_node(WatchNodeRequest { node: report.node.clone() }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
@@ -355,8 +352,7 @@ async fn obey_stream(
 ) -> Result<(), Status> {
     use command_outcome::What as Ended;
     use target_command::What as Told;
-    let watched =
-        agent.watch_commands(WatchCommandsRequest { node: name.to_owned() }).await?;
+    let watched = agent.watch_commands(WatchCommandsRequest { node: name.to_owned() }).await?;
     let mut commands = watched.into_inner();
     let mut cuts = BTreeMap::new();
     while let Some(command) = commands.message().await? {

@@ -21,8 +21,7 @@ use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, Position, SnapshotId};
 use quoin_types::membership::Member;
 use quoin_types::message::{
-    CutHead, FedSum, IncrementEnd, ReadView, RequestId, Slot, SnapshotHead, SnapshotInfo,
-    ToReplica,
+    CutHead, FedSum, IncrementEnd, ReadView, RequestId, Slot, SnapshotHead, SnapshotInfo, ToReplica,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;

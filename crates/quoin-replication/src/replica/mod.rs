@@ -446,14 +446,7 @@ impl Replica {
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
         let synced_to = mutant::is("answer-before-the-promise-is-on-media").then_some(expected);
-        self.pending = Some(PendingOpen {
-            connection,
-            key,
-            lease_ms,
-            ticket,
-            synced_to,
-            expected,
-        });
+        self.pending = Some(PendingOpen { connection, key, lease_ms, ticket, synced_to, expected });
         self.answer_open(now, store, actions);
     }
 

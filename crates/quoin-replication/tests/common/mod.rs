@@ -14,8 +14,8 @@ use std::time::Duration;
 pub use bounded::Bounded;
 use bytes::Bytes;
 use quoin_replication::primary::{
-    ChangesAnswer, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig,
-    PrimaryEvent, PrimaryNote, ReadMode,
+    ChangesAnswer, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent,
+    PrimaryNote, ReadMode,
 };
 use quoin_replication::replica::store::{
     CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,

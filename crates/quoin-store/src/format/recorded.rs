@@ -25,9 +25,7 @@ use crate::format::node::{
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::relatives::{BaseId, BaseState, RelativesState};
 use crate::format::segment::{decode_header, segment_header};
-use crate::format::superblock::{
-    FORMAT_VERSION, Features, FormatOptions, Superblock,
-};
+use crate::format::superblock::{FORMAT_VERSION, Features, FormatOptions, Superblock};
 use crate::log::history::Head;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;

@@ -115,7 +115,9 @@ impl Primary {
         match shadow.zip(cut) {
             Some(((id, start, cursor), cut))
                 if (id, start) == (rebuild.id, rebuild.start)
-                    && rebuild.boundary.is_some_and(|(id, _)| self.history.snapshot(id).is_some())
+                    && rebuild
+                        .boundary
+                        .is_some_and(|(id, _)| self.history.snapshot(id).is_some())
                     && matches!(rebuild.stage, Stage::Moving | Stage::Beginning)
                     && self.resume(&mut rebuild, cut, cursor) =>
             {
