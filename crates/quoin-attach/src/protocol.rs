@@ -112,7 +112,6 @@ pub struct Attached {
     pub size: u64,
     pub block_size: u32,
     pub read_only: bool,
-    #[serde(default)]
     pub file_only: bool,
     /// Set while the target answers; IO waits otherwise.
     pub connected: bool,
@@ -134,10 +133,8 @@ pub struct Usage {
     /// Set if a mount, a device mapper or a swap holds it, or IO was done recently.
     pub in_use: bool,
     /// The first epoch of the node's use that it was made for; 0: the target did not report it.
-    #[serde(default)]
     pub since_epoch: u64,
     /// Same as [`Attached::dead`].
-    #[serde(default)]
     pub dead: String,
 }
 

@@ -140,14 +140,7 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     let write = write(view.chain, 3);
     let entries = vec![view.into(), write.into()];
     let guid = own.guid;
-    let open = ToReplica::Open {
-        volume,
-        replica: own.id,
-        guid,
-        membership,
-        lease_ms: LEASE_MS,
-        knows_points: true,
-    };
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
     let said = [
         open,
         ToReplica::Truncate { keep: Lsn(1), tip: Lsn(tip) },
@@ -212,9 +205,8 @@ fn a_full_metadata_ring_refuses_an_open_by_its_name_and_is_no_failed_disk() {
         (actions, promised, pool.sync_wanted())
     };
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let (lease_ms, knows_points) = (LEASE_MS, true);
-    let message =
-        ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms, knows_points };
+    let lease_ms = LEASE_MS;
+    let message = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms };
     let open = || ReplicaEvent::Message { connection: 1, session, message: message.clone() };
     let fence = || ReplicaEvent::Fence { epoch: Epoch(4), at_once: true };
     for event in [open(), fence()] {
@@ -269,14 +261,7 @@ fn offered_again_in_one_turn(
     let turn = joined(&[entries[3..].to_vec(), entries.clone()]);
     let now = Time::from_millis(1000);
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let open = ToReplica::Open {
-        volume,
-        replica: own.id,
-        guid,
-        membership,
-        lease_ms: LEASE_MS,
-        knows_points: true,
-    };
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
     let first = append(entries[..3].to_vec());
     let before = vec![open, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) }, first];
     let mut replica = Replica::new(now, pool.cookie(), &pool.replica(guid).unwrap());

@@ -16,7 +16,7 @@ use crate::disk::fetch::{Fetches, Key, Looked, Stretch, believes_a_former_use};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
+use crate::format::superblock::{KEEPS_SPACE, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -197,17 +197,6 @@ impl<D: Disk> Core<D> {
     /// Everything up to this ticket is on media.
     pub fn ring_synced(&mut self, ticket: SyncTicket) {
         self.disk_did(|core| core.ring.synced(&core.disk, ticket, || core.tickets.request()));
-    }
-
-    /// Builds that do not know what is written from here on keep their hands off the pool.
-    pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
-        let incompat = &mut self.superblock.features.incompat;
-        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
-            return Ok(());
-        }
-        *incompat |= SECOND_EDITION;
-        self.disk_did(|core| core.superblock.rewrite(&core.disk));
-        self.check_usable()
     }
 
     fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {

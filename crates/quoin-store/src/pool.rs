@@ -107,7 +107,11 @@ impl<D: Disk> Pool<D> {
         if !options.overwrite {
             match Superblock::read(disk) {
                 Err(PoolError::Foreign) => {}
-                Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
+                Err(
+                    known @ (PoolError::Newer { .. }
+                    | PoolError::Older { .. }
+                    | PoolError::Store(_)),
+                ) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
             match crate::disk::contents::content_of(disk)? {
@@ -137,7 +141,6 @@ impl<D: Disk> Pool<D> {
             _ => PoolError::MetadataLost,
         })?;
         superblock.starts += 1;
-        superblock.opened_again();
         let pool_bytes =
             u64::from(superblock.units()) * u64::from(superblock.unit_blocks) * BLOCK_SIZE as u64;
         let options = PoolOptions {

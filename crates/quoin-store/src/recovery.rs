@@ -31,6 +31,7 @@ use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
 use crate::format::relatives::RelativesState;
+use crate::format::superblock::FORMAT_VERSION;
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
@@ -392,7 +393,7 @@ fn replay_entry<D: Disk>(
     }
     let kind = EntryKind::decode(raw.kind, Bytes::copy_from_slice(raw.payload));
     let Ok(kind) = kind else {
-        return Err(PoolError::Newer { version: raw.kind.into() });
+        return Err(PoolError::Newer { version: FORMAT_VERSION });
     };
     let mut entry = Entry {
         epoch: Epoch(raw.epoch),

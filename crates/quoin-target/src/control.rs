@@ -111,12 +111,7 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request = WatchNodeRequest {
-            node: self.options.node.clone(),
-            partial: true,
-            encrypts: true,
-            shares: true,
-        };
+        let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -348,7 +343,7 @@ impl Control {
             request.set_timeout(LIVES_MAX);
             let answer = AgentClient::new(self.channel.clone()).report_target(request).await;
             // While the controller does not hear this target, the pools do.
-            let is_unheard = answer.as_ref().is_err_and(|s| s.code() != tonic::Code::Unimplemented);
+            let is_unheard = answer.is_err();
             if is_unheard != unheard {
                 unheard = is_unheard;
                 for shard in &self.shards {
@@ -357,8 +352,6 @@ impl Control {
             }
             match answer {
                 Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
-                // A controller of a build that does not know the call refuses it, and uses CSI's
-                // reports alone.
                 Err(status) => {
                     tracing::debug!(%status, "a sign of life did not reach the controller");
                 }

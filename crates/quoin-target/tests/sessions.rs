@@ -75,7 +75,6 @@ fn open_of(volume: VolumeId, member: Member, lease_ms: u32) -> ToReplica {
         guid: member.guid,
         membership: membership(&[member], 1),
         lease_ms,
-        knows_points: true,
     }
 }
 

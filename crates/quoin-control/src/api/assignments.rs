@@ -1,15 +1,14 @@
 //! Assignments of pools and nodes: whole, as they are at a moment, and in part, as they change.
 //!
-//! A stream tells its member the whole assignment first. A member that asked for it is then told only
-//! what changed: the cost of a change, for the controller and on the wire, does not grow with the
-//! number of volumes. Any other member is told the whole assignment each time it changes.
+//! A stream tells its member the whole assignment first, and then only what changed: the cost of a
+//! change, for the controller and on the wire, does not grow with the number of volumes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
     self as api, MemberKeys, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
-    ServedAt, Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
+    ServedAt, Sharer, TargetAssignment, VolumeSpec,
 };
 use quoin_identity::Role;
 use quoin_identity::convert::membership_message;
@@ -257,7 +256,6 @@ pub struct PoolStream {
     assignments: Assignments,
     pool: String,
     /// The pool takes changes alone.
-    in_part: bool,
     /// The records that its replicas were told by.
     told: BTreeMap<VolumeId, Arc<VolumeRecord>>,
     /// The rest of what was told last; `None`: nothing was told yet.
@@ -266,9 +264,9 @@ pub struct PoolStream {
 }
 
 impl PoolStream {
-    pub fn new(assignments: Assignments, pool: &str, in_part: bool) -> Self {
+    pub fn new(assignments: Assignments, pool: &str) -> Self {
         let (pool, told) = (pool.to_owned(), BTreeMap::new());
-        Self { assignments, pool, in_part, told, head: None, ruled: false }
+        Self { assignments, pool, told, head: None, ruled: false }
     }
 
     /// The next message, if there is something to tell. `news`: what may have changed since the last
@@ -318,10 +316,10 @@ impl PoolStream {
         if !begins && changed.is_empty() && removed.is_empty() && before.as_ref() == Some(&head) {
             return None;
         }
-        if self.in_part && !begins {
+        if !begins {
             return Some(PoolAssignment { replicas: changed, removed, partial: true, ..head });
         }
-        Some(PoolAssignment { replicas: self.whole(changed), ..head })
+        Some(PoolAssignment { replicas: changed, ..head })
     }
 
     /// Volumes whose assignment may be another one than was told.
@@ -334,47 +332,20 @@ impl PoolStream {
             }
         }
     }
-
-    /// All that was told, those that changed as they are now.
-    fn whole(&self, changed: Vec<ReplicaAssignment>) -> Vec<ReplicaAssignment> {
-        let mut changed: BTreeMap<String, ReplicaAssignment> =
-            changed.into_iter().map(|replica| (replica.guid.clone(), replica)).collect();
-        let all = self.told.values().flat_map(|volume| replicas_of(volume, &self.pool));
-        all.map(|replica| changed.remove(&replica.guid).unwrap_or(replica)).collect()
-    }
 }
 
 /// Assignment of a node as one stream has told it.
 pub struct NodeStream {
     assignments: Assignments,
     node: String,
-    in_part: bool,
-    /// Its target encrypts. One of a former version would serve ciphertext, and write clear text.
-    encrypts: bool,
-    /// Its target reaches volumes at other nodes. One of a former version would try to open them.
-    shares: bool,
     told: BTreeMap<VolumeId, TargetAssignment>,
     head: Option<NodeAssignment>,
     ruled: bool,
 }
 
 impl NodeStream {
-    pub fn new(assignments: Assignments, request: &WatchNodeRequest) -> Self {
-        Self {
-            assignments,
-            node: request.node.clone(),
-            in_part: request.partial,
-            encrypts: request.encrypts,
-            shares: request.shares,
-            told: BTreeMap::new(),
-            head: None,
-            ruled: false,
-        }
-    }
-
-    fn target(&self, volume: &VolumeRecord) -> Option<TargetAssignment> {
-        let target = self.assignments.target(volume, &self.node);
-        target.filter(|target| self.shares || target.served_at.is_none())
+    pub fn new(assignments: Assignments, node: &str) -> Self {
+        Self { assignments, node: node.to_owned(), told: BTreeMap::new(), head: None, ruled: false }
     }
 
     /// As [`PoolStream::next`].
@@ -393,8 +364,7 @@ impl NodeStream {
         let (mut changed, mut removed) = (Vec::new(), Vec::new());
         for id in self.concerned(&state, if begins { News::All } else { news }) {
             let volume = state.volumes.get(&id.to_string());
-            let volume = volume.filter(|v| self.encrypts || v.spec.encryption.is_none());
-            match volume.and_then(|volume| self.target(&volume)) {
+            match volume.and_then(|volume| self.assignments.target(&volume, &self.node)) {
                 Some(target) if self.told.get(&id) == Some(&target) => {}
                 Some(target) => {
                     self.told.insert(id, target.clone());
@@ -406,11 +376,10 @@ impl NodeStream {
         if !begins && changed.is_empty() && removed.is_empty() && before.as_ref() == Some(&head) {
             return None;
         }
-        if self.in_part && !begins {
+        if !begins {
             return Some(NodeAssignment { targets: changed, removed, partial: true, ..head });
         }
-        let targets = self.told.values().cloned().collect();
-        Some(NodeAssignment { targets, complete: true, ..head })
+        Some(NodeAssignment { targets: changed, complete: true, ..head })
     }
 
     /// Volumes whose assignment may be another one than was told.

@@ -99,9 +99,9 @@ impl Commands {
         Self { state, groups, points }
     }
 
-    /// The stream of a node's target. `knows_points`: the commands of points may be sent.
-    pub fn of_node(&self, node: &str, knows_points: bool) -> CommandStream {
-        self.points.follows(node, knows_points);
+    /// The stream of a node's target.
+    pub fn of_node(&self, node: &str) -> CommandStream {
+        self.points.follows(node);
         CommandStream {
             commands: self.clone(),
             node: node.to_owned(),
@@ -221,11 +221,9 @@ impl Commands {
                 Ok(())
             }
             Some(What::Refused(refused)) => {
-                let why = match refused.reason() {
-                    api::command_refused::Reason::TooManySnapshots => SnapshotOutcome::TooMany,
-                    _ => SnapshotOutcome::Unsupported,
-                };
-                if self.stepped(volume, &outcome.id, PointOutcome::Refused(why)) {
+                let reason = api::command_refused::Reason::TooManySnapshots;
+                let step = PointOutcome::TooManySnapshots;
+                if refused.reason() == reason && self.stepped(volume, &outcome.id, step) {
                     return Ok(());
                 }
                 self.refused(volume, &outcome.id, refused).await

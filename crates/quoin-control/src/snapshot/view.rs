@@ -112,7 +112,7 @@ pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> Strin
         };
     };
     match crate::status::waiting_for(state, volume).as_str() {
-        "" => format!("the target of node {node} (one of an older version never answers)"),
+        "" => format!("the target of node {node}"),
         waiting => format!("the target of node {node}: {waiting}"),
     }
 }

@@ -12,7 +12,6 @@ use crate::volume::devices::is_zero;
 pub struct Grants {
     /// Left out when the next epoch is given: a record that was made from pools cannot know of
     /// epochs that were given and never shown to a pool.
-    #[serde(default)]
     pub epochs_skipped: u64,
     /// The node that acquired the record's epoch; empty: not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -79,8 +78,8 @@ impl VolumeRecord {
         self.grants.fenced < self.opened.epoch
     }
 
-    /// Returns true if this node may hold the current grant. Records of former versions and
-    /// recovered records do not say which node holds the epoch.
+    /// Returns true if this node may hold the current grant. Recovered records do not say which
+    /// node holds the epoch.
     pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
         self.is_granted() && (self.grants.holder.is_empty() || self.grants.holder == node)
     }

@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 use crate::state::changes::Concerned;
 use crate::state::records::Record;
 use crate::time::is_ahead;
-use crate::volume::devices::is_zero;
 
 /// A join token, known by a hash of its secret.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -20,10 +19,7 @@ pub struct TokenRecord {
     /// answer can get lost.
     pub used_by: Option<(String, String)>,
     /// Its user may manage volumes ([`MemberOfCluster::manages_volumes`]).
-    #[serde(default)]
     pub manages_volumes: bool,
-    /// 0: before this was noted.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub created_ms: u64,
 }
 
@@ -59,16 +55,10 @@ pub struct MemberOfCluster {
     pub next_key_hash: String,
     pub joined_ms: u64,
     /// His certificate lets him do nothing any more; the name is free.
-    #[serde(default)]
     pub removed: bool,
     /// A node that may create, delete and publish any volume, as CSI's controller service does;
-    /// others see what is attached to them. Every node could before this was asked.
-    #[serde(default = "yes")]
+    /// others see what is attached to them.
     pub manages_volumes: bool,
-}
-
-fn yes() -> bool {
-    true
 }
 
 impl MemberOfCluster {

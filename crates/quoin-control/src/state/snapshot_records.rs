@@ -202,7 +202,6 @@ pub struct ScheduleRecord {
     /// The first run; the others follow it at the interval.
     pub created_ms: u64,
     /// Time of the last run that was carried out, as planned; 0: none was.
-    #[serde(default)]
     pub last_ms: u64,
 }
 

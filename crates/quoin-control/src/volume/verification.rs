@@ -364,9 +364,7 @@ impl Verifier {
         }
         record.message = match &volume.opened.owner {
             None => "for a node that opens the volume".to_owned(),
-            Some(node) => format!(
-                "for the target of node {node} (one of an older version never begins: update it)"
-            ),
+            Some(node) => format!("for the target of node {node}"),
         };
         Some(record.message())
     }

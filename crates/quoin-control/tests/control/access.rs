@@ -70,7 +70,7 @@ async fn ask(channel: Channel) -> Answers {
         },
         take_the_key: code(cluster.backup(BackupRequest::default()).await),
         act_as_p1: {
-            let watch = WatchPoolRequest { pool: "p1".into(), partial: false };
+            let watch = WatchPoolRequest { pool: "p1".into() };
             let watched = code(agent.watch_pool(watch).await);
             let reported = code(agent.report_pool(p1).await);
             assert_eq!(watched, reported);
@@ -82,8 +82,7 @@ async fn ask(channel: Channel) -> Answers {
             reported
         },
         act_as_n1: {
-            let watch =
-                WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+            let watch = WatchNodeRequest { node: "n1".into() };
             let watched = code(agent.watch_node(watch).await);
             let reported = code(agent.report_node(n1).await);
             assert_eq!(watched, reported);
@@ -537,7 +536,7 @@ async fn assignments_and_events_come_as_they_change_and_a_shutdown_ends_them() {
     let server = Server::start().await;
     let node = server.member(Role::Node, "n1").await;
     let mut agent = AgentClient::new(node.channel(&server.address).unwrap());
-    let watch = WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+    let watch = WatchNodeRequest { node: "n1".into() };
     let mut assignments = agent.watch_node(watch).await.unwrap().into_inner();
     let first = assignments.message().await.unwrap().unwrap();
     assert!(first.complete && first.targets.is_empty());

@@ -242,7 +242,7 @@ async fn answered<T>(
     answer: impl Fn(&PullPart, String) -> PulledPart,
 ) -> T {
     let answering = async {
-        let mut begun = cluster.controller.snapshots.commands.of_node("n1", true).begun();
+        let mut begun = cluster.controller.snapshots.commands.of_node("n1").begun();
         loop {
             for command in cluster.commands("n1") {
                 let Some(Told::PullPart(pull)) = &command.what else { panic!("{command:?}") };

@@ -45,7 +45,7 @@ impl Cluster {
 
     /// Commands that a stream that begins now sends to a node.
     pub(super) fn commands(&self, node: &str) -> Vec<TargetCommand> {
-        self.controller.snapshots.commands.of_node(node, true).next(Instant::now(), b"").0
+        self.controller.snapshots.commands.of_node(node).next(Instant::now(), b"").0
     }
 
     /// The node's target carries out all that it is told.
@@ -136,7 +136,7 @@ async fn a_snapshot_is_ready_once_the_target_of_its_volume_says_so_and_a_repeat_
 async fn a_command_is_sent_again_until_its_outcome_is_recorded_and_not_before_some_time() {
     let cluster = attached().await;
     cluster.snap("db", "s").await.unwrap();
-    let mut stream = cluster.controller.snapshots.commands.of_node("n1", true);
+    let mut stream = cluster.controller.snapshots.commands.of_node("n1");
     let begin = Instant::now();
     let mut at = |ms| stream.next(begin + Duration::from_millis(ms), b"").0.len();
     assert_eq!((at(0), at(499), at(500), at(999), at(1000)), (1, 0, 1, 0, 1));
@@ -257,7 +257,7 @@ async fn a_volume_has_no_more_snapshots_than_it_has_places_for() {
     let error = cluster.snap("db", "more").await.unwrap_err();
     assert_eq!(error.code(), tonic::Code::ResourceExhausted);
     assert!(error.to_string().contains("quoin schedule list"), "{error}");
-    let mut stream = cluster.controller.snapshots.commands.of_node("n1", true);
+    let mut stream = cluster.controller.snapshots.commands.of_node("n1");
     let mut next = || stream.next(Instant::now(), b"").0.len();
     let at_once = next();
     assert!(at_once < most, "one look sends a bounded number: {at_once}");
@@ -428,8 +428,8 @@ async fn attempts_under_way_are_given_up_when_records_are_recovered_and_what_is_
 }
 
 /// A pool's account of a volume: the record as it was told of it, and its snapshots by id, with LSN
-/// 9 of each; `None`: it tells nothing of snapshots.
-fn holding(pool: &str, volume: &VolumeRecord, note: Vec<u8>, ids: Option<&[u128]>) -> Holding {
+/// 9 of each.
+fn holding(pool: &str, volume: &VolumeRecord, note: Vec<u8>, ids: &[u128]) -> Holding {
     let replica = volume.replicas.iter().find(|replica| replica.pool == pool).unwrap();
     let snapshot = |id: &u128| {
         let numbers = [9u64.to_le_bytes(), 256u64.to_le_bytes()].concat();
@@ -445,8 +445,7 @@ fn holding(pool: &str, volume: &VolumeRecord, note: Vec<u8>, ids: Option<&[u128]
         position_lsn: 40,
         blocks: volume.size_bytes / 4096,
         spec: Keepsake { record: note, generation: volume.generation }.encode_to_vec(),
-        snapshots: ids.into_iter().flatten().flat_map(snapshot).collect(),
-        knows_snapshots: ids.is_some(),
+        snapshots: ids.iter().flat_map(snapshot).collect(),
         ..Holding::default()
     }
 }
@@ -487,7 +486,7 @@ async fn a_recovery_finds_the_snapshots_that_the_pools_hold_and_forgets_those_th
     cluster.offline_after = Duration::from_millis(200);
     cluster.restart().await;
     let ids = [kept.id.0.0, 0xabcd << 112];
-    recover(&cluster, |pool| vec![holding(pool, &volume, Vec::new(), Some(&ids))]).await;
+    recover(&cluster, |pool| vec![holding(pool, &volume, Vec::new(), &ids)]).await;
     assert_eq!(cluster.snapshot("kept"), Some(kept));
     assert!(cluster.snapshot("gone").is_none());
     let found = cluster.snapshot("found-abcd0000").expect("it has a name again");
@@ -526,8 +525,8 @@ async fn lost_with_a_retained_volume() -> (Cluster, [(Arc<VolumeRecord>, Vec<u8>
 async fn a_volume_that_was_kept_for_its_snapshots_is_hidden_again_by_a_recovery_without_records() {
     let (cluster, [kept, again]) = lost_with_a_retained_volume().await;
     recover(&cluster, |pool| {
-        let old = holding(pool, &kept.0, kept.1.clone(), Some(&[0xabcd << 112]));
-        vec![old, holding(pool, &again.0, again.1.clone(), Some(&[]))]
+        let old = holding(pool, &kept.0, kept.1.clone(), &[0xabcd << 112]);
+        vec![old, holding(pool, &again.0, again.1.clone(), &[])]
     })
     .await;
     let catalog = &cluster.controller.volumes.catalog;
@@ -546,24 +545,6 @@ async fn a_volume_that_was_kept_for_its_snapshots_is_hidden_again_by_a_recovery_
     keeper.look_at_all().await.unwrap();
     let going = catalog.get(by_id(kept.0.id.0).as_ref()).unwrap();
     assert_eq!(going.phase, VolumePhase::Deleting);
-}
-
-/// Hidden, it would be deleted at once: nothing says that it has snapshots.
-#[tokio::test]
-async fn a_volume_of_whose_snapshots_nothing_is_told_is_shown_again_and_not_deleted() {
-    let (cluster, [kept, again]) = lost_with_a_retained_volume().await;
-    recover(&cluster, |pool| {
-        let old = holding(pool, &kept.0, kept.1.clone(), None);
-        vec![old, holding(pool, &again.0, again.1.clone(), None)]
-    })
-    .await;
-    cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
-    let catalog = &cluster.controller.volumes.catalog;
-    let shown = catalog.get(by_id(kept.0.id.0).as_ref()).unwrap();
-    assert_eq!(shown.phase, VolumePhase::Ready);
-    let name = format!("db-{}", &kept.0.id.0.to_string()[..8]);
-    assert_eq!(cluster.volume(&name).id, kept.0.id);
-    assert_eq!(cluster.volume("db").id, again.0.id, "the name is the younger one's");
 }
 
 /// The life of two snapshots in steps, each of which its caller repeats until it is answered.

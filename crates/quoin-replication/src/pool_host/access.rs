@@ -143,7 +143,6 @@ mod tests {
             replica: claim.replica,
             guid: claim.guid,
             lease_ms: 1000,
-            knows_points: true,
             membership: Membership::default(),
         };
         assert!(CLAIM.allows(&open(CLAIM)));

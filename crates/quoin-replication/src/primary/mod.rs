@@ -76,7 +76,7 @@ mod write;
 
 use announced::Announced;
 pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
-pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
+pub use events::{PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 pub use holds::{HOLD_MS_MAX, PointOutcome, PointWish};
 pub use options::LiveOptions;
@@ -245,8 +245,8 @@ impl Primary {
                     self.rest(now);
                 }
             }
-            PrimaryEvent::Connected { session, knows } => {
-                self.connected(now, session, knows, actions);
+            PrimaryEvent::Connected { session } => {
+                self.connected(now, session, actions);
             }
             PrimaryEvent::BulkConnected { bulk } => self.bulk_connected(bulk, actions),
             PrimaryEvent::BulkDisconnected { bulk } => self.bulk_disconnected(now, bulk, actions),

@@ -130,10 +130,6 @@ pub(super) struct Peer {
     pub since: Time,
     pub retry: Retry,
     pub ack: Option<Box<OpenAck>>,
-    /// Set if the replica supports verification.
-    pub verifies: bool,
-    /// Set if the replica knows the fields that concern snapshots, and Reverts as versioned writes.
-    pub knows_points: bool,
     pub progress: Progress,
     pub lease: Lease,
     pub reads: PeerReads,
@@ -153,8 +149,6 @@ impl Peer {
             since: now,
             retry: Retry { at: now, pause: RETRY_FIRST },
             ack: None,
-            verifies: false,
-            knows_points: false,
             progress: Progress::default(),
             lease: Lease::default(),
             reads: PeerReads::default(),
@@ -162,7 +156,7 @@ impl Peer {
             lasting: Lasting::default(),
             rebuild: None,
             rounds: Rounds::default(),
-            bulk: Bulk::new(false),
+            bulk: Bulk::default(),
         }
     }
 

@@ -147,10 +147,7 @@ impl Primary {
                 let hung = peer.progress.behind_since.filter(|_| self.phase == Phase::Recovering);
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
-            Link::Rebuilding => {
-                let apart = peer.bulk.is_offered();
-                peer.rebuild.as_ref().and_then(|rebuild| rebuild.dead_at(apart))
-            }
+            Link::Rebuilding => peer.rebuild.as_ref().and_then(super::rebuild::Rebuild::dead_at),
             Link::Down | Link::Answered => None,
         }
     }

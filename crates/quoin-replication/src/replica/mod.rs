@@ -370,8 +370,7 @@ impl Replica {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) {
-        let ToReplica::Open { volume, replica, guid, membership, lease_ms, knows_points } = message
-        else {
+        let ToReplica::Open { volume, replica, guid, membership, lease_ms } = message else {
             return;
         };
         let refuse = |failure: Failure, promised: Epoch, actions: &mut Vec<ReplicaAction>| {
@@ -447,15 +446,7 @@ impl Replica {
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
         let synced_to = mutant::is("answer-before-the-promise-is-on-media").then_some(expected);
-        self.pending = Some(PendingOpen {
-            connection,
-            key,
-            lease_ms,
-            knows_points,
-            ticket,
-            synced_to,
-            expected,
-        });
+        self.pending = Some(PendingOpen { connection, key, lease_ms, ticket, synced_to, expected });
         self.answer_open(now, store, actions);
     }
 
@@ -504,8 +495,8 @@ impl Replica {
             volume_blocks: state.volume_blocks,
             snapshots: store.snapshots(),
             shadow: store.shadow(),
-            shadow_cut: store.shadow_cut().filter(|_| pending.knows_points),
-            heads: if pending.knows_points { store.snapshot_heads() } else { Vec::new() },
+            shadow_cut: store.shadow_cut(),
+            heads: store.snapshot_heads(),
         };
         let session = Session::new(&pending, durable);
         session.renew(now, &mut self.lease);

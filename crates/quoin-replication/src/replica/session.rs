@@ -37,8 +37,6 @@ pub(super) struct PendingOpen {
     pub connection: ConnectionId,
     pub key: SessionKey,
     pub lease_ms: u32,
-    /// The target knows the fields that concern snapshots.
-    pub knows_points: bool,
     pub ticket: SyncTicket,
     /// LSN that the sync of the promise made durable, once it is done.
     pub synced_to: Option<Lsn>,
@@ -184,8 +182,6 @@ pub(super) struct Session {
     pub connection: ConnectionId,
     pub key: SessionKey,
     lease_ms: u32,
-    /// The target knows the fields that concern snapshots.
-    pub(super) knows_points: bool,
     /// Feeding has begun (the first Truncate was handled); its tip, see [`ToReplica::Truncate`].
     tip: Option<Lsn>,
     pub durable: Lsn,
@@ -213,7 +209,6 @@ impl Session {
             connection: open.connection,
             key: open.key,
             lease_ms: open.lease_ms,
-            knows_points: open.knows_points,
             tip: None,
             durable,
             applied: durable,
@@ -391,8 +386,7 @@ impl Session {
     /// Asks the target for a good copy. One that was found before this session's first Truncate
     /// may be of an entry that was cut: it is not asked for, as nothing of it is left.
     pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
-        // An older target would take the block of a snapshot for a live one.
-        if !self.is_fed() || (copy.snapshot.is_some() && !self.knows_points) {
+        if !self.is_fed() {
             return;
         }
         if copy.version > self.applied && !mutant::is("copies-of-cut-entries-asked-for") {

@@ -13,9 +13,8 @@
 //! where they were, and the copies of an emptying that ended half-way are nobody's.
 //!
 //! **Who names what.** Blocks of the log get their logical places when they are folded, and blocks that
-//! clean-up finds under a place of the pool when it moves them: pools of before, and what a rebuild
-//! fed, are so brought over while they are used. A rebuild's own blocks have places of the pool,
-//! since a flip gives up the map of the state before it.
+//! clean-up finds under a place of the pool when it moves them. Those are blocks that a rebuild fed:
+//! they have places of the pool, since a flip gives up the map of the state before it.
 //!
 //! **Counters.** Which segment holds a moved block is known by stretches of logical blocks, kept in
 //! memory: what clean-up moves keeps its order, so a segment's blocks are in few of them. They only

@@ -383,10 +383,8 @@ impl Family {
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
         let logical = match stream {
-            Stream::Log | Stream::Moved if core.superblock.has_logical_places() => {
-                core.logical_of(self.guid).number(units)
-            }
-            Stream::Log | Stream::Moved | Stream::Nodes => 0,
+            Stream::Log | Stream::Moved => core.logical_of(self.guid).number(units),
+            Stream::Nodes => 0,
         };
         let state = SegmentState {
             unit,

@@ -268,7 +268,6 @@ pub fn write_table<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result
     if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
         return Ok(true);
     }
-    core.begin_second_edition()?;
     let (root, changes) = (recorded.root, recorded.changes_of(&pages));
     match write_pages(replica, core, root, &pages, 0) {
         Ok(root) => {
@@ -363,7 +362,6 @@ pub fn step_next_table<D: Disk>(
     if core.allocator.free_units() < UNITS_LEFT {
         return Ok(NextStep::NoRoom);
     }
-    core.begin_second_edition()?;
     let (root, first_sequence) = (next.recorded.root, next.first_sequence);
     let pages = next.recorded.due_pages(most);
     let changes = next.recorded.changes_of(&pages);
@@ -690,7 +688,6 @@ mod tests {
 
     use super::*;
     use crate::format::batch::Stream;
-    use crate::format::superblock::{SECOND_EDITION, Superblock};
     use crate::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     const BLOCKS: u64 = 4000;
@@ -975,45 +972,5 @@ mod tests {
             tried += 1;
         }
         assert!(tried > 2, "{tried} headers");
-    }
-
-    #[test]
-    fn a_pool_of_before_says_that_it_has_a_table_before_it_has_one() {
-        let disk = formatted();
-        let mut superblock = Superblock::read(&disk).expect("a pool");
-        superblock.features.incompat = 0;
-        for starts in [superblock.starts, superblock.starts + 1] {
-            Superblock { starts, ..superblock }.write(&disk).expect("a write");
-        }
-        disk.sync().expect("a sync");
-        let mut writer = Writer::new(&disk);
-        writer.pool.settle().expect("recorded");
-        assert_eq!(writer.pool.core.superblock.features.incompat, 0);
-        for lba in (0..BLOCKS).step_by(8) {
-            writer.write(lba, 8);
-        }
-        while !writer.replica().family.segments.recorded.exists() {
-            let image = disk.fork();
-            image.power_cut(|| false);
-            assert_eq!(Superblock::read(&image).expect("a pool").features.incompat, 0);
-            writer.pool.background(1).expect("background work");
-            if let Some(ticket) = writer.pool.sync_wanted() {
-                // Nothing of the table is on media before the bit is.
-                let image = disk.fork();
-                image.power_cut(|| false);
-                let features = Superblock::read(&image).expect("a pool").features;
-                let exists = writer.replica().family.segments.recorded.exists();
-                assert_eq!(features.incompat == SECOND_EDITION, exists);
-                let result = disk.sync();
-                writer.pool.sync_finished(ticket, result).expect("a sync");
-            }
-        }
-        let image = disk.fork();
-        image.power_cut(|| false);
-        let features = Superblock::read(&image).expect("a pool").features;
-        assert_eq!(features.incompat, SECOND_EDITION);
-        writer.check();
-        writer.open_again();
-        writer.check();
     }
 }
