@@ -14,6 +14,7 @@ mod codec;
 mod copying;
 mod edges;
 mod fence;
+mod full_pools;
 mod holds;
 mod hostile;
 mod increments;

@@ -26,7 +26,8 @@ use crate::metadata::state::DurableState;
 use crate::metadata::tickets::Tickets;
 use crate::space::freed::Freed;
 use crate::space::logical::Logical;
-use crate::space::segments::{Allocator, Family};
+use crate::space::segments::{Allocator, Claim, Family};
+use crate::space::shares::Shares;
 use crate::space::uses::Uses;
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
@@ -389,6 +390,12 @@ impl<D: Disk> Core<D> {
         self.allocator.allocate_warm().map(|unit| (unit, 1, true))
     }
 
+    /// Shares the room for what targets have sequenced among so many replicas.
+    pub fn share_among(&mut self, replicas: usize) {
+        let (units, unit_blocks) = (self.allocator.units(), self.superblock.unit_blocks);
+        self.allocator.shares = Shares::among(replicas, units, unit_blocks);
+    }
+
     /// Whether all space of the pool was taken when it was made.
     pub fn keeps_space(&self) -> bool {
         self.superblock.features.compat & KEEPS_SPACE != 0
@@ -642,7 +649,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let length = end - at;
         if self.batch.nodes.is_empty() {
             let needed = 1 + length.div_ceil(BLOCK_SIZE) as u32;
-            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true);
+            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, Claim::Reserve);
             let state = match segment {
                 Ok(segment) => segment.state,
                 Err(error) => {

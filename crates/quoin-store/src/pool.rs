@@ -10,7 +10,7 @@ use quoin_replication::replica::store::{
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
-    CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+    CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo, Takes,
 };
 use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
@@ -197,6 +197,7 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while freed::release(&mut core, 0) {}
+        core.share_among(replicas.len());
         let mut pool = Pool {
             core,
             replicas,
@@ -353,6 +354,7 @@ impl<D: Disk> Pool<D> {
             self.core.freed.add_all(ticket, family.segments.leave());
         }
         self.core.logical.remove(&guid);
+        self.core.share_among(self.replicas.len());
         Ok(())
     }
 
@@ -435,6 +437,28 @@ impl<D: Disk> Pool<D> {
             true => free < margin || free < 2 * margin && gains(),
             false => free < margin && !gains(),
         }
+    }
+
+    /// What targets may sequence; `was`: what they were told last, for hysteresis. It is told before
+    /// they hear of what was applied since it was told last. So what they still sequence until
+    /// then is within the shares that are kept.
+    pub fn room(&self, was: RoomGrant) -> RoomGrant {
+        let allocator = &self.core.allocator;
+        let margin = scheduler::short_below_units(self);
+        let enough = if was.takes == Takes::Writes { margin } else { margin + 1 };
+        let takes = match () {
+            _ if !allocator.grants_holes() => Takes::Nothing,
+            _ if allocator.free_for_clients() < enough => Takes::Holes,
+            _ => Takes::Writes,
+        };
+        RoomGrant { takes, share_blocks: allocator.shares.share_blocks }
+    }
+
+    /// Bytes that are free before the pool grants no more room for writes.
+    pub fn granted_bytes(&self) -> u64 {
+        let free = self.core.allocator.free_for_clients() + 1;
+        let units = free.saturating_sub(scheduler::short_below_units(self));
+        u64::from(units) * u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
     }
 
     /// Looks whether the file system below is short of room, or has it again.
@@ -658,6 +682,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             Record::Checkpoint(guid, checkpoint.encode()),
         ])?;
         self.replicas.insert(guid, replica);
+        self.core.share_among(self.replicas.len());
         self.touch(guid);
         Ok(())
     }

@@ -409,6 +409,7 @@ pub struct OpenAck {
     pub quorum: bool,
     pub damaged: bool,
     pub volume_blocks: u64,
+    pub room: RoomGrant,
     pub snapshots: Vec<SnapshotInfo>,
     /// A shadow left by an interrupted rebuild: its id, its start, and the next LBA.
     pub shadow: Option<(u64, Lsn, u64)>,
@@ -438,6 +439,30 @@ pub enum Failure {
     Protocol,
     #[error("the pool is shutting down")]
     Stopping,
+}
+
+/// Entries of a client that a pool has room for, each including those before it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Takes {
+    /// None. What frees space, opens and heals has room all the same.
+    Nothing,
+    /// Trims and zeroes.
+    Holes,
+    Writes,
+}
+
+/// Room that a pool grants to one replica: entries of clients may be sequenced while those that the
+/// replica has not applied stay within `share_blocks`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RoomGrant {
+    pub takes: Takes,
+    /// Blocks of data, and one for each entry.
+    pub share_blocks: u32,
+}
+
+impl RoomGrant {
+    /// All that there can be.
+    pub const UNBOUNDED: RoomGrant = RoomGrant { takes: Takes::Writes, share_blocks: u32::MAX };
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -522,11 +547,8 @@ pub enum FromReplica {
     NoRoom {
         applied: Lsn,
     },
-    /// State of the pool's free space: short if it can take little more. Sent when the session
-    /// begins, if it is short, and at each change.
-    Room {
-        short: bool,
-    },
+    /// What the pool has room for, at each change since the OpenAck.
+    Room(RoomGrant),
     /// The replica found its own copy bad and requests another member's.
     BadCopy(BadCopy),
     Closed,

@@ -16,12 +16,12 @@ use quoin_types::ids::{
 use quoin_types::membership::Membership;
 use quoin_types::message::{
     BadCopy, Content, CutHead, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica,
-    IncrementEnd, OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotHead, SnapshotInfo,
-    ToReplica, VERIFY_BLOCKS_MAX,
+    IncrementEnd, OpenAck, Ping, ReadView, RoomGrant, SNAPSHOTS_MAX, Slot, SnapshotHead,
+    SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
-use crate::frame::{FAILURES, HEADER_LEN, Header, WireError, kind};
+use crate::frame::{FAILURES, HEADER_LEN, Header, TAKES, WireError, kind};
 use crate::hello::{Hello, Welcome};
 
 #[derive(Clone, PartialEq, Debug)]
@@ -201,6 +201,7 @@ impl Body {
                     quorum: self.head.bool("quorum flag")?,
                     damaged: self.head.bool("damaged flag")?,
                     volume_blocks: self.head.u64("volume size")?,
+                    room: self.room()?,
                     snapshots: self.snapshots()?,
                     shadow: if self.head.bool("shadow flag")? {
                         Some((self.head.u64("shadow")?, self.lsn()?, self.cursor()?))
@@ -287,7 +288,7 @@ impl Body {
                 done: self.head.bool("done flag")?,
             },
             kind::NO_ROOM => FromReplica::NoRoom { applied: self.lsn()? },
-            kind::ROOM => FromReplica::Room { short: self.head.bool("room flag")? },
+            kind::ROOM => FromReplica::Room(self.room()?),
             kind::BAD_COPY => FromReplica::BadCopy(BadCopy {
                 lba: self.lba()?,
                 blocks: self.head.u32("bad copy")?,
@@ -327,6 +328,13 @@ impl Body {
 
     fn position(&mut self) -> Result<Position, Malformed> {
         Ok(Position { epoch: Epoch(self.head.u64("position")?), lsn: self.lsn()? })
+    }
+
+    fn room(&mut self) -> Result<RoomGrant, Malformed> {
+        let code = self.head.u8("room")?;
+        let takes = TAKES.iter().find(|(c, _)| *c == code).map(|(_, takes)| *takes);
+        let share_blocks = self.head.u32("room")?;
+        Ok(RoomGrant { takes: takes.ok_or(Malformed("room"))?, share_blocks })
     }
 
     fn failure(&mut self) -> Result<Failure, Malformed> {

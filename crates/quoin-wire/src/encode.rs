@@ -11,7 +11,8 @@ use quoin_types::message::{
 use quoin_types::{SnapshotId, crc32c};
 
 use crate::frame::{
-    APPEND_DATA_SPLIT, APPEND_ENTRIES_SPLIT, FAILURES, HEADER_LEN, Header, Limits, WireError, kind,
+    APPEND_DATA_SPLIT, APPEND_ENTRIES_SPLIT, FAILURES, HEADER_LEN, Header, Limits, TAKES,
+    WireError, kind,
 };
 use crate::hello::{Hello, Welcome};
 
@@ -343,6 +344,7 @@ pub fn from_replica(
             out.put_flag(ack.quorum);
             out.put_flag(ack.damaged);
             out.put_u64_le(ack.volume_blocks);
+            room(out, ack.room);
             snapshots(out, &ack.snapshots);
             out.put_flag(ack.shadow.is_some());
             if let Some((rebuild, from, cursor)) = ack.shadow {
@@ -438,8 +440,8 @@ pub fn from_replica(
             out.put_u64_le(applied.0);
             kind::NO_ROOM
         }
-        FromReplica::Room { short } => {
-            out.put_flag(*short);
+        FromReplica::Room(granted) => {
+            room(out, *granted);
             kind::ROOM
         }
         FromReplica::BadCopy(copy) => {
@@ -456,6 +458,12 @@ pub fn from_replica(
         }
     };
     frame.finish(session, kind)
+}
+
+fn room(out: &mut BytesMut, room: quoin_types::message::RoomGrant) {
+    let takes = TAKES.iter().find(|(_, takes)| *takes == room.takes);
+    out.put_u8(takes.map_or(0, |(code, _)| *code));
+    out.put_u32_le(room.share_blocks);
 }
 
 fn failure_code(failure: quoin_types::message::Failure) -> u8 {

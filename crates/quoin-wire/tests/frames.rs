@@ -304,6 +304,7 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
                         quorum: flags[1],
                         damaged: flags[2],
                         volume_blocks: e.volume_blocks,
+                        room: RoomGrant { takes: Takes::Holes, share_blocks: 9 },
                         snapshots: e.snapshots,
                         shadow,
                         shadow_cut,
@@ -352,7 +353,10 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
         (0..1u64 << 44, any::<u32>(), any::<bool>())
             .prop_map(|(lba, blocks, done)| FromReplica::Mended { lba, blocks, done }),
         lsn().prop_map(|applied| FromReplica::NoRoom { applied }),
-        any::<bool>().prop_map(|short| FromReplica::Room { short }),
+        (0..3_usize, any::<u32>()).prop_map(|(takes, share_blocks)| {
+            let takes = [Takes::Nothing, Takes::Holes, Takes::Writes][takes];
+            FromReplica::Room(RoomGrant { takes, share_blocks })
+        }),
         (0..1u64 << 44, any::<u32>(), lsn(), of_snapshot()).prop_map(
             |(lba, blocks, version, snapshot)| {
                 FromReplica::BadCopy(BadCopy { lba, blocks, version, snapshot })

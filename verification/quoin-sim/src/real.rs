@@ -14,7 +14,7 @@ use quoin_store::{
     ScrubStage,
 };
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::BadCopy;
+use quoin_types::message::{BadCopy, RoomGrant};
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 
 use crate::content::SECTOR;
@@ -471,8 +471,8 @@ impl Storage for RealStorage {
         Ok(())
     }
 
-    fn is_short(&self, was: bool) -> bool {
-        self.pool.as_ref().is_some_and(|pool| pool.is_short(was))
+    fn room(&self, was: RoomGrant) -> RoomGrant {
+        self.pool.as_ref().map_or(was, |pool| pool.room(was))
     }
 
     fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {

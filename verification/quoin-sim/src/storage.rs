@@ -14,7 +14,7 @@ use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
-    BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+    BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo,
 };
 use quoin_types::{Epoch, Lsn, ReplicaGuid};
 
@@ -142,9 +142,9 @@ pub trait Storage {
     fn replace(&mut self, _random: &mut Random) -> Result<(), StoreError> {
         Ok(())
     }
-    /// Returns true if the pool is short of room; `was`: what it said last.
-    fn is_short(&self, _was: bool) -> bool {
-        false
+    /// The room that the pool grants; `was`: what it granted last.
+    fn room(&self, _was: RoomGrant) -> RoomGrant {
+        RoomGrant::UNBOUNDED
     }
     /// Returns the use of the space once all useful clean-up is done and recorded; `None`: this storage
     /// has no space that could be lost.

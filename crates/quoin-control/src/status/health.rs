@@ -165,9 +165,11 @@ impl Reason {
                  for good: `quoin volume recover {name} --help`"
             ),
             Self::RecordsBehind => "`quoin controller recover --help`".to_owned(),
-            Self::PoolsFull => {
-                "delete what is not needed, or add a pool: `quoin pool list`".to_owned()
-            }
+            Self::PoolsFull => format!(
+                "delete snapshots (`quoin snapshot list`) or volumes in these pools, trim what file \
+                 systems have deleted (`fstrim`), or join a pool and move replicas to it \
+                 (`quoin replica move {name} POOL`): `quoin pool list`"
+            ),
             Self::NotOpened => {
                 format!(
                     "start the target of that node (`quoin node list`), or detach the volume and \
@@ -228,6 +230,24 @@ pub(crate) struct Evidence<'a> {
     pub unopened_for: Option<Duration>,
     /// Blocks that are lost; `Some(0)`: some, the number is not known.
     pub lost_blocks: Option<u64>,
+    /// Pools of its replicas that take no writes.
+    pub full_pools: Vec<String>,
+}
+
+/// The condition that follows from what a target waits for.
+fn of_wait(kind: &str) -> Option<Reason> {
+    match kind {
+        "records" => Some(Reason::RecordsBehind),
+        "room" => Some(Reason::PoolsFull),
+        _ => None,
+    }
+}
+
+/// Returns true if what the target waits for keeps the volume's users from it.
+pub(crate) fn is_inaccessible(serving: Option<&VolumeSeen>) -> bool {
+    let waits = serving.filter(|seen| !seen.waiting_for.is_empty());
+    let reason = waits.and_then(|seen| of_wait(&seen.waiting_kind));
+    reason.is_some_and(|reason| reason.severity() >= Severity::Inaccessible)
 }
 
 /// Judges a volume.
@@ -256,10 +276,19 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
     let kind = waits.map_or("", |seen| seen.waiting_kind.as_str());
     let text =
         || waits.map(|seen| format!("it waits for {}", seen.waiting_for)).unwrap_or_default();
-    match kind {
-        "records" => say(Reason::RecordsBehind, text()),
-        "room" => say(Reason::PoolsFull, text()),
-        "quorum" | "replicas" if status.health != "Opening" => say(Reason::NoQuorum, text()),
+    match (of_wait(kind), kind) {
+        (Some(Reason::PoolsFull), _) => {
+            let pools = match evidence.full_pools.as_slice() {
+                [] => String::new(),
+                [pool] => format!("; pool {pool} is full"),
+                pools => format!("; pools {} are full", pools.join(", ")),
+            };
+            say(Reason::PoolsFull, format!("{}{pools}", text()));
+        }
+        (Some(reason), _) => say(reason, text()),
+        (None, "quorum" | "replicas") if status.health != "Opening" => {
+            say(Reason::NoQuorum, text());
+        }
         _ if status.health == "Faulted" => say(
             Reason::NoQuorum,
             match waits {
@@ -409,7 +438,14 @@ impl Conditions {
         let unopened_for = unopened_since.map(|since| since.elapsed());
         let observed = self.state.observed();
         let serving = crate::status::serving(&self.state, &observed, volume);
-        judge(&Evidence { volume, status: &status, serving, unopened_for, lost_blocks })
+        let is_full = |pool: &String| {
+            let seen = observed.pools.get(pool);
+            seen.is_some_and(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0)
+        };
+        let pools = volume.replicas.iter().map(|replica| replica.pool.clone());
+        let full_pools = pools.filter(is_full).collect();
+        let status = &status;
+        judge(&Evidence { volume, status, serving, unopened_for, lost_blocks, full_pools })
     }
 
     /// Blocks that are lost, as the last verification counted them or a read found them. A

@@ -81,7 +81,11 @@ pub(crate) fn shown(state: &State, volume: &VolumeRecord) -> VolumeStatus {
             return VolumeStatus { health: "Opening", waiting_for, ..status };
         }
     }
-    by(state, &observed, volume, serving, u64::MAX)
+    let status = by(state, &observed, volume, serving, u64::MAX);
+    match health::is_inaccessible(serving) {
+        true if status.health != "Unknown" => VolumeStatus { health: "Faulted", ..status },
+        _ => status,
+    }
 }
 
 /// `epoch_max`: where no target tells, a replica lags that missed an epoch up to this one.

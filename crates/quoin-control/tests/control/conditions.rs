@@ -63,6 +63,7 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
         cluster.reports("db", "waiting", waiting(kind)).await;
         let shown = cluster.shown("db");
         assert!(reasons(&shown).contains(&(reason, Severity::Inaccessible)), "{shown:?}");
+        assert_eq!(shown.health, "Faulted", "one judgement, wherever it is shown");
     }
     reports(&cluster, &guids, ["in-sync"; 3]).await;
     assert_eq!(reasons(&cluster.shown("db")), []);

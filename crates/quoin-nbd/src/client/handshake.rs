@@ -78,6 +78,11 @@ pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), 
     let info = negotiator.run().map_err(|reason| ClientError::Negotiation {
         address: address.clone(),
         reason: match reason {
+            Failure::Io(error) if is_timeout(&error) => format!(
+                "no answer within {} ms: its target is stopped or hangs; once it answers again \
+                 (`quoin node list`), try again",
+                options.handshake_timeout.as_millis()
+            ),
             Failure::Io(error) => error.to_string(),
             Failure::Protocol(text) => text,
         },
@@ -93,6 +98,12 @@ pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), 
         }
     };
     Ok((fd, info))
+}
+
+/// Returns true if a socket's own timeout ended the call, whatever name the kernel has for it.
+fn is_timeout(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{TimedOut, WouldBlock};
+    matches!(error.kind(), TimedOut | WouldBlock)
 }
 
 enum Failure {

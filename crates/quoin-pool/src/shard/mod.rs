@@ -37,7 +37,7 @@ use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
-use quoin_types::message::{Failure, FromReplica, ToReplica};
+use quoin_types::message::{Failure, FromReplica, RoomGrant, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, Time};
 use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
@@ -165,7 +165,9 @@ pub struct Shard<'a, P> {
     turns: Turns,
     stop: Stop,
     health: Health,
-    /// Shortage of room that the targets were told of.
+    /// Room that the targets were told of.
+    room: RoomGrant,
+    /// Shortage of room that was announced.
     short: bool,
     copying: Copying,
     start: Start,
@@ -189,6 +191,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             turns: Turns::default(),
             stop: Stop::default(),
             health,
+            room: RoomGrant::UNBOUNDED,
             short: false,
             copying: Copying::default(),
             start,
@@ -569,17 +572,21 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.begin_sync();
     }
 
-    /// Tells targets when the pool becomes short of room, and when it is not any more.
+    /// Tells targets what the pool has room for, before they hear of what this round applied.
     fn mind_room(&mut self, now: Time) {
+        let room = self.pool.room(self.room);
+        if room != self.room {
+            self.room = room;
+            for guid in self.replicas.guids() {
+                self.deliver(now, guid, ReplicaEvent::Room(room));
+            }
+        }
         let short = self.pool.is_short(self.short);
         if short == self.short {
             return;
         }
         let below = self.pool.is_short_below();
         self.short = short;
-        for guid in self.replicas.guids() {
-            self.deliver(now, guid, ReplicaEvent::Room { short });
-        }
         let (severity, reason, message) = match short {
             true if below => (Severity::Error, "PoolShort", FULL_BELOW),
             true => (Severity::Error, "PoolShort", FULL),

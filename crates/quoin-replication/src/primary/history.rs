@@ -305,6 +305,7 @@ mod tests {
             quorum: true,
             damaged: false,
             volume_blocks: 64,
+            room: quoin_types::message::RoomGrant::UNBOUNDED,
             snapshots: Vec::new(),
             shadow: None,
             shadow_cut: None,

@@ -403,11 +403,12 @@ impl Primary {
                 }));
             }
             FromReplica::NoRoom { applied } => self.on_no_room(now, index, applied, actions),
-            FromReplica::Room { short } => self.on_room(index, short),
+            FromReplica::Room(room) => self.on_room(index, room),
             FromReplica::BadCopy(copy) => self.on_bad_copy(now, index, copy, actions),
             FromReplica::Closed => self.hang_up(now, index, actions),
             FromReplica::Failed(failure) => {
-                if failure == Failure::Full {
+                // While IO goes on it is one replica that waits for room, and not the volume.
+                if failure == Failure::Full && self.phase != Phase::Serving {
                     self.wait_for(WaitReason::RoomInPool, actions);
                 }
                 self.hang_up(now, index, actions);

@@ -212,6 +212,7 @@ impl Primary {
             return self.shut_out(now, index, what, actions);
         }
         peer.link = Link::Answered;
+        peer.room.report(ack.room);
         peer.ack = Some(ack);
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. } | Phase::Recovering) {
             self.begin_feeding(now, index, actions);

@@ -6,11 +6,12 @@ use std::collections::BTreeSet;
 use bytes::{Bytes, BytesMut};
 
 use super::read::Purpose;
-use super::requests::{BLOCK, Merge, Merging, Range, Sequenced, Waiting, extent};
+use super::requests::{BLOCK, Merge, Merging, Need, Range, Sequenced, Waiting, extent};
 use super::{Phase, Primary, PrimaryAction};
 use quoin_types::block::{BlockError, Operation, Request, Token};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::Lsn;
+use quoin_types::message::Takes;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
@@ -30,12 +31,16 @@ impl Primary {
         if let Err(error) = self.check(&request.operation) {
             return self.refuse(token, error, actions);
         }
-        let Some(request) = self.admit_by_room(now, request, actions) else { return };
-        let waits = || self.requests.any(Waiting::Window) || self.window_full();
-        if Self::is_write(&request.operation) && waits() {
+        let need = Need::of(&request.operation);
+        if need.what == Takes::Nothing {
+            return self.execute(now, request);
+        }
+        let Some(request) = self.admit_by_room(now, request, need, actions) else { return };
+        let waits = self.requests.any(Waiting::Window) || self.window_full();
+        if waits || !self.has_room_for(need) {
             return self.requests.wait_for_window(request);
         }
-        self.execute(now, request);
+        self.execute_within(now, request, need);
     }
 
     fn is_write(operation: &Operation) -> bool {
@@ -96,12 +101,14 @@ impl Primary {
         while self.phase == Phase::Serving
             && self.requests.any(Waiting::Window)
             && !self.window_full()
+            && let Some(need) = self.requests.next_need()
+            && (self.waits_for_room(need) || self.has_room_for(need))
             && let Some(request) = self.requests.next_in_window()
         {
             match self.check(&request.operation) {
                 Ok(()) => {
-                    if let Some(request) = self.admit_by_room(now, request, actions) {
-                        self.execute(now, request);
+                    if let Some(request) = self.admit_by_room(now, request, need, actions) {
+                        self.execute_within(now, request, need);
                     }
                 }
                 Err(error) => self.refuse(request.token, error, actions),
@@ -137,7 +144,7 @@ impl Primary {
             || self.history.weight_after(self.commit.stable) > unstable
     }
 
-    fn execute(&mut self, now: Time, request: Request) {
+    pub(super) fn execute(&mut self, now: Time, request: Request) {
         let token = request.token;
         if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
             return self.answer_nothing(token);
@@ -197,6 +204,10 @@ impl Primary {
     }
 
     fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
+        if let Some(rest) = self.requests.take_rest(waiting.token) {
+            // It is answered with its last part.
+            return self.requests.rest_to_window(rest);
+        }
         let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
         if fua || media {
             self.requests.wait_for_stable(waiting);
@@ -264,6 +275,7 @@ impl Primary {
             None | Some(Merging::Incomplete) => return,
             Some(Merging::Failed(token, error)) => {
                 self.forget_merge_reads(slot);
+                self.requests.take_rest(token);
                 self.reply(token, Err(error), actions);
             }
             Some(Merging::Complete(merge)) => self.append_merged(merge),

@@ -11,8 +11,8 @@ use quoin_types::entry::{EntryKind, SharedEntry, View};
 use quoin_types::ids::SessionKey;
 use quoin_types::membership::Member;
 use quoin_types::message::{
-    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, Slot, ToReplica,
-    VERIFY_BLOCKS_MAX,
+    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, RoomGrant, Slot,
+    ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
@@ -398,8 +398,8 @@ impl Session {
         self.send(FromReplica::BadCopy(copy), actions);
     }
 
-    pub fn tell_room(&self, short: bool, actions: &mut Vec<ReplicaAction>) {
-        self.send(FromReplica::Room { short }, actions);
+    pub fn tell_room(&self, room: RoomGrant, actions: &mut Vec<ReplicaAction>) {
+        self.send(FromReplica::Room(room), actions);
     }
 
     fn saw(&mut self, ping: Ping) {

@@ -25,7 +25,7 @@ use quoin_store::model::ModelPool;
 use quoin_store::{Cloned, ReplicaPool};
 use quoin_types::block::{Operation, Payload, Reply, Request};
 use quoin_types::membership::default_cf;
-use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, ToReplica};
+use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, RoomGrant, Takes, ToReplica};
 use quoin_types::*;
 
 pub const BLOCKS: u64 = 1024;
@@ -414,8 +414,14 @@ impl Cluster {
 
     /// Lets pools report whether they are short of room.
     pub fn say_short(&mut self, hosts: std::ops::Range<usize>, short: bool) {
+        let takes = if short { Takes::Holes } else { Takes::Writes };
+        self.say_room(hosts, RoomGrant { takes, ..RoomGrant::UNBOUNDED });
+    }
+
+    /// Lets pools grant room.
+    pub fn say_room(&mut self, hosts: std::ops::Range<usize>, room: RoomGrant) {
         for host in hosts {
-            self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room { short }));
+            self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room(room)));
         }
     }
 

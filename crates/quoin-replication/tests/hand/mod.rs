@@ -85,6 +85,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
         quorum: true,
         damaged: false,
         volume_blocks: 1024,
+        room: quoin_types::message::RoomGrant::UNBOUNDED,
         snapshots: Vec::new(),
         shadow: None,
         shadow_cut: None,

@@ -24,6 +24,7 @@ use crate::map::tree::{self, Change, Edit, Memo};
 use crate::rebuild::shadow;
 use crate::replica::{Replica, Source, may_lack};
 use crate::space::logical::{self, Moves, is_logical};
+use crate::space::segments::Claim;
 use crate::space::table;
 
 /// Blocks looked at in one step.
@@ -424,8 +425,13 @@ fn move_blocks<D: Disk>(
         }
         return Ok(false);
     }
-    let places =
-        relocation::write_moved(replica, core, &blocks, relocation::naming(replica), true)?;
+    let places = relocation::write_moved(
+        replica,
+        core,
+        &blocks,
+        relocation::naming(replica),
+        Claim::Reserve,
+    )?;
     let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
     let (mut moves, mut named) = (Vec::new(), gone);
     for (i, (from, to)) in live.iter().zip(places).enumerate() {

@@ -10,6 +10,7 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::replica::Replica;
+use crate::space::segments::Claim;
 
 /// Blocks of one batch at most; its header fits three blocks.
 const BLOCKS_A_BATCH: usize = 256;
@@ -61,7 +62,7 @@ pub fn write_moved<D: Disk>(
     core: &mut Core<D>,
     blocks: &[MovedBlock],
     naming: Naming,
-    from_reserve: bool,
+    claim: Claim,
 ) -> Result<Vec<u64>, StoreError> {
     let mut places = Vec::with_capacity(blocks.len());
     let mut rest = blocks;
@@ -75,7 +76,7 @@ pub fn write_moved<D: Disk>(
         let count = most(room).or_else(|| most(fresh));
         let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
         let (now, later) = rest.split_at(count);
-        write_moved_batch(replica, core, now, naming, from_reserve, &mut places)?;
+        write_moved_batch(replica, core, now, naming, claim, &mut places)?;
         rest = later;
     }
     Ok(places)
@@ -86,13 +87,13 @@ fn write_moved_batch<D: Disk>(
     core: &mut Core<D>,
     blocks: &[MovedBlock],
     naming: Naming,
-    from_reserve: bool,
+    claim: Claim,
     places: &mut Vec<u64>,
 ) -> Result<(), StoreError> {
     core.check_usable()?;
     let total = (blocks.len() + header_blocks(blocks.len())) as u32;
     let guid_hash = replica.family.guid_hash;
-    let segment = replica.family.segment_for(core, Stream::Moved, total, from_reserve)?;
+    let segment = replica.family.segment_for(core, Stream::Moved, total, claim)?;
     let state = segment.state;
     let header = header_blocks(blocks.len()) as u64;
     let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);

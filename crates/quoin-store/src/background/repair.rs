@@ -14,6 +14,7 @@ use crate::format::node::{BAD_PLACE, BlockAt, HOLE_PLACE, LEAF_BLOCKS, LOST_PLAC
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::slots::{push_slot, without_bytes};
 use crate::replica::{Replica, Source, may_lack};
+use crate::space::segments::Claim;
 
 /// Leaves that a mend may be about: it is no longer than one, and may begin in the middle.
 const LEAVES_A_MEND: usize = 2;
@@ -211,7 +212,13 @@ pub fn mend<D: Disk>(
         }
         edits.push(Edit { lba, blocks: 1, change });
     }
-    let places = relocation::write_moved(replica, core, &moved, relocation::naming(replica), true)?;
+    let places = relocation::write_moved(
+        replica,
+        core,
+        &moved,
+        relocation::naming(replica),
+        Claim::Reserve,
+    )?;
     let mut crcs: Vec<u32> = moved.iter().map(MovedBlock::crc).collect();
     let of_holes = crcs.len() as u32;
     crcs.push(0);

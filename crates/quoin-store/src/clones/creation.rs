@@ -172,6 +172,7 @@ pub fn make_clone<D: Disk>(
     keep_base(pool, keeper, &kept, parent)?;
     pool.core.bases.begin_use(id);
     pool.replicas.insert(guid, clone);
+    pool.core.share_among(pool.replicas.len());
     pool.touch(guid);
     pool.touch(keeper);
     Ok(Cloned::Made)

@@ -24,6 +24,7 @@ use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
 use crate::map::tree::{self, Change, Edit, Part};
 use crate::replica::{Replica, may_lack};
+use crate::space::segments::Claim;
 
 /// Longest hole that one step takes over.
 const HOLE_BLOCKS_MAX: u64 = 1 << 30;
@@ -219,7 +220,7 @@ fn take_over<D: Disk>(
         return Ok(());
     }
     let places =
-        relocation::write_moved(replica, core, &moved, relocation::naming(replica), false)?;
+        relocation::write_moved(replica, core, &moved, relocation::naming(replica), Claim::Spare)?;
     let mut crcs: Vec<u32> = moved.iter().map(MovedBlock::crc).collect();
     let lost_at = crcs.len() as u32;
     crcs.push(0);

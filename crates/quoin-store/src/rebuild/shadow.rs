@@ -21,6 +21,7 @@ use crate::rebuild::sending::{BLOCKS_A_PULL, WINDOW_HOLE_BLOCKS_MAX, WINDOWS_A_P
 use crate::replica::upper::Upper;
 use crate::replica::{Image, Replica, Synced, may_lack};
 use crate::space::logical;
+use crate::space::segments::Claim;
 use crate::space::table::{self, NextStep, Successor};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -249,7 +250,7 @@ pub fn feed<D: Disk>(
             Content::Hole => {}
         }
     }
-    let places = relocation::write_moved(replica, core, &data, Naming::Place, false)?;
+    let places = relocation::write_moved(replica, core, &data, Naming::Place, Claim::Spare)?;
     let mut written = data.iter().zip(places);
     for slot in slots {
         if slot.blocks == 0 {

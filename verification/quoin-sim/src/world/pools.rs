@@ -5,7 +5,7 @@ use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::disk::fetch::{Fetch, Owner};
-use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::message::{Failure, FromReplica, Ping, RoomGrant, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
 use super::checkers::{Connected, Observation};
@@ -28,8 +28,8 @@ pub(crate) struct Process {
     timer: Option<Time>,
     arm: u32,
     idle_planned: bool,
-    /// The pool is short of room, as its replica was told.
-    short: bool,
+    /// The room that its replica was told of.
+    room: Option<RoomGrant>,
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
     stopping: Option<Stopping>,
@@ -137,7 +137,7 @@ impl World {
             timer: None,
             arm: 0,
             idle_planned: false,
-            short: false,
+            room: None,
             syncing: false,
             stopping: None,
             rounds: Rounds::begin(local),
@@ -459,13 +459,20 @@ impl World {
         let Some(process) = &mut here.process else { return };
         let Some(replica) = &mut process.replica else { return };
         let mut actions = Vec::new();
-        let short = here.storage.is_short(process.short);
-        let room = (short != process.short).then_some(ReplicaEvent::Room { short });
-        process.short = short;
-        let mut events = Some(events);
+        let told = process.room.unwrap_or(RoomGrant::UNBOUNDED);
+        let first = process.room.is_none().then(|| ReplicaEvent::Room(here.storage.room(told)));
+        let mut events = Some(first.into_iter().chain(events));
         let found = here.storage.with(guid, &mut |store| {
-            for event in events.take().into_iter().flatten().chain(room.clone()) {
+            for event in events.take().into_iter().flatten() {
                 replica.on(now, event, store, &mut actions);
+            }
+        });
+        // The room is told before what these events applied is acknowledged.
+        let room = here.storage.room(told);
+        let is_new = process.room.replace(room) != Some(room);
+        here.storage.with(guid, &mut |store| {
+            if is_new {
+                replica.on(now, ReplicaEvent::Room(room), store, &mut actions);
             }
             replica.flush(&mut actions);
         });
