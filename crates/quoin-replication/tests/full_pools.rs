@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_replication::primary::{
-    Knows, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, ReplicaStanding,
+    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, ReplicaStanding,
     SnapshotOutcome, SnapshotWish,
 };
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, SyncTicket};
@@ -236,8 +236,7 @@ impl Crowd {
                 match shelf.filter(|shelf| self.shelves[*shelf].pool.is_some()) {
                     Some(shelf) => {
                         self.connect(volume, session.nonce, session, None, shelf, member.guid);
-                        let knows = Knows::ALL;
-                        self.feed_target(volume, PrimaryEvent::Connected { session, knows });
+                        self.feed_target(volume, PrimaryEvent::Connected { session });
                     }
                     None => self.feed_target(volume, PrimaryEvent::Disconnected { session }),
                 }

@@ -99,9 +99,9 @@ fn a_clone_is_made_of_the_sound_replica_where_a_damaged_one_has_its_snapshot_too
     });
     assert!(made, "it was never folded");
     let shown =
-        read_all(&mut *family.pool().replica(ReplicaGuid(30)).expect("it"), ReadView::Live, BLOCKS);
+        read_all(&mut family.pool().replica(ReplicaGuid(30)).expect("it"), ReadView::Live, BLOCKS);
     let kept = ReadView::Snapshot(snapshot);
-    let has = read_all(&mut *family.pool().replica(sound).expect("it"), kept, BLOCKS);
+    let has = read_all(&mut family.pool().replica(sound).expect("it"), kept, BLOCKS);
     assert_eq!(flat(&shown), flat(&has));
 }
 

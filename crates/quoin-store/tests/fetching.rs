@@ -565,7 +565,7 @@ impl Volume {
 
 /// What a step reads stays in memory until it is done.
 fn folding_soon() -> PoolOptions {
-    let cache_bytes = 8 << 20;
+    let cache_bytes = 64 << 20;
     PoolOptions { cache_bytes, checkpoint_bytes: 64 << 10, log_keep_bytes: 0, ..options() }
 }
 

@@ -265,7 +265,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    fn tell_of(&mut self, guid: ReplicaGuid, severity: Severity, reason: &str, message: String) {
+    pub(super) fn tell_of(
+        &mut self,
+        guid: ReplicaGuid,
+        severity: Severity,
+        reason: &str,
+        message: String,
+    ) {
         let Some(store) = self.pool.replica(guid) else { return };
         let (volume, replica) = (store.identity().volume, store.identity().replica);
         drop(store);

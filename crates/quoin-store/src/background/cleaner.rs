@@ -164,7 +164,7 @@ pub fn begin<D: Disk>(
 pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
     let Some(mut job) = replica.maintenance.clean.take() else { return Ok(true) };
     shadow::merge(replica, core)?;
-    let end = end_of_step(core, &job);
+    let end = end_of_step(&job);
     if !job.blocks.is_empty() {
         let step = &job.blocks[job.done..end];
         let named = step.iter().map(|block| (block.name, block.place));
@@ -213,12 +213,9 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, 
     Ok(true)
 }
 
-/// Where the next step ends among what is moved. Of nodes each may be a read, and all of them are
-/// in memory at the same time.
-fn end_of_step<D>(core: &Core<D>, job: &CleanJob) -> usize {
-    let nodes = BLOCKS_A_STEP.min(core.options.step_nodes.max(1));
-    let most = if job.blocks.is_empty() { nodes } else { BLOCKS_A_STEP };
-    (job.done + most).min(job.blocks.len().max(job.nodes.len()))
+/// Where the next step ends among what is moved.
+fn end_of_step(job: &CleanJob) -> usize {
+    (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()))
 }
 
 /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
@@ -234,7 +231,7 @@ fn look_ahead_of_job<D: Disk>(
     core: &mut Core<D>,
     job: &mut CleanJob,
 ) -> Result<(), StoreError> {
-    let end = |count: usize| end_of_step(core, job).min(count);
+    let end = |count: usize| end_of_step(job).min(count);
     let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
     let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
     job.looked = None;
