@@ -20,8 +20,8 @@ use quoin_types::ids::{Incarnation, SessionKey};
 use quoin_types::membership::{Member, Membership};
 use quoin_types::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_types::{
-    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SnapshotId, Term,
-    TermId, VolumeId,
+    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SnapshotId,
+    Term, TermId, VolumeId,
 };
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
